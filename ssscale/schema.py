@@ -1,0 +1,211 @@
+"""The configuration of a run, as frozen dataclasses: the one list of keys, their types, defaults and units.
+
+`ssscale.config` fills them from YAML files and `key=value` arguments and checks what no single key can say.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Core(str, Enum):
+    """What turns q, k and v into a weighted sum of values."""
+
+    softmax = "softmax"
+    ssmax = "ssmax"
+    stickbreaking = "stickbreaking"
+
+
+class SSMaxVariant(str, Enum):
+    """Scalable-Softmax, arXiv:2501.19399: `learned` s per layer and head (Eq. 2), `fixed` s, `bias` (Eq. 4), `pn` (Eq. 3)."""
+
+    learned = "learned"
+    fixed = "fixed"
+    bias = "bias"
+    pn = "pn"
+
+
+class PositionMethod(str, Enum):
+    """How a model tells positions apart."""
+
+    rope = "rope"
+    nope = "nope"
+
+
+class ScheduleKind(str, Enum):
+    """Learning-rate shapes; `ssscale.train.schedule` gives the formula of each.
+
+    `decay` starts from the learning rate at which the stage before it ended.
+    """
+
+    constant = "constant"
+    cosine = "cosine"
+    wsd = "wsd"
+    power = "power"
+    decay = "decay"
+
+
+class DecayShape(str, Enum):
+    """The last part of a schedule, from 1 at its start to `floor` at its end."""
+
+    exponential = "exponential"
+    linear = "linear"
+    sqrt = "sqrt"
+
+
+class Precision(str, Enum):
+    """`auto` is bf16 (with fp32 master weights) on a GPU and fp32 on a CPU."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class Recompute(str, Enum):
+    """Activations kept for the backward pass: all, all but the cheap ones, or each block's input only."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class Compile(str, Enum):
+    """torch.compile: `auto` is `block` on a GPU and `none` on a CPU."""
+
+    auto = "auto"
+    none = "none"
+    block = "block"
+    model = "model"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    core: Core = Core.softmax
+    ssmax: SSMaxVariant = SSMaxVariant.learned
+    ssmax_scale: float = 1.0  # s at the start of training, or for ever under `fixed`
+    ssmax_bias: float = 0.0  # b at the start of training
+    remainder: bool = False  # stick-breaking: the unspent stick goes to the query's own value (arXiv:2410.17980, Eq. 13)
+    skip_below: float = 2.0**-12  # stick-breaking: a query whose unspent stick is below this reads no further keys; 0 = exact
+
+
+@dataclass(frozen=True)
+class PositionConfig:
+    method: PositionMethod = PositionMethod.rope
+    rope_base: float = 10_000.0
+
+
+@dataclass(frozen=True)
+class WidthConfig:
+    """The width transfer of the Power recipe (arXiv:2408.13359). Every default leaves the model as it is."""
+
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    matrix_lr_divisor: float = 1.0
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    num_layers: int = 12
+    hidden_size: int = 768
+    ffn_hidden_size: int = 2048
+    num_heads: int = 12
+    num_kv_heads: int | None = None  # None: as many as num_heads
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    vocab_size: int = 50_257  # the tokenizer's; tensor parallelism pads its own copy
+    tie_embeddings: bool = False
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    position: PositionConfig = field(default_factory=PositionConfig)
+    width: WidthConfig = field(default_factory=WidthConfig)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: str = "data/pretrain"  # a folder made by `python -m data_prep` (manifest.json lies in it)
+    length: int = 4096  # tokens a row; the shards must have been packed to it
+    one_document: bool = False  # a row counts as one document whatever lies in it (as the SSMax study trains)
+    shuffle_seed: int = 0
+    num_workers: int = 2
+    prefetch: int = 4  # microbatches a worker prepares ahead
+    cache: str | None = None  # local folder for remote (s3://, gs://) data
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    kind: ScheduleKind = ScheduleKind.constant
+    lr: float = 6e-4  # the peak; under `power` the cap η_max
+    warmup_tokens: int = 0  # of this stage
+    decay_tokens: int = 0  # the last tokens of this stage
+    decay_shape: DecayShape = DecayShape.exponential
+    floor: float = 0.0  # the fraction of the decay's first learning rate that is left at its end
+    power_a: float = 4.0  # η(n) = min(lr, batch · a · n^b)
+    power_b: float = -0.51
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    name: str = "train"
+    tokens: int = 1_000_000_000
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    mix: dict[str, float] | None = None  # source name → share of the rows; None: by the sources' sizes
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on parameters of rank 2 and more
+    clip: float = 1.0  # global gradient norm; 0 = no clipping
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    batch_size: int = 1024  # rows an optimizer step, over all ranks
+    microbatch: int = 4  # rows a rank a forward pass
+    stages: list[StageConfig] = field(default_factory=lambda: [StageConfig()])
+    max_steps: int | None = None  # stop after so many steps whatever the stages say
+    seed: int = 0
+    precision: Precision = Precision.auto
+    compile: Compile = Compile.auto
+    recompute: Recompute = Recompute.none
+    log_every: int = 10
+    eval_every: int = 1000
+    eval_rows: int = 256
+    save_every: int = 1000
+    keep: int = 2  # newest checkpoints that stay
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor: int = 1
+    sequence: bool = True  # split the residual stream over the tensor-parallel ranks
+    zero_stage: int = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str = "run"
+    run_dir: str | None = None  # None: runs/<name>
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def folder(self) -> str:
+        return self.run_dir or f"runs/{self.name}"
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch_size * self.data.length
