@@ -1,0 +1,326 @@
+"""From `config=NAME key=value ...` to a frozen `Config`: dataclass defaults < included YAML < the run file < arguments.
+
+OmegaConf reads the YAML and interpolates; the types are built here, as its structured nodes cannot merge into lists
+of frozen dataclasses and because every mistake must be one sentence that names its key and, for YAML, its file.
+"""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ssscale.errors import UserError
+from ssscale.schema import Config
+from ssscale.validate import validate
+
+__all__ = ["CONFIGS", "from_yaml", "load_config", "run_names", "save", "to_yaml", "validate"]
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+Tree = dict[str, Any]
+
+
+def load_config(arguments: list[str], options: Iterable[str] = ()) -> Config:
+    """The run that `["config=3b_sb", "train.microbatch=2", ...]` describes.
+
+    `config` is the name of a file in configs/ or a path that ends in .yaml. A key goes through sections and list
+    indices (`train.stages.0.tokens=1e9`); values are YAML. `options` are further keys that the command itself takes;
+    they only serve the hint after a misspelt key. The run is named after its file unless it says otherwise.
+    Raises UserError.
+    """
+    pairs = [_split(argument) for argument in arguments]
+    names = [value for key, value in pairs if key == "config"]
+    if len(names) != 1:
+        problem = "is missing" if not names else "is given more than once"
+        raise UserError(f"config=NAME {problem}: name one of {', '.join(run_names())} or a path ending in .yaml")
+    path = _find(names[0], CONFIGS, "config=" + names[0])
+    tree = {"name": path.stem} | _read(path, ())
+    tree = _merge(_plain(Config()), tree)
+    for key, text in pairs:
+        if key != "config":
+            _set(tree, key, _parse(key, text), options)
+    return _build_config(tree, "")
+
+
+def to_yaml(config: Config) -> str:
+    """Every key of the run, so that `from_yaml` gives the same `Config` whatever the defaults become."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+
+
+def from_yaml(text: str, source: str = "config.yaml") -> Config:
+    """The `Config` that `to_yaml` wrote; `source` names the file in errors. Raises UserError."""
+    tree = _yaml(text, source)
+    _check(Config, tree, "", source)
+    return _build_config(_merge(_plain(Config()), tree), source)
+
+
+def save(config: Config, path: str | Path) -> None:
+    Path(path).write_text(to_yaml(config), encoding="utf-8")
+
+
+def run_names() -> list[str]:
+    """The names that `config=` takes."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def _find(name: str, folder: Path, asked_by: str) -> Path:
+    """A name lies in configs/; a path ending in .yaml starts at the including file, or where the command runs."""
+    if name.endswith(".yaml"):
+        path = Path(name) if folder is CONFIGS else folder / name
+        if path.is_file():
+            return path
+        raise UserError(f"{asked_by}: there is no file {path}")
+    path = CONFIGS / f"{name}.yaml"
+    if name and path.is_file():
+        return path
+    known = sorted(str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.rglob("*.yaml"))
+    if folder is CONFIGS and "/" not in name:
+        known = run_names()
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
+    raise UserError(f"{asked_by}: there is no configs/{name}.yaml; did you mean {_one_of(near)}?")
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Tree:
+    """One YAML file over what it includes; `above` are the files that include it."""
+    source = _shown(path)
+    if path.resolve() in above:
+        chain = " → ".join(_shown(p) for p in (*above, path))
+        raise UserError(f"{source} includes itself: {chain}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{source} cannot be read: {error}") from None
+    own = _yaml(text, source)
+    includes = own.pop("include", None) or []
+    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
+        raise UserError(
+            f"include in {source} must be a list of names such as [model/3b, data/pretrain], not {includes!r}"
+        )
+    _check(Config, own, "", source)
+    tree: Tree = {}
+    for name in includes:
+        found = _find(name, path.parent, f"include of {name!r} in {source}")
+        tree = _merge(tree, _read(found, (*above, path.resolve())))
+    return _merge(tree, own)
+
+
+def _yaml(text: str, source: str) -> Tree:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{source} is not valid YAML{line}: {error.problem or error.context}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
+        raise UserError(f"{source} is not valid YAML: {_first_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{source} must hold `key: value` lines, not a list")
+    return typing.cast(Tree, tree)
+
+
+def _shown(path: Path) -> str:
+    """configs/... for our own files, whatever the folder that the command runs in."""
+    root = CONFIGS.parent
+    return str(path.resolve().relative_to(root)) if path.resolve().is_relative_to(root) else str(path)
+
+
+def _split(argument: str) -> tuple[str, str]:
+    key, equals, value = argument.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", key):
+        bare = argument.lstrip("-").partition("=")[0] or "key"
+        raise UserError(f"{argument!r} is not of the form key=value: write {bare}=VALUE, without spaces or dashes")
+    return key, value
+
+
+def _parse(key: str, text: str) -> Any:
+    if not text.strip():
+        raise UserError(f"{key}= has no value: write {key}=VALUE, or {key}=null for none")
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index, call-overload]
+    except (yaml.YAMLError, OmegaConfBaseException):
+        raise UserError(f"{key}={text}: the value is not valid YAML; quote it if it is meant as text") from None
+
+
+def _set(tree: Tree, key: str, value: Any, options: Iterable[str]) -> None:
+    """Put one argument into the tree, which holds every section. A section is merged, a `mix` or a list replaced."""
+    *above, name = key.split(".")
+    kind: Any = Config
+    node: Any = tree
+    for depth, part in enumerate(above):
+        index, kind = _step(kind, node, part, key, ".".join(above[:depth]), options)
+        if isinstance(node, dict) and node.get(index) is None:
+            node[index] = {}
+        node = node[index]
+    index, kind = _step(kind, node, name, key, ".".join(above), options)
+    _check(kind, value, key, "")
+    if dataclasses.is_dataclass(kind) and isinstance(node, dict):
+        value = _merge(node.get(index) or {}, value)
+    node[index] = value
+
+
+def _step(kind: Any, node: Any, part: str, key: str, here: str, options: Iterable[str]) -> tuple[str | int, Any]:
+    """One part of a dotted key: the index into `node` and the annotation of what lies there."""
+    kind = _strip_none(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(node, dict):
+        hints = typing.get_type_hints(kind)
+        if part in hints:
+            return part, hints[part]
+    elif typing.get_origin(kind) is list and isinstance(node, list):
+        if part.isdecimal() and int(part) < len(node):
+            return int(part), typing.get_args(kind)[0]
+        raise UserError(f"{key}: {here} has {len(node)} entries, numbered from 0; {part!r} is none of them")
+    elif typing.get_origin(kind) is dict and isinstance(node, dict):
+        return part, typing.get_args(kind)[1]
+    raise UserError(_unknown(key, "", options))
+
+
+def _build_config(tree: Tree, source: str) -> Config:
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {_first_line(error)}{_in(source)}") from None
+    return typing.cast(Config, _build(Config, resolved, "", source))
+
+
+def _build(kind: Any, value: Any, key: str, source: str) -> Any:
+    """`value` as the annotation `kind` wants it, or a UserError that says what was expected at `key`."""
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _build(_strip_none(kind), value, key, source)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise UserError(
+                f"{key} is a section, not {_show(value)}: set its keys, such as {_keys(kind, key)[0]}{_in(source)}"
+            )
+        hints = typing.get_type_hints(kind)
+        for name in value:
+            if name not in hints:
+                raise UserError(_unknown(_join(key, name), source))
+        return kind(**{name: _build(hints[name], entry, _join(key, name), source) for name, entry in value.items()})  # type: ignore[operator]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (list, tuple) and isinstance(value, list | tuple):
+        if origin is tuple and len(value) != len(arguments):
+            raise _wrong(kind, value, key, source)
+        return origin(_build(arguments[0], entry, _join(key, i), source) for i, entry in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {str(name): _build(arguments[1], entry, _join(key, name), source) for name, entry in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__:
+        return kind[value]
+    if kind is bool and isinstance(value, bool):
+        return value
+    # 1e12 is a float to YAML and the natural way to write a token count.
+    if kind is int and isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+        return int(value)
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
+        return float(value)
+    if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    raise _wrong(kind, value, key, source)
+
+
+def _check(kind: Any, value: Any, key: str, source: str) -> None:
+    """What `_build` says of one file, so that the sentence names it; interpolations wait for the whole."""
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        for name, entry in value.items():
+            if name not in hints:
+                raise UserError(_unknown(_join(key, name), source))
+            _check(hints[name], entry, _join(key, name), source)
+    elif "${" not in str(value):
+        _build(kind, value, key, source)
+
+
+def _wrong(kind: Any, value: Any, key: str, source: str) -> UserError:
+    return UserError(f"{key} must be {_expected(kind)}, not {_show(value)}{_in(source)}")
+
+
+def _expected(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return f"a list of {len(arguments)} numbers"
+    if origin is list:
+        return "a list"
+    if origin is dict:
+        return "a section of `name: number`"
+    if issubclass(kind, Enum):
+        return "one of " + ", ".join(kind.__members__)
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+
+
+def _unknown(key: str, source: str, options: Iterable[str] = ()) -> str:
+    index = re.search(r"\.(\d+)(\.|$)", key)
+    valid = [name.replace("[]", index.group(1) if index else "0") for name in _keys(Config, "")] + list(options)
+    last = key.rpartition(".")[2]
+    near = [name for name in valid if name.rpartition(".")[2] == last][:3]
+    near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    near = near or [n for n in valid if difflib.get_close_matches(last, [n.rpartition(".")[2]], cutoff=0.7)][:1]
+    hint = f"did you mean {_one_of(near)}?" if near else "ssscale/schema.py lists them all"
+    return f"there is no key {key!r}{_in(source)}; {hint}"
+
+
+def _keys(kind: Any, key: str) -> list[str]:
+    """Every dotted key below `key`; [] stands for a list's index."""
+    return list(_walk(kind, key))
+
+
+def _walk(kind: Any, key: str) -> Iterator[str]:
+    kind = _strip_none(kind)
+    if dataclasses.is_dataclass(kind):
+        for name, hint in typing.get_type_hints(kind).items():
+            yield from _walk(hint, _join(key, name))
+    elif typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
+        yield from _walk(typing.get_args(kind)[0], _join(key, "[]"))
+    else:
+        yield key
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _merge(under: Tree, over: Tree) -> Tree:
+    """Sections merge key by key; lists (the stages) are replaced whole."""
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _strip_none(kind: Any) -> Any:
+    return next(a for a in kind.__args__ if a is not type(None)) if isinstance(kind, types.UnionType) else kind
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _in(source: str) -> str:
+    return f" (in {source})" if source else ""
+
+
+def _one_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
