@@ -31,6 +31,14 @@ class PositionMethod(str, Enum):
     nope = "nope"
 
 
+# What a core can be combined with. Stick-breaking takes the nearest keys first: its order is its position method.
+POSITIONS = {
+    Core.softmax: frozenset({PositionMethod.rope, PositionMethod.nope}),
+    Core.ssmax: frozenset({PositionMethod.rope, PositionMethod.nope}),
+    Core.stickbreaking: frozenset({PositionMethod.nope}),
+}
+
+
 class ScheduleKind(str, Enum):
     """Learning-rate shapes; `ssscale.train.schedule` gives the formula of each.
 
@@ -83,8 +91,12 @@ class AttentionConfig:
     ssmax: SSMaxVariant = SSMaxVariant.learned
     ssmax_scale: float = 1.0  # s at the start of training, or for ever under `fixed`
     ssmax_bias: float = 0.0  # b at the start of training
-    remainder: bool = False  # stick-breaking: the unspent stick goes to the query's own value (arXiv:2410.17980, Eq. 13)
-    skip_below: float = 2.0**-12  # stick-breaking: a query whose unspent stick is below this reads no further keys; 0 = exact
+    remainder: bool = (
+        False  # stick-breaking: the unspent stick goes to the query's own value (arXiv:2410.17980, Eq. 13)
+    )
+    skip_below: float = (
+        2.0**-12
+    )  # stick-breaking: a query whose unspent stick is below this reads no further keys; 0 = exact
 
 
 @dataclass(frozen=True)

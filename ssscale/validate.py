@@ -1,8 +1,255 @@
-"""Combinations that cannot run, each with a sentence that says what would. `ssscale.config` has checked the types before."""
+"""Combinations that cannot run, each with a sentence that says what would. `ssscale.config` has checked the types."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
 
 from ssscale.errors import UserError
-from ssscale.schema import Config
+from ssscale.schema import (
+    POSITIONS,
+    Compile,
+    Config,
+    Core,
+    ModelConfig,
+    PositionMethod,
+    Precision,
+    ScheduleKind,
+    SSMaxVariant,
+    StageConfig,
+)
 
 
 def validate(config: Config, world_size: int | None = None, gpu: bool = False) -> None:
-    """Raise UserError on the first impossible combination."""
+    """Raise UserError, one sentence, for the first thing in `config` that cannot run.
+
+    world_size: processes of the run; None leaves out what depends on it. gpu: what `precision=auto` stands for.
+    """
+    _check_numbers(config)
+    _check_model(config.model)
+    _check_attention(config.model)
+    names = [stage.name for stage in config.train.stages]
+    if not names:
+        raise UserError("train.stages is empty: a run needs at least one stage")
+    for index, stage in enumerate(config.train.stages):
+        if stage.name in names[:index]:
+            raise UserError(f"train.stages.{index}.name: two stages are called {stage.name!r}; give each its own name")
+        _check_stage(stage, f"train.stages.{index}", index, config.tokens_per_step)
+    _check_parallel(config, gpu)
+    if world_size is not None:
+        _check_world(config, world_size)
+
+
+Bound = tuple[str, Callable[[Any, Any], bool], float]
+
+AT_LEAST_1: Bound = ("at least 1", operator.ge, 1)
+AT_LEAST_0: Bound = ("0 or more", operator.ge, 0)
+ABOVE_0: Bound = ("greater than 0", operator.gt, 0)
+BELOW_0: Bound = ("less than 0", operator.lt, 0)
+BELOW_1: Bound = ("less than 1", operator.lt, 1)
+
+BOUNDS: dict[str, tuple[Bound, ...]] = {
+    "model.num_layers": (AT_LEAST_1,),
+    "model.hidden_size": (AT_LEAST_1,),
+    "model.ffn_hidden_size": (AT_LEAST_1,),
+    "model.num_heads": (AT_LEAST_1,),
+    "model.num_kv_heads": (AT_LEAST_1,),
+    "model.head_dim": (AT_LEAST_1,),
+    "model.vocab_size": (AT_LEAST_1,),
+    "model.norm_eps": (ABOVE_0,),
+    "model.init_std": (ABOVE_0,),
+    "model.attention.ssmax_scale": (ABOVE_0,),
+    "model.attention.skip_below": (AT_LEAST_0, BELOW_1),
+    "model.position.rope_base": (ABOVE_0,),
+    "model.width.embedding_multiplier": (ABOVE_0,),
+    "model.width.residual_multiplier": (ABOVE_0,),
+    "model.width.logits_divisor": (ABOVE_0,),
+    "model.width.matrix_lr_divisor": (ABOVE_0,),
+    "model.width.attention_scale": (ABOVE_0,),
+    "data.length": (("at least 2", operator.ge, 2),),
+    "data.num_workers": (AT_LEAST_0,),
+    "data.prefetch": (AT_LEAST_1,),
+    "optimizer.betas": (AT_LEAST_0, BELOW_1),
+    "optimizer.eps": (ABOVE_0,),
+    "optimizer.weight_decay": (AT_LEAST_0,),
+    "optimizer.clip": (AT_LEAST_0,),
+    "train.batch_size": (AT_LEAST_1,),
+    "train.microbatch": (AT_LEAST_1,),
+    "train.max_steps": (AT_LEAST_1,),
+    "train.seed": (AT_LEAST_0,),
+    "train.log_every": (AT_LEAST_1,),
+    "train.eval_every": (AT_LEAST_1,),
+    "train.eval_rows": (AT_LEAST_1,),
+    "train.save_every": (AT_LEAST_1,),
+    "train.keep": (AT_LEAST_1,),
+    "parallel.tensor": (AT_LEAST_1,),
+    "parallel.zero_stage": (AT_LEAST_0, ("at most 3", operator.le, 3)),
+}
+
+STAGE_BOUNDS: dict[str, tuple[Bound, ...]] = {
+    "tokens": (AT_LEAST_1,),
+    "schedule.lr": (ABOVE_0,),
+    "schedule.warmup_tokens": (AT_LEAST_0,),
+    "schedule.decay_tokens": (AT_LEAST_0,),
+    "schedule.floor": (AT_LEAST_0, BELOW_1),
+    "schedule.power_a": (ABOVE_0,),
+    "schedule.power_b": (BELOW_0,),
+}
+
+
+def _check_numbers(config: Config) -> None:
+    _check_bounds(config, "", BOUNDS)
+    for index, stage in enumerate(config.train.stages):
+        _check_bounds(stage, f"train.stages.{index}.", STAGE_BOUNDS)
+        if stage.mix is not None and not stage.mix:
+            raise UserError(
+                f"train.stages.{index}.mix is empty: name sources, or null takes all of them by their sizes"
+            )
+        for source, share in (stage.mix or {}).items():
+            if share <= 0:
+                raise UserError(
+                    f"train.stages.{index}.mix.{source} must be greater than 0, not {share:g}; leave it out"
+                )
+
+
+def _check_bounds(section: Any, prefix: str, bounds: dict[str, tuple[Bound, ...]]) -> None:
+    for key, wanted in bounds.items():
+        value = operator.attrgetter(key)(section)
+        for number in value if isinstance(value, tuple) else (value,):
+            for words, holds, limit in wanted:
+                if number is not None and not holds(number, limit):
+                    raise UserError(f"{prefix}{key} must be {words}, not {number}")
+
+
+def _check_model(model: ModelConfig) -> None:
+    heads, kv_heads = model.num_heads, model.kv_heads
+    if model.head_dim is None and model.hidden_size % heads:
+        raise UserError(
+            f"model.num_heads={heads} does not divide model.hidden_size={model.hidden_size}: "
+            f"use {_near_divisors(model.hidden_size, heads)} heads, or set model.head_dim"
+        )
+    if heads % kv_heads:
+        raise UserError(
+            f"model.num_kv_heads={kv_heads} does not divide model.num_heads={heads}: "
+            f"use {_near_divisors(heads, kv_heads)} key/value heads"
+        )
+    if model.position.method is PositionMethod.rope and model.head_size % 2:
+        raise UserError(
+            f"rope rotates pairs, but a head has {model.head_size} dimensions: "
+            "set an even model.head_dim, or model.position.method=nope"
+        )
+
+
+def _check_attention(model: ModelConfig) -> None:
+    attention, method = model.attention, model.position.method
+    allowed = POSITIONS[attention.core]
+    if method not in allowed:
+        raise UserError(
+            f"model.position.method={method.value} does not go with model.attention.core={attention.core.value}: "
+            f"use {_alternatives(sorted(m.value for m in allowed))}"
+        )
+    if attention.core is not Core.ssmax and attention.ssmax is not SSMaxVariant.learned:
+        raise UserError(
+            f"model.attention.ssmax={attention.ssmax.value} needs model.attention.core=ssmax, not {attention.core.value}"
+        )
+    if attention.ssmax in (SSMaxVariant.learned, SSMaxVariant.fixed) and attention.ssmax_bias:
+        raise UserError(
+            f"model.attention.ssmax_bias={attention.ssmax_bias:g} has no effect under ssmax={attention.ssmax.value}: "
+            "set model.attention.ssmax=bias"
+        )
+    if attention.core is not Core.stickbreaking and attention.remainder:
+        raise UserError(
+            "model.attention.remainder=true is stick-breaking's unspent stick: it needs "
+            f"model.attention.core=stickbreaking, not {attention.core.value}"
+        )
+
+
+def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int) -> None:
+    schedule, kind = stage.schedule, stage.schedule.kind
+    if stage.tokens < tokens_per_step:
+        raise UserError(
+            f"{key}.tokens={stage.tokens:,} is less than one step, which trains {tokens_per_step:,} tokens "
+            "(train.batch_size × data.length)"
+        )
+    if kind is ScheduleKind.decay and index == 0:
+        raise UserError(
+            f"{key}.schedule.kind=decay starts from the learning rate of the stage before, and the first stage has none: "
+            "put a stage before it, or use wsd, power or cosine"
+        )
+    if kind is ScheduleKind.decay and (schedule.warmup_tokens or schedule.decay_tokens):
+        raise UserError(
+            f"{key}.schedule: a decay stage falls over all its tokens; set warmup_tokens and decay_tokens to 0"
+        )
+    if kind in (ScheduleKind.constant, ScheduleKind.cosine) and schedule.decay_tokens:
+        raise UserError(
+            f"{key}.schedule.decay_tokens has no effect under {kind.value}: use wsd or power, or set it to 0"
+        )
+    if schedule.warmup_tokens + schedule.decay_tokens > stage.tokens:
+        raise UserError(
+            f"{key}: warmup_tokens ({schedule.warmup_tokens:,}) and decay_tokens ({schedule.decay_tokens:,}) together are "
+            f"more than the stage's {stage.tokens:,} tokens"
+        )
+
+
+def _check_parallel(config: Config, gpu: bool) -> None:
+    model, train, parallel = config.model, config.train, config.parallel
+    tensor = parallel.tensor
+    for key in ("num_heads", "kv_heads", "ffn_hidden_size"):
+        size = getattr(model, key)
+        if size % tensor:
+            name = "num_kv_heads" if key == "kv_heads" else key
+            raise UserError(
+                f"parallel.tensor={tensor} does not divide model.{name}={size}: use {_near_divisors(size, tensor)}"
+            )
+    if tensor > 1 and parallel.sequence and (train.microbatch * config.data.length) % tensor:
+        raise UserError(
+            f"parallel.sequence splits a microbatch of {train.microbatch} × {config.data.length} tokens over "
+            f"parallel.tensor={tensor} ranks, which does not divide it: set parallel.sequence=false or another microbatch"
+        )
+    if tensor > 1 and train.compile is Compile.model:
+        raise UserError(
+            f"train.compile=model needs parallel.tensor=1, not {tensor}: tensor parallelism breaks the graph between "
+            "blocks; use train.compile=block"
+        )
+    bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
+    if parallel.zero_stage == 0 and bf16:
+        raise UserError(
+            "parallel.zero_stage=0 cannot train in bf16: DeepSpeed refuses to accumulate its gradients in fp32 and returns "
+            "no gradient norm; use parallel.zero_stage=1 or train.precision=fp32"
+        )
+
+
+def _check_world(config: Config, world_size: int) -> None:
+    train, tensor = config.train, config.parallel.tensor
+    if world_size % tensor:
+        raise UserError(
+            f"parallel.tensor={tensor} does not divide the {world_size} processes of this run: "
+            f"use {_near_divisors(world_size, tensor)}, or a multiple of {tensor} processes"
+        )
+    ranks = world_size // tensor
+    together = train.microbatch * ranks
+    if train.batch_size % together:
+        below = train.batch_size // together * together
+        near = [size for size in (below, below + together) if size]
+        raise UserError(
+            f"train.batch_size={train.batch_size} is not a multiple of the {together} rows that {ranks} data-parallel "
+            f"ranks of train.microbatch={train.microbatch} take at once: "
+            f"use train.batch_size={_alternatives([str(size) for size in near])}{_microbatch_hint(train.batch_size, ranks)}"
+        )
+
+
+def _microbatch_hint(batch_size: int, ranks: int) -> str:
+    """The microbatches that would do for the batch as it is."""
+    if batch_size % ranks:
+        return ""
+    return f", or train.microbatch={_near_divisors(batch_size // ranks, 0)}"
+
+
+def _near_divisors(number: int, near: int) -> str:
+    """The divisors of `number` that lie nearest `near`, at most six, as words."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    nearest = sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])
+    return _alternatives([str(n) for n in nearest])
+
+
+def _alternatives(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]

@@ -1,0 +1,41 @@
+"""What the commands of this folder share: their arguments and how a mistake of the user ends."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from ssscale.errors import UserError
+
+
+def take_options(argv: list[str], options: Mapping[str, type]) -> tuple[dict[str, Any], list[str]]:
+    """Split `key=value ...` into the command's own options, as int, float or str, and what `load_config` reads.
+
+    Options that are absent from argv are absent from the dictionary. Raises UserError.
+    """
+    taken: dict[str, Any] = {}
+    rest: list[str] = []
+    for argument in argv:
+        key, equals, text = argument.partition("=")
+        if not equals or key not in options:
+            rest.append(argument)
+            continue
+        try:
+            taken[key] = options[key](text)
+        except ValueError:
+            expected = {int: "a whole number", float: "a number"}.get(options[key], "text")
+            raise UserError(f"{key} must be {expected}, not {text!r}") from None
+    return taken, rest
+
+
+def run(main: Callable[[list[str]], None], usage: str | None = None) -> NoReturn:
+    """Call main(argv) and exit: 0, or 2 with one sentence on stderr after a UserError. --help prints `usage`."""
+    argv = sys.argv[1:]
+    if argv and argv[0] in ("-h", "--help"):
+        print((usage or "").strip())
+        sys.exit(0)
+    try:
+        main(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
