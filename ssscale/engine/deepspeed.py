@@ -1,0 +1,162 @@
+"""DeepSpeed: ZeRO, mixed precision, gradient accumulation, reduction and clipping. It appears in this file only."""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssscale.engine.base import Fragment, StepResult
+from ssscale.layout import PackedLayout
+from ssscale.parallel.groups import Groups, MegatronMPU
+from ssscale.parallel.megatron import split_dim
+from ssscale.schema import Config
+
+STATES = ("weight", "exp_avg", "exp_avg_sq")
+# A ZeRO group is one flat tensor and one optimizer call; this many elements keep its indices well inside 32 bits.
+GROUP_ELEMENTS = 2**30
+
+
+def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    """AdamW's groups: weight decay on parameters of rank 2 and more, the width transfer's learning rate on matrices."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
+    for name, weight in model.named_parameters():
+        matrix = weight.dim() >= 2
+        decay = config.optimizer.weight_decay if matrix else 0.0
+        inner = matrix and not name.startswith(("embedding.", "head."))
+        scale = 1.0 / config.model.width.matrix_lr_divisor if inner else 1.0
+        sizes[decay, scale] = sizes.get((decay, scale), 0) + weight.numel()
+        key = (decay, scale, sizes[decay, scale] // GROUP_ELEMENTS)
+        group = groups.setdefault(key, {"params": [], "weight_decay": decay, "lr_scale": scale})
+        group["params"].append(weight)
+    return list(groups.values())
+
+
+def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: int) -> dict[str, Any]:
+    """DeepSpeed's dictionary, derived from ours; there is no second configuration to keep in step."""
+    train, stage = config.train, config.parallel.zero_stage
+    bucket = min(500_000_000, max(num_elements, 1))  # DeepSpeed allocates whole buckets
+    return {
+        "train_micro_batch_size_per_gpu": train.microbatch,
+        "gradient_accumulation_steps": train.batch_size // (train.microbatch * groups.data_size),
+        "gradient_clipping": config.optimizer.clip,
+        "steps_per_print": 2**62,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+        # Gradients are added to fp32 buffers as soon as backward makes them, and freed.
+        "bf16": {"enabled": bf16, "immediate_grad_update": bf16 and stage == 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+
+
+class DeepSpeedEngine:
+    """A model under DeepSpeed. The loss is normalised by the number of target tokens of the whole step, never by means."""
+
+    def __init__(self, model: nn.Module, config: Config, groups: Groups) -> None:
+        if groups.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+        from deepspeed.utils import logger
+
+        logger.setLevel(logging.WARNING)
+        self.groups, self.stage = groups, config.parallel.zero_stage
+        self.accumulation = config.train.batch_size // (config.train.microbatch * groups.data_size)
+        self.names = [name for name, _ in model.named_parameters()]
+        self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        bf16 = next(model.parameters()).dtype == torch.bfloat16
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(model, config),
+            lr=0.0,
+            betas=tuple(config.optimizer.betas),  # type: ignore[arg-type]
+            eps=config.optimizer.eps,
+            fused=True,
+        )
+        num_elements = sum(weight.numel() for weight in model.parameters())
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=self.optimizer,
+            config=deepspeed_config(config, groups, bf16, num_elements),
+            mpu=MegatronMPU(),
+        )
+        self.module: nn.Module = self.engine.module
+        self._applied_steps = 0
+
+    def forward_backward(self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int) -> Tensor:
+        losses = self.engine(tokens, layout, labels)
+        # DeepSpeed averages gradients over the data-parallel ranks; the sum over all of them is wanted.
+        self.engine.backward(losses.sum() * (self.groups.data_size / num_targets), scale_wrt_gas=False)
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()  # counts the microbatch
+        return losses.detach()
+
+    def step(self, lr: float) -> StepResult:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        skipped = not self.engine.was_step_applied()
+        self._applied_steps += not skipped
+        return StepResult(None if norm is None else float(norm), skipped)
+
+    def fragments(self) -> Iterator[Fragment]:
+        weights = dict(self.module.named_parameters())
+        for name in self.names:
+            weight = weights[name]
+            replica = split_dim(weight) is None and self.groups.tensor_rank > 0
+            for state in STATES:
+                found = self._fragment(weight, state)
+                if found is not None:
+                    start, tensor = found
+                    owned = not replica and (self.stage > 0 or self.groups.data_rank == 0)
+                    yield Fragment(name, state, start, tensor, owned)
+
+    def restore(self, applied_steps: int) -> None:
+        self._applied_steps = applied_steps
+        if applied_steps == 0:
+            return
+        if self.stage == 3:
+            flats = self.engine.optimizer.fp32_partitioned_groups_flat
+        else:
+            flats = [flat for group in self.optimizer.param_groups for flat in group["params"]]
+        for flat in flats:
+            step = torch.tensor(float(applied_steps), device=flat.device)
+            moments = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
+            self.optimizer.state[flat] = {"step": step} | moments
+        if self.stage in (1, 2):
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def local_shape(self, name: str) -> torch.Size:
+        return self.shapes[name]
+
+    def _fragment(self, weight: Tensor, state: str) -> tuple[int, Tensor] | None:
+        """(start, flat fp32 tensor) of what this rank holds of a weight's state; None where it holds nothing."""
+        if self.stage == 0:
+            if state == "weight":
+                return 0, weight.data.flatten()
+            moments = self.optimizer.state.get(weight)
+            return (0, moments[state].flatten()) if moments else None
+        if self.stage == 3:
+            return self._zero3_fragment(weight, state)
+        mapping = weight._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None or (state != "weight" and not mapping.optim_fragment):
+            return None
+        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(None if state == "weight" else state)
+
+    def _zero3_fragment(self, weight: Tensor, state: str) -> tuple[int, Tensor] | None:
+        optimizer = self.engine.optimizer
+        group, offset, size = optimizer.grad_position[optimizer.get_param_id(weight)]
+        flat = optimizer.fp32_partitioned_groups_flat[group]
+        start = self.groups.data_rank * size
+        held = min(size, weight.ds_numel - start)  # type: ignore[attr-defined]
+        if held <= 0 or (state != "weight" and state not in self.optimizer.state.get(flat, {})):
+            return None
+        source = flat if state == "weight" else self.optimizer.state[flat][state]
+        return start, source.data.narrow(0, offset, held)

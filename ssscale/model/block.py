@@ -1,0 +1,37 @@
+"""One decoder block."""
+
+from torch import Tensor, nn
+
+from ssscale.layout import PackedLayout
+from ssscale.model.attention import SelfAttention
+from ssscale.model.mlp import SwiGLU
+from ssscale.model.norm import RMSNorm
+from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron import TransformerConfig
+from ssscale.position import Tables
+from ssscale.schema import ModelConfig
+
+
+class Block(nn.Module):
+    """h = x + m · attention(norm(x)); y = h + m · mlp(norm(h))   (pre-norm, as Llama 2; m = 1 but for the width transfer)
+
+    x: [T, D], under sequence parallelism [T / tensor_size, D].
+    """
+
+    def __init__(
+        self, config: ModelConfig, groups: Groups, megatron: TransformerConfig, shared: nn.Parameter | None = None
+    ) -> None:
+        super().__init__()
+        self.multiplier = config.width.residual_multiplier
+        partial = megatron.sequence_parallel
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
+        self.attention = SelfAttention(config, groups, megatron, shared)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
+        self.mlp = SwiGLU(config, megatron)
+
+    def forward(self, x: Tensor, layout: PackedLayout, tables: Tables) -> Tensor:
+        x = x + self._scaled(self.attention(self.attention_norm(x), layout, tables))
+        return x + self._scaled(self.mlp(self.mlp_norm(x)))
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.multiplier == 1.0 else branch * self.multiplier

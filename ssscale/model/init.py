@@ -1,0 +1,30 @@
+"""Initial weights, the same whatever the parallel layout."""
+
+import zlib
+
+import torch
+from torch import nn
+
+from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron import global_shape, local_part
+from ssscale.schema import ModelConfig
+
+
+@torch.no_grad()
+def initialize_weights(model: nn.Module, config: ModelConfig, groups: Groups, seed: int) -> None:
+    """N(0, init_std²) for every matrix, divided by sqrt(2 · num_layers) where it writes to the residual stream.
+
+    Neither paper states its initialisation; this is GPT-2's rule (Radford et al. 2019, Section 2.3). Norms start at one and
+    SSMax's s, b and p_n where their configuration says. Each weight is drawn whole, from a seed of its own made of `seed`
+    and its name, and then cut: tensor parallelism does not change it.
+    """
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2:
+            continue
+        std = config.init_std
+        if name.endswith((".attention.out.weight", ".mlp.down.weight")):
+            std /= (2 * config.num_layers) ** 0.5
+        generator = torch.Generator(device=weight.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        shape = global_shape(weight, groups.tensor_size)
+        whole = torch.empty(shape, device=weight.device, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        weight.copy_(local_part(whole, weight, groups.tensor_rank, groups.tensor_size))

@@ -1,0 +1,171 @@
+"""Megatron-core's tensor-parallel layers, as the decoder uses them.
+
+Activations are [T, D]: T packed tokens, or T / tensor_size of them between blocks under sequence parallelism.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import layers as megatron_layers
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+from torch import Tensor, nn
+
+from ssscale.parallel.groups import Groups
+
+
+def _leave_uninitialized(weight: Tensor) -> None:
+    """`ssscale.model.init` fills all weights, the same ones whatever the parallel layout."""
+
+
+def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype) -> TransformerConfig:
+    """What Megatron-core's layers read of their configuration; head and layer counts there are ours to ignore."""
+    if not torch.cuda.is_available():
+        # Megatron-core allocates its sequence-parallel buffers on torch.cuda.current_device().
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    initialize_rng_tracker(inference_rng_tracker=True)
+    # The layers warn once a process about CUDA_DEVICE_MAX_CONNECTIONS; Dynamo cannot trace the warning.
+    megatron_layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=groups.tensor_size,
+        num_attention_heads=groups.tensor_size,
+        tensor_model_parallel_size=groups.tensor_size,
+        sequence_parallel=sequence_parallel and groups.tensor_size > 1,
+        params_dtype=dtype,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+class RowParallelLinear(tensor_parallel.RowParallelLinear):
+    """Y = X Wᵀ with W split along its input; the partial sums are reduced (scattered under sequence parallelism)."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Megatron-core passes no group here and then warns that it had to look it up; Dynamo cannot trace that warning.
+        kwargs["tp_group"] = self.tp_group
+        return super()._forward_impl(input, weight, *args, **kwargs)
+
+
+def column_linear(
+    in_size: int, stripes: tuple[int, ...], config: TransformerConfig, own_weight: bool = True
+) -> nn.Module:
+    """A ColumnParallelLinear whose output is several matrices side by side, each split over the ranks.
+
+    stripes: their output sizes. The global weight is [Σ stripes, in_size]; a rank holds its share of every stripe.
+    own_weight: False for a layer that is given its weight at each call (tied embeddings).
+    """
+    layer = tensor_parallel.ColumnParallelLinear(
+        in_size,
+        sum(stripes),
+        config=config,
+        init_method=_leave_uninitialized,
+        bias=False,
+        gather_output=False,
+        skip_weight_param_allocation=not own_weight,
+    )
+    if own_weight:
+        mark_split(layer.weight, stripes)
+    return layer
+
+
+def row_linear(in_size: int, out_size: int, config: TransformerConfig) -> nn.Module:
+    """A RowParallelLinear without bias whose input is already split."""
+    layer = RowParallelLinear(
+        in_size,
+        out_size,
+        config=config,
+        init_method=_leave_uninitialized,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+    )
+    mark_split(layer.weight, (in_size,))
+    return layer
+
+
+def vocabulary_embedding(vocab_size: int, hidden_size: int, config: TransformerConfig) -> nn.Module:
+    """A VocabParallelEmbedding, its output scattered over the sequence under sequence parallelism."""
+    layer = tensor_parallel.VocabParallelEmbedding(
+        vocab_size,
+        hidden_size,
+        init_method=_leave_uninitialized,
+        config=config,
+        reduce_scatter_embeddings=config.sequence_parallel,
+    )
+    mark_split(layer.weight, (vocab_size,))
+    return layer
+
+
+def vocabulary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """−log softmax(logits)[labels] for logits [T, V / tensor_size] float32; they are overwritten. Returns [T]."""
+    return tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
+
+
+def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
+    """[T, V / tensor_size] of each rank → [T, V] on all."""
+    return tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=groups.tensor_group)
+
+
+def mark_split(weight: nn.Parameter, stripes: tuple[int, ...], dim: int | None = None) -> None:
+    """Record how a weight is split: along `dim` (Megatron's own mark where None), each of `stripes` over all ranks.
+
+    DeepSpeed reads `tensor_model_parallel` to count a split weight's gradient norm over all ranks.
+    """
+    if dim is not None:
+        weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        weight.partition_dim = dim  # type: ignore[attr-defined]
+    weight.stripes = stripes  # type: ignore[attr-defined]
+
+
+def split_dim(weight: Tensor) -> int | None:
+    """The dimension along which a weight is split over the tensor-parallel ranks; None for a replicated one."""
+    return int(weight.partition_dim) if getattr(weight, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+
+
+def global_shape(weight: Tensor, tensor_size: int, shape: torch.Size | None = None) -> list[int]:
+    """The shape of the whole weight of which each rank holds a part (or `shape`, where ZeRO-3 has emptied it)."""
+    sizes = list(weight.shape if shape is None else shape)
+    dim = split_dim(weight)
+    if dim is not None:
+        sizes[dim] *= tensor_size
+    return sizes
+
+
+def local_ranges(weight: Tensor, rank: int, tensor_size: int) -> list[tuple[int, int]]:
+    """The ranges [start, stop) along `split_dim` of the whole weight that a rank holds, in the order it holds them."""
+    ranges, start = [], 0
+    for stripe in weight.stripes:  # type: ignore[attr-defined]
+        share = stripe // tensor_size
+        ranges.append((start + rank * share, start + (rank + 1) * share))
+        start += stripe
+    return ranges
+
+
+def local_part(whole: Tensor, weight: Tensor, rank: int, tensor_size: int) -> Tensor:
+    """The part of a whole weight that a rank holds."""
+    dim = split_dim(weight)
+    if dim is None or tensor_size == 1:
+        return whole
+    return torch.cat([whole.narrow(dim, a, b - a) for a, b in local_ranges(weight, rank, tensor_size)], dim)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def replicated(weight: Tensor, groups: Groups) -> Tensor:
+    """A replicated weight, of which each tensor-parallel rank sees a part of the tokens or heads: its gradient is summed."""
+    return weight if groups.tensor_size == 1 else _SumGradient.apply(weight, groups.tensor_group)

@@ -1,0 +1,267 @@
+"""Checkpoints that any parallel layout can read: safetensors and JSON, no pickle.
+
+A checkpoint is a folder `step-00001000` (docs/checkpoints.md gives the format):
+  rank-00000.safetensors  the pieces of fp32 weights and Adam moments that one rank owns, flat
+  rank-00000.json         for each piece: weight, state, and which elements of which part of the whole weight it is
+  state.json              step, tokens, samples, fingerprints, world layout
+  config.yaml             the merged configuration; tokenizer.json: the tokenizer of the data
+It is written to `step-00001000.partial` and renamed once every rank has flushed its files.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ssscale.engine.base import Engine, Fragment
+from ssscale.errors import UserError
+from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron import global_shape, local_part, local_ranges, split_dim
+
+FORMAT = 1
+NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands after an optimizer step."""
+
+    step: int = 0  # optimizer steps taken, skipped ones included
+    applied_steps: int = 0  # of these, the ones that changed the weights
+    tokens: int = 0
+    samples: int = 0  # rows consumed, over all ranks
+    data_fingerprint: str = ""
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write and flush JSON under a temporary name, then rename it into place."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and (path / "state.json").is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def save_checkpoint(
+    folder: Path, engine: Engine, groups: Groups, state: TrainState, files: dict[str, str], keep: int
+) -> Path:
+    """Write a checkpoint from all ranks together, commit it by a rename, and delete all but the newest `keep`.
+
+    files: further text files by name (the merged configuration, the tokenizer).
+    """
+    final = folder / f"step-{state.step:08d}"
+    partial = final.with_name(final.name + ".partial")
+    if groups.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    pieces, index = _collect(engine, groups)
+    stem = partial / f"rank-{groups.rank:05d}"
+    save_file(pieces, stem.with_suffix(".safetensors"))
+    fsync_path(stem.with_suffix(".safetensors"))
+    write_json(stem.with_suffix(".json"), index)
+    if groups.is_main:
+        for name, text in files.items():
+            (partial / name).write_text(text)
+            fsync_path(partial / name)
+        write_json(partial / "state.json", asdict(state) | {"format": FORMAT, "ranks": groups.world_size})
+    dist.barrier()
+    if groups.is_main:
+        fsync_path(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        fsync_path(folder)
+        for old in list_checkpoints(folder)[:-keep]:
+            doomed = old.with_name(old.name + ".partial")
+            os.replace(old, doomed)  # no half-deleted folder is ever taken for a whole checkpoint
+            shutil.rmtree(doomed)
+    dist.barrier()
+    return final
+
+
+def _collect(engine: Engine, groups: Groups) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """This rank's pieces on the CPU, and what each of them is."""
+    weights = dict(engine.module.named_parameters())
+    pieces: dict[str, Tensor] = {}
+    entries: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {}
+    for fragment in engine.fragments():
+        if not fragment.owned:
+            continue
+        weight = weights[fragment.name]
+        key = f"{fragment.state}/{fragment.name}/{fragment.start}"
+        pieces[key] = fragment.tensor.detach().to("cpu", torch.float32, copy=True)
+        entries.append(
+            {
+                "key": key,
+                "name": fragment.name,
+                "state": fragment.state,
+                "start": fragment.start,
+                "numel": fragment.tensor.numel(),
+            }
+        )
+        local = engine.local_shape(fragment.name)
+        layout[fragment.name] = {
+            "shape": global_shape(weight, groups.tensor_size, local),
+            "split_dim": split_dim(weight),
+            "ranges": local_ranges(weight, groups.tensor_rank, groups.tensor_size)
+            if split_dim(weight) is not None
+            else None,
+        }
+    index = {"tensor_rank": groups.tensor_rank, "tensor_size": groups.tensor_size, "weights": layout, "pieces": entries}
+    return pieces, index
+
+
+@dataclass(frozen=True)
+class _Piece:
+    file: Path
+    key: str
+    start: int
+    numel: int
+    ranges: list[list[int]] | None  # along the split dimension of the whole weight
+
+
+class CheckpointReader:
+    """Reads whole weights, local parts or flat pieces of them, whatever layout wrote the checkpoint.
+
+    Raises UserError naming the file for a checkpoint that is not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            state = json.loads((path / "state.json").read_text())
+            self.state = TrainState(**{key: state[key] for key in TrainState.__dataclass_fields__})
+            indices = [json.loads((path / f"rank-{rank:05d}.json").read_text()) for rank in range(state["ranks"])]
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path} is not a whole checkpoint: {error}") from error
+        self.tensor_size: int = indices[0]["tensor_size"]
+        self.weights: dict[str, dict[str, Any]] = {}
+        self._pieces: dict[tuple[str, str], list[_Piece]] = {}
+        self._open: dict[Path, Any] = {}
+        for rank, index in enumerate(indices):
+            file = path / f"rank-{rank:05d}.safetensors"
+            for name, entry in index["weights"].items():
+                self.weights.setdefault(name, {"shape": entry["shape"], "split_dim": entry["split_dim"]})
+            for entry in index["pieces"]:
+                ranges = index["weights"][entry["name"]]["ranges"]
+                piece = _Piece(file, entry["key"], entry["start"], entry["numel"], ranges)
+                self._pieces.setdefault((entry["name"], entry["state"]), []).append(piece)
+
+    def whole(self, name: str, state: str) -> Tensor:
+        """A whole weight (or moment) in fp32 on the CPU, in the shape it had when saved (padded vocabulary included)."""
+        entry = self.weights[name]
+        shape, dim = entry["shape"], entry["split_dim"]
+        parts: dict[tuple[tuple[int, int], ...], Tensor] = {}
+        for piece in self._pieces[name, state]:
+            ranges = tuple((a, b) for a, b in piece.ranges or [])
+            if ranges not in parts:
+                local = list(shape)
+                if dim is not None:
+                    local[dim] = sum(b - a for a, b in ranges)
+                parts[ranges] = torch.full((torch.Size(local).numel(),), torch.nan)
+            parts[ranges][piece.start : piece.start + piece.numel] = self._read(piece, 0, piece.numel)
+        if dim is None:
+            return parts[()].view(shape)
+        result = torch.full(shape, torch.nan)
+        for ranges, flat in parts.items():
+            local = list(shape)
+            local[dim] = sum(b - a for a, b in ranges)
+            for (a, b), stripe in zip(ranges, flat.view(local).split([b - a for a, b in ranges], dim)):
+                result.narrow(dim, a, b - a).copy_(stripe)
+        return result
+
+    def local(self, name: str, state: str, weight: Tensor, shape: torch.Size, groups: Groups) -> Tensor:
+        """The part of a weight that a rank of another layout holds; a vocabulary's padding is cut or filled with zeros."""
+        whole = self.whole(name, state)
+        wanted = global_shape(weight, groups.tensor_size, shape)
+        if list(whole.shape) != wanted:
+            padded = torch.zeros(wanted)
+            rows = min(len(whole), len(padded))
+            padded[:rows] = whole[:rows]
+            whole = padded
+        return local_part(whole, weight, groups.tensor_rank, groups.tensor_size)
+
+    def flat(self, fragment: Fragment, weight: Tensor, shape: torch.Size, groups: Groups) -> Tensor:
+        """The elements that a fragment wants. Where the tensor-parallel split is the saved one, no other is read."""
+        start, stop = fragment.start, fragment.start + fragment.tensor.numel()
+        entry = self.weights[fragment.name]
+        wanted = global_shape(weight, groups.tensor_size, shape)
+        if entry["shape"] != wanted or self.tensor_size != groups.tensor_size:
+            local = self.local(fragment.name, fragment.state, weight, shape, groups)
+            return local.flatten()[start:stop]
+        dim = split_dim(weight)
+        mine = None if dim is None else [list(r) for r in local_ranges(weight, groups.tensor_rank, groups.tensor_size)]
+        result = torch.full((stop - start,), torch.nan)
+        for piece in self._pieces[fragment.name, fragment.state]:
+            first, last = max(start, piece.start), min(stop, piece.start + piece.numel)
+            if piece.ranges == mine and first < last:
+                result[first - start : last - start] = self._read(piece, first - piece.start, last - piece.start)
+        return result
+
+    def _read(self, piece: _Piece, first: int, last: int) -> Tensor:
+        try:
+            if piece.file not in self._open:
+                self._open[piece.file] = safe_open(piece.file, framework="pt")
+            return self._open[piece.file].get_slice(piece.key)[first:last]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{piece.file} is broken: {error}") from error
+
+
+def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, vocab_rows: Iterable[str]) -> None:
+    """Raise UserError where the checkpoint is of another model. vocab_rows: weights whose row padding may differ."""
+    ours = {name: global_shape(weight, groups.tensor_size) for name, weight in model.named_parameters()}
+    theirs = {name: entry["shape"] for name, entry in reader.weights.items()}
+    for name in ours.keys() | theirs.keys():
+        a, b = ours.get(name), theirs.get(name)
+        if a is None or b is None:
+            where = "the checkpoint has" if a is None else "the model has"
+            raise UserError(f"{reader.path} is of another model: only {where} {name} {a or b}")
+        if a != b and not (name in vocab_rows and a[1:] == b[1:]):
+            raise UserError(f"{reader.path} is of another model: {name} is {b} there and {a} here")
+
+
+@torch.no_grad()
+def load_weights(reader: CheckpointReader, model: nn.Module, groups: Groups) -> None:
+    """Fill a model's weights, rounded to their dtype (before ZeRO takes them over)."""
+    for name, weight in model.named_parameters():
+        weight.copy_(reader.local(name, "weight", weight, weight.shape, groups))
+
+
+@torch.no_grad()
+def load_training_state(reader: CheckpointReader, engine: Engine, groups: Groups) -> None:
+    """Fill the fp32 master weights and the optimizer's moments of a model whose weights are loaded already."""
+    engine.restore(reader.state.applied_steps)
+    weights = dict(engine.module.named_parameters())
+    for fragment in engine.fragments():
+        shape = engine.local_shape(fragment.name)
+        value = reader.flat(fragment, weights[fragment.name], shape, groups)
+        if value.isnan().any():
+            raise UserError(f"{reader.path} is not whole: {fragment.state} of {fragment.name} has missing elements")
+        fragment.tensor.copy_(value)
