@@ -1,0 +1,6 @@
+"""Stick-breaking attention (arXiv:2410.17980): fused kernels, a torch reference, and the merge they compose by."""
+
+from .interface import stickbreaking_attention
+from .reference import merge, stickbreaking_reference
+
+__all__ = ["merge", "stickbreaking_attention", "stickbreaking_reference"]

@@ -1,0 +1,130 @@
+"""The registered operators: torch.compile and autograd see these, and each device has one implementation behind them."""
+
+import importlib.util
+import logging
+
+import torch
+from torch import Tensor
+
+from . import torch_path
+
+logger = logging.getLogger(__name__)
+
+_announced: set[str] = set()
+
+
+def announce(path: str) -> None:
+    """Says once a process which implementation runs."""
+    if path not in _announced:
+        _announced.add(path)
+        logger.info("stick-breaking attention runs on %s", path)
+
+
+def starts(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
+    """The boundaries as integers. ValueError unless they ascend (equal neighbours are empty sequences) from 0 to `total`."""
+    values: list[int] = cu_seqlens.tolist()
+    if values[0] != 0 or values[-1] != total or any(a > b for a, b in zip(values, values[1:])):
+        raise ValueError(f"{name} must ascend from 0 to {total}, got {values if len(values) < 20 else [*values[:10], '...', *values[-9:]]}")
+    return values
+
+
+def _host_layout(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None) -> tuple[list[int], list[int], list[int]]:
+    starts_q = starts("cu_seqlens_q", cu_q, q.shape[0])
+    starts_k = starts("cu_seqlens_k", cu_k, k.shape[0])
+    offsets = [0] * (len(starts_q) - 1) if q_offsets is None else q_offsets.tolist()
+    return starts_q, starts_k, offsets
+
+
+def _rest_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("stickbreaking::forward", mutates_args=(), device_types="cpu")
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    q_offsets: Tensor | None,
+    log_rest_in: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    skip_below: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, log_rest and what backward needs on a GPU: each row's last carry and its tile, each row block's last tile."""
+    announce("the CPU: plain torch, exact (nothing is skipped)")
+    layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
+    o, log_rest = torch_path.forward(q, k, v, log_rest_in, *layout, scale)
+    return o, log_rest, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.int32), q.new_empty(0, dtype=torch.int32)
+
+
+@torch.library.custom_op("stickbreaking::backward", mutates_args=(), device_types="cpu")
+def backward_op(
+    grad_o: Tensor,
+    grad_log_rest: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    q_offsets: Tensor | None,
+    log_rest_in: Tensor | None,
+    row_carry: Tensor,
+    row_tile: Tensor,
+    block_stop: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
+    return torch_path.backward(grad_o, grad_log_rest, q, k, v, log_rest_in, *layout, scale)
+
+
+def aux_shapes(num_tokens: int, num_heads: int, num_sequences: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Shapes of row_carry, row_tile and block_stop. Blocks of 64 rows, one spare a sequence: see forward.py's `locate`."""
+    rows = (num_heads, num_tokens)
+    return rows, rows, (num_heads, num_tokens // 64 + num_sequences)
+
+
+@forward_op.register_fake
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below):  # type: ignore[no-untyped-def]
+    carry, tile, stop = (0,), (0,), (0,)
+    if q.device.type != "cpu":
+        carry, tile, stop = aux_shapes(q.shape[0], q.shape[1], cu_seqlens_q.shape[0] - 1)
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        q.new_empty(q.shape[:2], dtype=_rest_dtype(q)),
+        q.new_empty(carry, dtype=torch.float32),
+        q.new_empty(tile, dtype=torch.int32),
+        q.new_empty(stop, dtype=torch.int32),
+    )
+
+
+@backward_op.register_fake
+def _(grad_o, grad_log_rest, q, k, v, *_):  # type: ignore[no-untyped-def]
+    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    return (*like, q.new_empty(q.shape[:2], dtype=_rest_dtype(q)))
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, cu_q, cu_k, q_offsets, log_rest_in, ctx.max_q, ctx.max_k, ctx.scale, _ = inputs
+    _, _, row_carry, row_tile, block_stop = output
+    ctx.save_for_backward(q, k, v, cu_q, cu_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop)
+
+
+def _backward(ctx, grad_o, grad_log_rest, *_unused):  # type: ignore[no-untyped-def]
+    q, *rest = ctx.saved_tensors
+    if grad_o is None:
+        grad_o = torch.zeros_like(q)
+    dq, dk, dv, d_entering = backward_op(grad_o, grad_log_rest, q, *rest, ctx.max_q, ctx.max_k, ctx.scale)
+    log_rest_in = rest[5]
+    return dq, dk, dv, None, None, None, None if log_rest_in is None else d_entering.to(log_rest_in.dtype), None, None, None, None
+
+
+forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
