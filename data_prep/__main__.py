@@ -1,0 +1,149 @@
+"""`python -m data_prep pack | train-tokenizer | verify | stats | show`: raw text to packed shards (docs/data.md)."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from data_prep.errors import DataError
+from data_prep.progress import Progress
+from data_prep.settings import PACKINGS, Settings, from_dict, from_yaml
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. 0: done; 2: bad input, said in one sentence on stderr."""
+    args = _parser().parse_args(arguments)
+    console = Console()
+    try:
+        with Progress() as progress:
+            args.run(args, console, progress)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a full disk, a folder that may not be written
+        print(f"error: {error.strerror or error}: {error.filename or args.command}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep", description="Raw text to packed shards; see docs/data.md."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    pack = commands.add_parser("pack", help="tokenize and pack sources into a data folder")
+    pack.add_argument("--out", required=True, metavar="FOLDER")
+    pack.add_argument("--config", metavar="FILE", help="YAML with the settings; flags win over it")
+    _add_sources(pack)
+    pack.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json")
+    pack.add_argument("--train-vocab-size", type=int, metavar="N", help="train a tokenizer of N entries on the sources")
+    pack.add_argument("--length", type=int, metavar="N", help="tokens a row (4096)")
+    pack.add_argument("--packing", choices=PACKINGS, help="(best-fit)")
+    pack.add_argument(
+        "--vocab-size", type=int, metavar="N", help="the model's vocabulary, which no token id may exceed"
+    )
+    pack.add_argument("--bos", metavar="TOKEN", help="beginning of a document (found by itself for known tokenizers)")
+    pack.add_argument("--eos", metavar="TOKEN", help="end of a document")
+    pack.add_argument("--seed", type=int, metavar="N", help="of the order of the rows (0)")
+    pack.add_argument("--shard-bytes", type=int, metavar="N", help="of a shard before compression (32 MiB)")
+    pack.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="tokenizing processes; any number gives the same bytes"
+    )
+    pack.set_defaults(run=_pack)
+
+    train = commands.add_parser("train-tokenizer", help="train a byte-level BPE")
+    train.add_argument("--vocab-size", type=int, required=True, metavar="N")
+    train.add_argument("--out", required=True, metavar="FILE")
+    train.add_argument("--config", metavar="FILE", help="YAML with the settings; flags win over it")
+    _add_sources(train)
+    train.set_defaults(run=_train_tokenizer)
+
+    verify = commands.add_parser("verify", help="check every hash, count and document boundary")
+    stats = commands.add_parser("stats", help="documents, tokens, lengths, packing efficiency")
+    show = commands.add_parser("show", help="a row decoded, with its boundaries")
+    for command, run in ((verify, _verify), (stats, _stats), (show, _show)):
+        command.add_argument("folder")
+        command.set_defaults(run=run)
+    show.add_argument("--split", default="train")
+    show.add_argument("--source")
+    show.add_argument("--row", type=int, default=0)
+    return parser
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="NAME=PATH[:valid]",
+        help="JSON lines (.gz, .zst, .xz), text files, folders, globs, stdlib:code, stdlib:docs; may be repeated",
+    )
+    parser.add_argument("--field", help="the text's field in a JSON record (text)")
+    parser.add_argument("--valid-fraction", type=float, metavar="F", help="documents held out for validation (0.01)")
+    parser.add_argument("--skip-broken", action="store_true", default=None, help="count broken documents and go on")
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    sources: dict[str, dict[str, list[str]]] = {"sources": {}, "valid": {}}
+    for text in args.source:
+        name, equals, path = text.partition("=")
+        if not equals or not path:
+            raise DataError(f"--source {text} must be NAME=PATH or NAME=PATH:valid")
+        kind = "valid" if path.endswith(":valid") else "sources"
+        sources[kind].setdefault(name, []).append(path.removesuffix(":valid"))
+    keys = {field.name for field in dataclasses.fields(Settings)} - {"sources", "valid"}
+    values = {key: value for key, value in vars(args).items() if key in keys and value is not None}
+    values |= {key: value for key, value in sources.items() if value}
+    if args.config:
+        return from_yaml(args.config, values)
+    return from_dict(values, "flags")
+
+
+def _pack(args: argparse.Namespace, console: Console, progress: Progress) -> None:
+    from data_prep.inspect_shards import summary
+    from data_prep.prepare import prepare
+
+    if args.workers < 1:
+        raise DataError(f"--workers {args.workers} must be at least 1")
+    manifest, made = prepare(_settings(args), args.out, args.workers, progress)
+    if made:
+        summary(manifest, console)
+    else:
+        console.print(f"{args.out} is there already, made from the same settings and input: kept")
+
+
+def _train_tokenizer(args: argparse.Namespace, console: Console, progress: Progress) -> None:
+    from data_prep.train_tokenizer import train_tokenizer
+
+    args.train_vocab_size, vocab_size, args.vocab_size, args.tokenizer = args.vocab_size, args.vocab_size, None, None
+    train_tokenizer(_settings(args), vocab_size, Path(args.out), progress)
+    console.print(f"{args.out}: {vocab_size:,} entries")
+
+
+def _verify(args: argparse.Namespace, console: Console, progress: Progress) -> None:
+    from data_prep.verify import verify
+
+    manifest = verify(args.folder, progress)
+    rows = sum(counts["rows"] for sources in manifest["splits"].values() for counts in sources.values())
+    console.print(
+        f"{args.folder} is whole: {len(manifest['files'])} files, {rows:,} rows of {manifest['length']:,} tokens"
+    )
+
+
+def _stats(args: argparse.Namespace, console: Console, progress: Progress) -> None:
+    from data_prep.inspect_shards import stats
+
+    stats(args.folder, console)
+
+
+def _show(args: argparse.Namespace, console: Console, progress: Progress) -> None:
+    from data_prep.inspect_shards import show
+
+    show(args.folder, args.split, args.source, args.row, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Documents to rows of exactly `length` tokens, without padding; only what cannot fill a last row is dropped.
+
+`concat`: documents one behind the other, cut every `length` tokens (concatenate-and-split).
+`best-fit`: a document is cut only where it is longer than a row; the parts are packed best-fit decreasing
+(arXiv:2404.10830). Rows that stay open are then closed by cutting the parts of the emptiest ones.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Part(NamedTuple):
+    """Tokens `offset` and following of a document."""
+
+    document: int
+    offset: int
+    tokens: np.ndarray
+
+    def split(self, at: int) -> "tuple[Part, Part]":
+        return self._replace(tokens=self.tokens[:at]), Part(self.document, self.offset + at, self.tokens[at:])
+
+
+Row = list[Part]
+
+
+@dataclass
+class Counts:
+    """Token accounting: tokens_in = tokens_out + sum(tokens_dropped.values())."""
+
+    documents: int = 0
+    bytes: int = 0
+    tokens_in: int = 0
+    rows: int = 0
+    tokens_out: int = 0
+    parts: int = 0
+    tokens_dropped: dict[str, int] = field(default_factory=dict)
+    documents_dropped: dict[str, int] = field(default_factory=dict)
+
+
+class Packer:
+    """Base: counts what goes in and out. `add` documents, then `finish`; both give the rows that are complete."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.counts = Counts()
+
+    def add(self, document: int, tokens: np.ndarray, num_bytes: int) -> Iterator[Row]:
+        self.counts.documents += 1
+        self.counts.bytes += num_bytes
+        self.counts.tokens_in += len(tokens)
+        for row in self._add(Part(document, 0, tokens)):
+            yield self._counted(row)
+
+    def finish(self) -> Iterator[Row]:
+        for row in self._finish():
+            yield self._counted(row)
+        dropped = self.counts.tokens_in - self.counts.tokens_out
+        if dropped:
+            self.counts.tokens_dropped["last row not full"] = dropped
+
+    def _counted(self, row: Row) -> Row:
+        self.counts.rows += 1
+        self.counts.parts += len(row)
+        self.counts.tokens_out += self.length
+        return row
+
+    def _add(self, part: Part) -> Iterator[Row]:
+        raise NotImplementedError
+
+    def _finish(self) -> Iterator[Row]:
+        raise NotImplementedError
+
+
+class ConcatPacker(Packer):
+    """Concatenate-and-split."""
+
+    def __init__(self, length: int):
+        super().__init__(length)
+        self.row: Row = []
+        self.room = length
+
+    def _add(self, part: Part) -> Iterator[Row]:
+        while len(part.tokens) >= self.room:
+            head, part = part.split(self.room)
+            yield [*self.row, head]
+            self.row, self.room = [], self.length
+        if len(part.tokens):
+            self.row.append(part)
+            self.room -= len(part.tokens)
+
+    def _finish(self) -> Iterator[Row]:
+        return iter(())
+
+
+class BestFitPacker(Packer):
+    """Best-fit decreasing over a buffer of documents, which bounds the memory; rows leave in a shuffled order.
+
+    The shuffle is because packing sorts by length, and a reader shuffles among neighbouring rows only.
+    """
+
+    def __init__(self, length: int, buffer_tokens: int, seed: str):
+        super().__init__(length)
+        self.buffer_tokens = max(buffer_tokens, length)
+        self.random = random.Random(seed)
+        self.full: list[Row] = []
+        self.parts: list[Part] = []
+        self.held = 0
+
+    def _add(self, part: Part) -> Iterator[Row]:
+        self.held += len(part.tokens)
+        while len(part.tokens) > self.length:
+            head, part = part.split(self.length)
+            self.full.append([head])
+        self.parts.append(part)
+        if self.held >= self.buffer_tokens:
+            yield from self._flush()
+
+    def _finish(self) -> Iterator[Row]:
+        yield from self._flush()
+
+    def _flush(self) -> Iterator[Row]:
+        rows, left = close_rows(best_fit(self.parts, self.length), self.length)
+        rows += self.full
+        self.full, self.parts, self.held = [], left, sum(len(part.tokens) for part in left)
+        self.random.shuffle(rows)
+        for row in rows:
+            self.random.shuffle(row)
+            yield row
+
+
+def best_fit(parts: list[Part], length: int) -> list[Row]:
+    """Best-fit decreasing: the longest part first, each into the fullest row that still holds it."""
+    rows: list[Row] = []
+    with_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the room left in them
+    rooms = 0  # bit r is set where with_room[r] is not empty
+    for part in sorted(parts, key=lambda part: -len(part.tokens)):
+        size = len(part.tokens)
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1  # the lowest set bit: the tightest fit
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+            rows[row].append(part)
+        else:
+            room, row = length, len(rows)
+            rows.append([part])
+        if room > size:
+            with_room[room - size].append(row)
+            rooms |= 1 << (room - size)
+    return rows
+
+
+def close_rows(rows: list[Row], length: int) -> tuple[list[Row], list[Part]]:
+    """Fill the gaps of the fullest rows with the parts of the emptiest. Gives full rows, and parts of less than one."""
+    sizes = [sum(len(part.tokens) for part in row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: (-sizes[index], index))
+    closed: list[Row] = []
+    stock: list[Part] = []
+    first, last = 0, len(order)
+    while first < last:
+        row, gap = rows[order[first]], length - sizes[order[first]]
+        first += 1
+        while gap:
+            if not stock:
+                if first == last:
+                    return closed, row
+                last -= 1
+                stock = list(rows[order[last]])
+            part = stock.pop()
+            if len(part.tokens) > gap:
+                part, rest = part.split(gap)
+                stock.append(rest)
+            row.append(part)
+            gap -= len(part.tokens)
+        closed.append(row)
+    return closed, stock

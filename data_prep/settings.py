@@ -1,0 +1,124 @@
+"""What decides the output's bytes, from flags or a YAML file. The number of workers is not among it."""
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data_prep.errors import DataError
+from data_prep.parse import Parser
+
+PACKINGS = ("best-fit", "concat")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """sources and valid: name → paths, folders, globs or `stdlib:code`, `stdlib:docs`.
+
+    Documents of `sources` go to validation by the hash of their text, `valid_fraction` of them, unless `valid` names
+    validation files of the same source. Exactly one of tokenizer and train_vocab_size is given.
+    """
+
+    sources: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    valid: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    length: int = 4096  # tokens a row
+    packing: str = "best-fit"
+    tokenizer: str | None = None  # a tokenizer.json
+    train_vocab_size: int | None = None  # train a tokenizer of this size on the sources instead
+    bos: str | None = None  # None: found among the tokenizer's special tokens
+    eos: str | None = None
+    vocab_size: int | None = None  # the model's; the tokenizer must not exceed it
+    field: str = "text"  # of a JSON record
+    where: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # source → values its records must have
+    skip_broken: bool = False  # count broken documents instead of stopping at them
+    valid_fraction: float = 0.01
+    buffer_tokens: int = 1 << 25  # that best-fit packs together
+    shard_bytes: int = 1 << 25  # of a shard before compression
+    seed: int = 0  # of the order of best-fit's rows
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise DataError("no source: give --source NAME=PATH or a config with `sources`")
+        for name in (*self.sources, *self.valid):
+            if not NAME.fullmatch(name):
+                raise DataError(f"source name {name!r} must be of letters, digits, `_`, `-` and `.`")
+        for name in (*self.valid, *self.where):
+            if name not in self.sources:
+                raise DataError(
+                    f"{name!r} has validation files or a filter but is no source ({', '.join(self.sources)})"
+                )
+        if (self.tokenizer is None) == (self.train_vocab_size is None):
+            raise DataError(
+                "give either a tokenizer (--tokenizer FILE) or the size of one to train (--train-vocab-size N)"
+            )
+        if self.packing not in PACKINGS:
+            raise DataError(f"packing {self.packing!r} is not one of {', '.join(PACKINGS)}")
+        if self.length < 2:
+            raise DataError(f"length {self.length} must be at least 2")
+        if not 0 <= self.valid_fraction < 1:
+            raise DataError(f"valid_fraction {self.valid_fraction} must be at least 0 and below 1")
+        if not 1 << 10 <= self.shard_bytes < 1 << 31:
+            raise DataError(f"shard_bytes {self.shard_bytes} must be between 1 KiB and 2 GiB")
+
+    def parser(self, source: str) -> Parser:
+        return Parser(self.field, self.where.get(source, {}), self.skip_broken)
+
+    def is_valid(self, source: str, key: int) -> bool:
+        """Whether a document of `sources` goes to the validation split by its hash."""
+        return source not in self.valid and key < self.valid_fraction * 2.0**64
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def from_yaml(file: str, overrides: dict[str, Any]) -> Settings:
+    """Settings from a file's keys, replaced by those of `overrides` that are not None."""
+    try:
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise DataError(f"{file} is not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{file} must hold keys and values")
+    return from_dict(values | {key: value for key, value in overrides.items() if value is not None}, file)
+
+
+def from_dict(values: dict[str, Any], where: str) -> Settings:
+    """Settings from plain values; unknown keys and wrong types are errors that name them."""
+    fields = {
+        f.name: f.type.__name__ if isinstance(f.type, type) else str(f.type) for f in dataclasses.fields(Settings)
+    }
+    for key, value in values.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, 1)
+            raise DataError(f"{where}: unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+        if key in ("sources", "valid"):
+            values = values | {key: _patterns(value, f"{where}: {key}")}
+        elif not _fits(value, fields[key]):
+            raise DataError(f"{where}: {key}={value!r} must be {fields[key]}")
+    return Settings(**values)
+
+
+def _patterns(value: Any, where: str) -> dict[str, list[str]]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where} must map names to paths")
+    patterns = {str(name): [paths] if isinstance(paths, str) else paths for name, paths in value.items()}
+    for name, paths in patterns.items():
+        if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
+            raise DataError(f"{where}.{name} must be a path or a list of paths")
+    return patterns
+
+
+def _fits(value: Any, declared: str) -> bool:
+    kinds = {"int": int, "float": (int, float), "str": str, "bool": bool, "None": type(None)}
+    if declared.startswith("dict"):
+        return isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values())
+    if isinstance(value, bool):
+        return declared == "bool"
+    return any(isinstance(value, kinds[kind]) for kind in declared.split(" | "))  # type: ignore[arg-type]

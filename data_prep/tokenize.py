@@ -1,0 +1,153 @@
+"""Text to token ids, in as many processes as wanted, in input order whatever their number."""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from hashlib import sha256
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from data_prep.errors import DataError
+from data_prep.parse import Parser, document_key
+from data_prep.sources import RawBatch
+
+# Beginning and end of a document, in the order in which a tokenizer's special tokens are looked through.
+BOUNDARIES = (
+    ("<|endoftext|>", "<|endoftext|>"),
+    ("<s>", "</s>"),
+    ("<bos>", "<eos>"),
+    ("<|begin_of_text|>", "<|end_of_text|>"),
+)
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """What the manifest says of a tokenizer. vocab_size is the largest id plus one."""
+
+    file: str
+    sha256: str
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+
+    @property
+    def dtype(self) -> str:
+        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokenized documents of a batch, in order. Dropped ones (see `dropped`) have length 0."""
+
+    tokens: np.ndarray  # all documents, one behind the other, each [BOS] + ids + [EOS]
+    lengths: np.ndarray  # int64, a document each
+    text_bytes: np.ndarray  # int64, a document each
+    keys: np.ndarray  # uint64: hash of the text, which decides the split
+    dropped: dict[str, int]  # reason → documents
+    consumed: int
+
+
+def describe(file: str, bos: str | None = None, eos: str | None = None) -> TokenizerInfo:
+    """Read a tokenizer.json and find its boundary tokens. Raises DataError if it has none."""
+    tokenizer = load(file)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if bos is None and eos is None:
+        bos, eos = next((pair for pair in BOUNDARIES if pair[0] in vocabulary and pair[1] in vocabulary), (None, None))
+    bos, eos = bos or eos, eos or bos
+    if bos is None or eos is None:
+        known = ", ".join(" ".join(sorted(set(pair), key=pair.index)) for pair in BOUNDARIES)
+        raise DataError(f"{file} has none of the boundary tokens {known}: name its own with --bos and --eos")
+    for token in (bos, eos):
+        if token not in vocabulary:
+            raise DataError(f"{file} has no token {token}")
+    digest = sha256(Path(file).read_bytes()).hexdigest()
+    return TokenizerInfo("tokenizer.json", digest, max(vocabulary.values()) + 1, vocabulary[bos], vocabulary[eos])
+
+
+def load(file: str) -> Tokenizer:
+    """A tokenizers.Tokenizer from its JSON file."""
+    if not os.path.isfile(file):
+        raise DataError(f"no tokenizer file {file}")
+    try:
+        tokenizer = Tokenizer.from_file(file)
+    except Exception as error:  # tokenizers raises nothing more exact
+        raise DataError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
+    # A document that spells a special token must not forge a boundary.
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class Encoder:
+    """Tokenizes one batch after the other; lives in a worker process."""
+
+    def __init__(self, file: str, info: TokenizerInfo, parser: Parser):
+        self.tokenizer = load(file)
+        self.info = info
+        self.parser = parser
+
+    def __call__(self, batch: RawBatch) -> Encoded:
+        """Raises DataError naming file and line for what is no document."""
+        texts, reasons = self.parser(batch)
+        encodings = self.tokenizer.encode_batch_fast([text for text in texts if text], add_special_tokens=False)
+        lengths = np.zeros(len(texts), np.int64)
+        kept = np.fromiter((bool(text) for text in texts), bool, len(texts))
+        lengths[kept] = [len(encoding) + 2 for encoding in encodings]
+        tokens = np.empty(int(lengths.sum()), self.info.dtype)
+        start = 0
+        for encoding in encodings:
+            end = start + len(encoding) + 2
+            tokens[start], tokens[end - 1] = self.info.bos_id, self.info.eos_id
+            tokens[start + 1 : end - 1] = encoding.ids
+            start = end
+        data = [text.encode() for text in texts]
+        text_bytes = np.fromiter(map(len, data), np.int64, len(data))
+        keys = np.fromiter(map(document_key, data), np.uint64, len(data))
+        return Encoded(tokens, lengths, text_bytes, keys, reasons, batch.consumed)
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(file: str, info: TokenizerInfo, parser: Parser) -> None:
+    global _encoder
+    # The processes are the parallelism; threads under them would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _encoder = Encoder(file, info, parser)
+
+
+def _work(batch: RawBatch) -> Encoded:
+    assert _encoder is not None
+    return _encoder(batch)
+
+
+def encode_all(
+    batches: Iterable[RawBatch], file: str, info: TokenizerInfo, parser: Parser, workers: int
+) -> Iterator[Encoded]:
+    """The batches tokenized, in their order; at most 2 · workers of them are in memory."""
+    if workers <= 1:
+        _start_worker(file, info, parser)
+        yield from map(_work, batches)
+        return
+    # spawn: a forked child of a process with threads may deadlock.
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (file, info, parser)) as pool:
+        waiting: deque[Future[Encoded]] = deque()
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(_work, batch))
+                if len(waiting) >= 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise DataError("a tokenizing process was killed (out of memory?): try fewer --workers") from error
+        finally:
+            for future in waiting:
+                future.cancel()
