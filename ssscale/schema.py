@@ -4,10 +4,10 @@
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 
-class Core(str, Enum):
+class Core(StrEnum):
     """What turns q, k and v into a weighted sum of values."""
 
     softmax = "softmax"
@@ -15,8 +15,8 @@ class Core(str, Enum):
     stickbreaking = "stickbreaking"
 
 
-class SSMaxVariant(str, Enum):
-    """Scalable-Softmax, arXiv:2501.19399: `learned` s per layer and head (Eq. 2), `fixed` s, `bias` (Eq. 4), `pn` (Eq. 3)."""
+class SSMaxVariant(StrEnum):
+    """Scalable-Softmax, arXiv:2501.19399: s `learned` per head (Eq. 2) or `fixed`, `bias` (Eq. 4), `pn` (Eq. 3)."""
 
     learned = "learned"
     fixed = "fixed"
@@ -24,7 +24,7 @@ class SSMaxVariant(str, Enum):
     pn = "pn"
 
 
-class PositionMethod(str, Enum):
+class PositionMethod(StrEnum):
     """How a model tells positions apart."""
 
     rope = "rope"
@@ -39,7 +39,7 @@ POSITIONS = {
 }
 
 
-class ScheduleKind(str, Enum):
+class ScheduleKind(StrEnum):
     """Learning-rate shapes; `ssscale.train.schedule` gives the formula of each.
 
     `decay` starts from the learning rate at which the stage before it ended.
@@ -52,7 +52,7 @@ class ScheduleKind(str, Enum):
     decay = "decay"
 
 
-class DecayShape(str, Enum):
+class DecayShape(StrEnum):
     """The last part of a schedule, from 1 at its start to `floor` at its end."""
 
     exponential = "exponential"
@@ -60,7 +60,7 @@ class DecayShape(str, Enum):
     sqrt = "sqrt"
 
 
-class Precision(str, Enum):
+class Precision(StrEnum):
     """`auto` is bf16 (with fp32 master weights) on a GPU and fp32 on a CPU."""
 
     auto = "auto"
@@ -68,7 +68,7 @@ class Precision(str, Enum):
     fp32 = "fp32"
 
 
-class Recompute(str, Enum):
+class Recompute(StrEnum):
     """Activations kept for the backward pass: all, all but the cheap ones, or each block's input only."""
 
     none = "none"
@@ -76,7 +76,7 @@ class Recompute(str, Enum):
     full = "full"
 
 
-class Compile(str, Enum):
+class Compile(StrEnum):
     """torch.compile: `auto` is `block` on a GPU and `none` on a CPU."""
 
     auto = "auto"

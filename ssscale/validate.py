@@ -16,6 +16,7 @@ from ssscale.schema import (
     ScheduleKind,
     SSMaxVariant,
     StageConfig,
+    TrainConfig,
 )
 
 
@@ -149,7 +150,8 @@ def _check_attention(model: ModelConfig) -> None:
         )
     if attention.core is not Core.ssmax and attention.ssmax is not SSMaxVariant.learned:
         raise UserError(
-            f"model.attention.ssmax={attention.ssmax.value} needs model.attention.core=ssmax, not {attention.core.value}"
+            f"model.attention.ssmax={attention.ssmax.value} needs model.attention.core=ssmax, "
+            f"not {attention.core.value}"
         )
     if attention.ssmax in (SSMaxVariant.learned, SSMaxVariant.fixed) and attention.ssmax_bias:
         raise UserError(
@@ -172,8 +174,8 @@ def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int)
         )
     if kind is ScheduleKind.decay and index == 0:
         raise UserError(
-            f"{key}.schedule.kind=decay starts from the learning rate of the stage before, and the first stage has none: "
-            "put a stage before it, or use wsd, power or cosine"
+            f"{key}.schedule.kind=decay starts from the learning rate of the stage before, and the first stage has "
+            "none: put a stage before it, or use wsd, power or cosine"
         )
     if kind is ScheduleKind.decay and (schedule.warmup_tokens or schedule.decay_tokens):
         raise UserError(
@@ -185,8 +187,8 @@ def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int)
         )
     if schedule.warmup_tokens + schedule.decay_tokens > stage.tokens:
         raise UserError(
-            f"{key}: warmup_tokens ({schedule.warmup_tokens:,}) and decay_tokens ({schedule.decay_tokens:,}) together are "
-            f"more than the stage's {stage.tokens:,} tokens"
+            f"{key}: warmup_tokens ({schedule.warmup_tokens:,}) and decay_tokens ({schedule.decay_tokens:,}) together "
+            f"are more than the stage's {stage.tokens:,} tokens"
         )
 
 
@@ -203,7 +205,8 @@ def _check_parallel(config: Config, gpu: bool) -> None:
     if tensor > 1 and parallel.sequence and (train.microbatch * config.data.length) % tensor:
         raise UserError(
             f"parallel.sequence splits a microbatch of {train.microbatch} × {config.data.length} tokens over "
-            f"parallel.tensor={tensor} ranks, which does not divide it: set parallel.sequence=false or another microbatch"
+            f"parallel.tensor={tensor} ranks, which does not divide it: set parallel.sequence=false or another "
+            "train.microbatch"
         )
     if tensor > 1 and train.compile is Compile.model:
         raise UserError(
@@ -213,8 +216,8 @@ def _check_parallel(config: Config, gpu: bool) -> None:
     bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
     if parallel.zero_stage == 0 and bf16:
         raise UserError(
-            "parallel.zero_stage=0 cannot train in bf16: DeepSpeed refuses to accumulate its gradients in fp32 and returns "
-            "no gradient norm; use parallel.zero_stage=1 or train.precision=fp32"
+            "parallel.zero_stage=0 cannot train in bf16: DeepSpeed refuses to accumulate its gradients in fp32 and "
+            "returns no gradient norm; use parallel.zero_stage=1 or train.precision=fp32"
         )
 
 
@@ -233,15 +236,15 @@ def _check_world(config: Config, world_size: int) -> None:
         raise UserError(
             f"train.batch_size={train.batch_size} is not a multiple of the {together} rows that {ranks} data-parallel "
             f"ranks of train.microbatch={train.microbatch} take at once: "
-            f"use train.batch_size={_alternatives([str(size) for size in near])}{_microbatch_hint(train.batch_size, ranks)}"
+            f"use train.batch_size={_alternatives([str(size) for size in near])}{_microbatch_hint(train, ranks)}"
         )
 
 
-def _microbatch_hint(batch_size: int, ranks: int) -> str:
+def _microbatch_hint(train: TrainConfig, ranks: int) -> str:
     """The microbatches that would do for the batch as it is."""
-    if batch_size % ranks:
+    if train.batch_size % ranks:
         return ""
-    return f", or train.microbatch={_near_divisors(batch_size // ranks, 0)}"
+    return f", or train.microbatch={_near_divisors(train.batch_size // ranks, train.microbatch)}"
 
 
 def _near_divisors(number: int, near: int) -> str:

@@ -1,0 +1,145 @@
+"""What a run needs of each GPU, by arithmetic: no torch, no GPU.
+
+The model is DeepSpeed's mixed precision: weights in bf16, gradients accumulated in fp32, and on each data-parallel rank
+its share of the optimizer: fp32 master weights and AdamW's two moments. Under `precision=fp32` weights take 4 bytes.
+Activations are what autograd keeps of compiled blocks, as counted with saved-tensor hooks on our own decoder.
+"""
+
+from dataclasses import dataclass, fields
+
+from ssscale.model.flops import H100_PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
+from ssscale.schema import Compile, Config, Core, PositionMethod, Precision, Recompute, SSMaxVariant
+from ssscale.train.schedule import total_steps, total_tokens
+
+OPTIMIZER_BYTES = 12  # fp32 master, first and second moment of AdamW
+REDUCE_BUCKET = 500_000_000  # elements that DeepSpeed's ZeRO 2 and 3 gather before they reduce them
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak of a step. The CUDA context, NCCL and fragmentation (1 to 3 GiB) are not in it."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    parameters: int
+    flops_per_token: float  # 6N + 12·L·d·S
+    flops_per_token_causal: float  # 6N + 6·L·d·S
+    memory: Memory
+    tokens_per_second_per_gpu: float
+    tokens_per_day: float
+    tokens: int
+    steps: int
+    days: float
+
+
+def estimate(config: Config, gpus: int, mfu: float, peak: float = H100_PEAK_FLOPS) -> Estimate:
+    """`mfu` counts 6N + 12·L·d·S FLOPs a token, as published figures mostly do. `config` has passed `validate`."""
+    length = config.data.length
+    flops = flops_per_token(config.model, length, causal_half=False)
+    tokens = total_tokens(config.train.stages)
+    if config.train.max_steps is not None:
+        tokens = min(tokens, config.train.max_steps * config.tokens_per_step)
+    a_day = gpus * mfu * peak / flops * 86_400
+    return Estimate(
+        parameters=count_parameters(config.model, length),
+        flops_per_token=flops,
+        flops_per_token_causal=flops_per_token(config.model, length, causal_half=True),
+        memory=memory_per_gpu(config, gpus),
+        tokens_per_second_per_gpu=mfu * peak / flops,
+        tokens_per_day=a_day,
+        tokens=tokens,
+        steps=min(total_steps(config.train.stages, config.tokens_per_step), config.train.max_steps or 10**18),
+        days=tokens / a_day,
+    )
+
+
+def memory_per_gpu(config: Config, gpus: int) -> Memory:
+    """Bytes by part at the end of a forward pass, when all activations live.
+
+    N' = parameters of one tensor-parallel rank, D = data-parallel ranks, w = 2 bytes (bf16; 4 in fp32):
+
+    | ZeRO | weights | gradients | optimizer |
+    |---|---|---|---|
+    | 0 | w·N' | w·N' | 8·N' (fp32: the weights are the master) |
+    | 1 | w·N' | 4·N' + w·(largest matrix, on its way to the sum) | 12·N'/D |
+    | 2 | w·N' | 4·N'/D + w·(bucket) | 12·N'/D |
+    | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | 12·N'/D |
+    """
+    model, train, parallel = config.model, config.train, config.parallel
+    tensor, stage = parallel.tensor, parallel.zero_stage
+    ranks = gpus // tensor
+    width = weight_bytes(config)
+    parts = parameters_by_part(model, config.data.length)
+    n = (parts["embedding"] + parts["matrices"]) / tensor + parts["vectors"]
+    block = parts["matrices"] / model.num_layers / tensor
+    largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
+    partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
+    tokens = train.microbatch * config.data.length
+    return Memory(
+        weights=width * (n if stage < 3 else n / ranks + block),
+        gradients=(width * n, 4 * n + width * largest, partitioned, partitioned)[stage],
+        optimizer=8 * n if stage == 0 else OPTIMIZER_BYTES * n / ranks,
+        activations=tokens * activation_bytes_per_token(config),
+        logits=tokens * model.vocab_size / tensor * logit_bytes(config),
+    )
+
+
+def weight_bytes(config: Config) -> int:
+    return 4 if config.train.precision is Precision.fp32 else 2
+
+
+def activation_bytes_per_token(config: Config) -> float:
+    """Bytes that one token of a microbatch leaves on one GPU for the backward pass, all layers together.
+
+    With w bytes an element, N and K query and key/value heads of H dimensions, hidden size D and ffn size F:
+
+    none:      L · (w·(4D + (N + 2K)·H + N·H + 3F) + 4N): both norms' inputs and outputs; q, k, v as one matrix; the
+               attention's output; gate, up and their product; the log-sum-exp. RoPE keeps a rotated copy of q and k,
+               w·(N + K)·H more; a learned SSMax scale needs q before it in fp32, 4·N·H; without torch.compile w·F more
+    selective: L · (w·(3D + (2N + 2K)·H + 2F) + 4N): matrix products and attention only, and one block of `none`
+    full:      L · w·D: the blocks' inputs, and one block of `none`
+
+    Tensor parallelism splits heads and F, sequence parallelism also D.
+    """
+    model, parallel = config.model, config.parallel
+    w, tensor = weight_bytes(config), parallel.tensor
+    d = model.hidden_size / (tensor if parallel.sequence else 1)
+    q = model.num_heads * model.head_size / tensor
+    kv = model.kv_heads * model.head_size / tensor
+    f = model.ffn_hidden_size / tensor
+    lse = 4 * model.num_heads / tensor
+    block = w * (4 * d + 2 * q + 2 * kv + 3 * f) + lse
+    if model.position.method is PositionMethod.rope:
+        block += w * (q + kv)
+    if model.attention.core is Core.ssmax and model.attention.ssmax is not SSMaxVariant.fixed:
+        block += 4 * q
+    if config.train.compile is Compile.none:
+        block += w * f
+    ends = 2 * w * d  # the last norm's input and output
+    if config.train.recompute is Recompute.none:
+        return model.num_layers * block + ends
+    kept = w * d
+    if config.train.recompute is Recompute.selective:
+        kept = w * (3 * d + 2 * q + 2 * kv + 2 * f) + lse
+    return model.num_layers * kept + block + ends
+
+
+def logit_bytes(config: Config) -> float:
+    """Bytes an entry of [tokens, vocabulary / TP] at the peak: the logits and their gradient in w bytes each.
+
+    The vocabulary-parallel cross entropy keeps exp(logits) in fp32 beside them; without torch.compile an fp32 copy of
+    the logits and their log-softmax live too.
+    """
+    fp32 = 4 if config.parallel.tensor > 1 else 8 if config.train.compile is Compile.none else 0
+    return 2 * weight_bytes(config) + fp32
