@@ -3,7 +3,7 @@
 from ssscale.schema import Core, ModelConfig, SSMaxVariant
 
 # Dense bf16 FLOP/s of one H100 SXM or H200 by NVIDIA's data sheet; MFU is measured against it.
-H100_PEAK_FLOPS = 989e12
+PEAK_FLOPS = 989e12
 
 
 def count_parameters(model: ModelConfig, length: int) -> int:

@@ -7,7 +7,7 @@ Activations are what autograd keeps of compiled blocks, as counted with saved-te
 
 from dataclasses import dataclass, fields
 
-from ssscale.model.flops import H100_PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
+from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.schema import Compile, Config, Core, PositionMethod, Precision, Recompute, SSMaxVariant
 from ssscale.train.schedule import total_steps, total_tokens
 
@@ -43,7 +43,7 @@ class Estimate:
     days: float
 
 
-def estimate(config: Config, gpus: int, mfu: float, peak: float = H100_PEAK_FLOPS) -> Estimate:
+def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) -> Estimate:
     """`mfu` counts 6N + 12·L·d·S FLOPs a token, as published figures mostly do. `config` has passed `validate`."""
     length = config.data.length
     flops = flops_per_token(config.model, length, causal_half=False)

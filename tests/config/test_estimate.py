@@ -1,0 +1,128 @@
+"""Memory arithmetic against numbers worked out by hand, and the command."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch import estimate as command
+from launch.cli import take_options
+from ssscale.config import load_config
+from ssscale.errors import UserError
+from ssscale.train.estimate import activation_bytes_per_token, estimate, logit_bytes, memory_per_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+N = 3_513_473_280
+
+
+def test_days_and_tokens_of_3b():
+    result = estimate(load_config(["config=3b_sb"]), gpus=64, mfu=0.4)
+    flops = 6 * N + 12 * 40 * 2304 * 4096
+    assert result.flops_per_token == flops
+    assert result.tokens_per_day == pytest.approx(64 * 0.4 * 989e12 * 86_400 / flops)
+    assert result.days == pytest.approx(1.25e12 / result.tokens_per_day)
+    assert (result.parameters, result.tokens, result.steps) == (N, 1_250_000_000_000, 298_024)
+
+
+def test_max_steps_bounds_the_budget():
+    result = estimate(load_config(["config=3b_sb", "train.max_steps=100"]), gpus=64, mfu=0.4)
+    assert (result.steps, result.tokens) == (100, 100 * 4_194_304)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [
+        (1, 2 * N, 4 * N + 2 * 2304 * 50_304, 12 * N / 64),
+        (2, 2 * N, 4 * N / 64 + 10**9, 12 * N / 64),
+        (3, 2 * N / 64 + 2 * (4 * 2304**2 + 3 * 2304 * 9216), 4 * N / 64 + 10**9, 12 * N / 64),
+    ],
+)
+def test_zero_stages(stage, weights, gradients, optimizer):
+    memory = memory_per_gpu(load_config(["config=3b_sb", f"parallel.zero_stage={stage}"]), 64)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (weights, gradients, optimizer)
+    assert memory.total == pytest.approx(
+        weights + gradients + optimizer + memory.activations + memory.logits, rel=1e-12
+    )
+
+
+def test_activations_and_logits():
+    d, f = 2304, 9216
+    config = load_config(["config=3b_sb"])
+    block = 2 * (4 * d + 4 * d + 3 * f) + 4 * 36
+    assert activation_bytes_per_token(config) == 40 * block + 4 * d
+    assert activation_bytes_per_token(load_config(["config=3b_softmax"])) == 40 * (block + 4 * d) + 4 * d
+    assert activation_bytes_per_token(load_config(["config=3b_ssmax"])) == 40 * (block + 8 * d) + 4 * d
+    full = load_config(["config=3b_sb", "train.recompute=full"])
+    assert activation_bytes_per_token(full) == 40 * 2 * d + block + 4 * d
+    assert logit_bytes(config) == 4
+    assert memory_per_gpu(config, 64).logits == 2 * 4096 * 50_304 * 4
+
+
+def test_tensor_parallelism_splits_all_but_the_vectors():
+    one = load_config(["config=3b_sb"])
+    two = replace(one, parallel=replace(one.parallel, tensor=2))
+    vectors = 40 * 2 * 2304 + 2304
+    assert memory_per_gpu(two, 64).weights == 2 * ((N - vectors) / 2 + vectors)
+    assert activation_bytes_per_token(two) == activation_bytes_per_token(one) / 2
+    loose = replace(two, parallel=replace(two.parallel, sequence=False))
+    assert activation_bytes_per_token(loose) > activation_bytes_per_token(two)
+
+
+def test_recomputation_and_zero_only_save():
+    totals = [
+        memory_per_gpu(load_config(["config=1b_ssmax", f"train.recompute={kind}"]), 8).activations
+        for kind in ("none", "selective", "full")
+    ]
+    assert totals == sorted(totals, reverse=True)
+    totals = [
+        memory_per_gpu(load_config(["config=1b_ssmax", f"parallel.zero_stage={stage}"]), 8).total for stage in (1, 2, 3)
+    ]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_command_prints_every_figure(capsys):
+    command.main(["config=3b_sb", "gpus=64", "mfu=0.5", "train.microbatch=1"])
+    out = capsys.readouterr().out
+    for text in ("3,513,473,280", "25,610,688,000", "23,345,763,840", "298,024", "1,250,000,000,000", "MFU 0.5"):
+        assert text in out
+    for part in ("weights", "gradients", "optimizer", "activations", "logits", "total"):
+        assert f"memory: {part}" in out
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("gpus=none", "gpus must be a whole number, not 'none'"),
+        ("gpus=0", "gpus must be at least 1, not 0"),
+        ("mfu=40", "mfu must be above 0 and at most 1, not 40"),
+        ("mfu=x", "mfu must be a number, not 'x'"),
+        ("gpu=64", "did you mean gpus?"),
+        ("gpus=3", "train.batch_size=1024 is not a multiple of the 6 rows"),
+    ],
+)
+def test_command_refuses(argument, expected):
+    with pytest.raises(UserError) as error:
+        command.main(["config=3b_sb", argument])
+    assert expected in str(error.value)
+
+
+def test_options_are_split_from_the_configuration():
+    taken, rest = take_options(["a=1", "config=x", "b=2.5", "a.b=3", "bare"], {"a": int, "b": float, "c": str})
+    assert (taken, rest) == ({"a": 1, "b": 2.5}, ["config=x", "a.b=3", "bare"])
+
+
+def test_users_command_runs_as_written_without_torch():
+    """A mistake ends with 2 and one line."""
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['launch/estimate.py', 'config=3b_sb', 'gpus=64'];"
+        "sys.path[0] = 'launch'; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    good = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert "3,513,473,280" in good.stdout
+    command = [sys.executable, "launch/estimate.py", "config=3b_sb", "train.micobatch=1"]
+    bad = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == "error: there is no key 'train.micobatch'; did you mean train.microbatch?\n"

@@ -1,0 +1,87 @@
+"""Impossible combinations and the sentence of each."""
+
+import pytest
+
+from ssscale.config import load_config, validate
+from ssscale.errors import UserError
+
+
+def refusal(name, *overrides, world_size=None, gpu=False):
+    config = load_config([f"config={name}", *overrides])
+    with pytest.raises(UserError) as error:
+        validate(config, world_size, gpu)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.num_heads=7"], "num_heads=7 does not divide model.hidden_size=128: use 1, 2, 4, 8, 16 or 32 heads"),
+        (["model.num_kv_heads=3"], "num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4 key/value"),
+        (["model.head_dim=33", "model.position.method=rope"], "a head has 33 dimensions: set an even model.head_dim"),
+        (["model.position.method=rope"], "method=rope does not go with model.attention.core=stickbreaking: use nope"),
+        (["model.attention.ssmax=bias"], "ssmax=bias needs model.attention.core=ssmax, not stickbreaking"),
+        (["model.attention.ssmax_bias=0.5"], "ssmax_bias=0.5 has no effect under ssmax=learned"),
+        (["model.attention.core=softmax", "model.attention.remainder=true"], "needs model.attention.core=stick"),
+        (["model.num_layers=0"], "model.num_layers must be at least 1, not 0"),
+        (["model.num_heads=-4"], "model.num_heads must be at least 1, not -4"),
+        (["model.num_kv_heads=0"], "model.num_kv_heads must be at least 1, not 0"),
+        (["model.attention.skip_below=1"], "model.attention.skip_below must be less than 1, not 1.0"),
+        (["optimizer.betas=[0.9,1]"], "optimizer.betas must be less than 1, not 1.0"),
+        (["train.batch_size=0"], "train.batch_size must be at least 1, not 0"),
+        (["parallel.zero_stage=4"], "parallel.zero_stage must be at most 3, not 4"),
+        (["train.stages=[]"], "train.stages is empty"),
+        (["train.stages.1.name=stable"], "train.stages.1.name: two stages are called 'stable'"),
+        (["train.stages.0.tokens=0"], "train.stages.0.tokens must be at least 1, not 0"),
+        (["train.stages.0.tokens=1000"], "tokens=1,000 is less than one step, which trains 8,192 tokens"),
+        (["train.stages.0.schedule.lr=0"], "train.stages.0.schedule.lr must be greater than 0, not 0.0"),
+        (["train.stages.1.schedule.floor=1"], "train.stages.1.schedule.floor must be less than 1, not 1.0"),
+        (["train.stages.1.mix.code=0"], "train.stages.1.mix.code must be greater than 0, not 0; leave it out"),
+        (["train.stages.1.mix={}"], "train.stages.1.mix is empty"),
+        (["train.stages.0.schedule.kind=decay"], "the first stage has none: put a stage before it"),
+        (["train.stages.1.schedule.decay_tokens=5"], "a decay stage falls over all its tokens"),
+        (["train.stages.0.schedule.decay_tokens=5"], "decay_tokens has no effect under constant: use wsd or power"),
+        (["train.stages.0.schedule.warmup_tokens=9e9"], "warmup_tokens (9,000,000,000) and decay_tokens (0) together"),
+        (["parallel.tensor=8"], "parallel.tensor=8 does not divide model.num_heads=4: use 1, 2 or 4"),
+        (["parallel.tensor=2", "model.num_kv_heads=1"], "tensor=2 does not divide model.num_kv_heads=1: use 1"),
+        (["parallel.tensor=2", "train.compile=model"], "train.compile=model needs parallel.tensor=1, not 2"),
+        (["parallel.zero_stage=0", "train.precision=bf16"], "parallel.zero_stage=0 cannot train in bf16"),
+    ],
+)  # fmt: skip
+def test_tiny_sb_refuses(overrides, expected):
+    assert expected in refusal("tiny_sb", *overrides)
+
+
+def test_the_ffn_of_350m_bounds_tensor_parallelism():
+    validate(load_config(["config=350m_sb", "parallel.tensor=2"]))
+    text = refusal("350m_sb", "parallel.tensor=4")
+    assert "parallel.tensor=4 does not divide model.ffn_hidden_size=2730: use 1, 2, 3, 5, 6 or 7" in text
+
+
+def test_sequence_parallelism_needs_tokens_that_divide():
+    overrides = ["parallel.tensor=2", "data.length=255", "train.microbatch=1"]
+    assert "set parallel.sequence=false" in refusal("tiny_sb", *overrides)
+    validate(load_config(["config=tiny_sb", *overrides, "parallel.sequence=false"]))
+
+
+def test_zero_stage_0_trains_in_fp32_only():
+    config = load_config(["config=tiny_sb", "parallel.zero_stage=0"])
+    validate(config, 1, gpu=False)  # precision=auto is fp32 on a CPU
+    with pytest.raises(UserError, match=r"returns no gradient norm; use parallel.zero_stage=1"):
+        validate(config, 1, gpu=True)
+
+
+def test_world_size_must_fit_tensor_parallelism_and_batch():
+    text = refusal("3b_sb", "parallel.tensor=2", world_size=3)
+    assert text == (
+        "parallel.tensor=2 does not divide the 3 processes of this run: use 1 or 3, or a multiple of 2 processes"
+    )
+    text = refusal("3b_sb", "train.microbatch=3", world_size=8)
+    assert text == (
+        "train.batch_size=1024 is not a multiple of the 24 rows that 8 data-parallel ranks of train.microbatch=3 take "
+        "at once: use train.batch_size=1008 or 1032, or train.microbatch=1, 2, 4, 8, 16 or 32"
+    )
+    assert "use train.batch_size=1056" in refusal("3b_sb", world_size=528)
+    validate(load_config(["config=3b_sb", "parallel.tensor=2"]), world_size=64, gpu=True)
