@@ -38,7 +38,7 @@ def load_config(arguments: list[str], options: Iterable[str] = ()) -> Config:
     Raises UserError.
     """
     pairs = [_split(argument) for argument in arguments]
-    names = [value for key, value in pairs if key == "config"]
+    names = [value for key, value in pairs if key == "config" and value]
     if len(names) != 1:
         problem = "is missing" if not names else "is given more than once"
         raise UserError(f"config=NAME {problem}: name one of {', '.join(run_names())} or a path ending in .yaml")
@@ -233,7 +233,7 @@ def _check(kind: Any, value: Any, key: str, source: str) -> None:
             if name not in hints:
                 raise UserError(_unknown(_join(key, name), source))
             _check(hints[name], entry, _join(key, name), source)
-    elif "${" not in str(value):
+    elif "${" not in str(value) or (isinstance(value, str) and not _is_leaf(kind)):
         _build(kind, value, key, source)
 
 
@@ -302,6 +302,11 @@ def _merge(under: Tree, over: Tree) -> Tree:
 
 def _strip_none(kind: Any) -> Any:
     return next(a for a in kind.__args__ if a is not type(None)) if isinstance(kind, types.UnionType) else kind
+
+
+def _is_leaf(kind: Any) -> bool:
+    kind = _strip_none(kind)
+    return not dataclasses.is_dataclass(kind) and typing.get_origin(kind) is None
 
 
 def _join(key: str, name: object) -> str:
