@@ -27,10 +27,10 @@ class SSMaxCore(SoftmaxCore):
         self.b: nn.Parameter | None = None
         if attention.ssmax != SSMaxVariant.fixed:
             self.s = nn.Parameter(torch.full((heads,), attention.ssmax_scale))
-            mark_split(self.s, (config.num_heads,), dim=0)
+            mark_split(self.s, 0, (config.num_heads,))
         if attention.ssmax in (SSMaxVariant.bias, SSMaxVariant.pn):
             self.b = nn.Parameter(torch.full((heads,), attention.ssmax_bias))
-            mark_split(self.b, (config.num_heads,), dim=0)
+            mark_split(self.b, 0, (config.num_heads,))
 
     def query_factor(self, layout: PackedLayout) -> Tensor:
         n = layout.num_visible_keys()

@@ -130,8 +130,6 @@ class DeepSpeedEngine:
             step = torch.tensor(float(applied_steps), device=flat.device)
             moments = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
             self.optimizer.state[flat] = {"step": step} | moments
-        if self.stage in (1, 2):
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def local_shape(self, name: str) -> torch.Size:
         return self.shapes[name]
@@ -146,9 +144,15 @@ class DeepSpeedEngine:
         if self.stage == 3:
             return self._zero3_fragment(weight, state)
         mapping = weight._hp_mapping  # type: ignore[attr-defined]
-        if mapping is None or (state != "weight" and not mapping.optim_fragment):
+        if mapping is None:
             return None
-        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(None if state == "weight" else state)
+        # Not mapping.optim_fragment: DeepSpeed links it after the first group's step, when the others have no state yet.
+        flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
+        source = flat if state == "weight" else self.optimizer.state.get(flat, {}).get(state)
+        if source is None:
+            return None
+        address = mapping.get_hp_fragment_address()
+        return mapping.lp_fragment_address.start, source.data.narrow(0, address.start, address.numel)
 
     def _zero3_fragment(self, weight: Tensor, state: str) -> tuple[int, Tensor] | None:
         optimizer = self.engine.optimizer

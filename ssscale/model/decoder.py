@@ -22,6 +22,7 @@ from ssscale.parallel.megatron import (
 from ssscale.position import position_tables
 from ssscale.schema import Core, ModelConfig, Recompute, SSMaxVariant
 
+VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # the weights with a row for each entry of the vocabulary
 VOCAB_MULTIPLE = 128  # tensor cores want aligned matrices; each tensor-parallel rank holds a multiple of this
 
 

@@ -5,6 +5,7 @@ import zlib
 import torch
 from torch import nn
 
+from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_part
 from ssscale.schema import ModelConfig
@@ -25,6 +26,7 @@ def initialize_weights(model: nn.Module, config: ModelConfig, groups: Groups, se
         if name.endswith((".attention.out.weight", ".mlp.down.weight")):
             std /= (2 * config.num_layers) ** 0.5
         generator = torch.Generator(device=weight.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-        shape = global_shape(weight, groups.tensor_size)
-        whole = torch.empty(shape, device=weight.device, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        whole = torch.zeros(global_shape(weight, groups.tensor_size), device=weight.device)
+        drawn = whole[: config.vocab_size] if name in VOCAB_WEIGHTS else whole  # the padding depends on the layout
+        drawn.normal_(0.0, std, generator=generator)
         weight.copy_(local_part(whole, weight, groups.tensor_rank, groups.tensor_size))

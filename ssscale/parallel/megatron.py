@@ -68,7 +68,7 @@ def column_linear(
         skip_weight_param_allocation=not own_weight,
     )
     if own_weight:
-        mark_split(layer.weight, stripes)
+        mark_split(layer.weight, 0, stripes)
     return layer
 
 
@@ -83,7 +83,7 @@ def row_linear(in_size: int, out_size: int, config: TransformerConfig) -> nn.Mod
         input_is_parallel=True,
         skip_bias_add=True,
     )
-    mark_split(layer.weight, (in_size,))
+    mark_split(layer.weight, 1, (in_size,))
     return layer
 
 
@@ -96,7 +96,7 @@ def vocabulary_embedding(vocab_size: int, hidden_size: int, config: TransformerC
         config=config,
         reduce_scatter_embeddings=config.sequence_parallel,
     )
-    mark_split(layer.weight, (vocab_size,))
+    mark_split(layer.weight, 0, (vocab_size,))
     return layer
 
 
@@ -110,14 +110,14 @@ def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
     return tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=groups.tensor_group)
 
 
-def mark_split(weight: nn.Parameter, stripes: tuple[int, ...], dim: int | None = None) -> None:
-    """Record how a weight is split: along `dim` (Megatron's own mark where None), each of `stripes` over all ranks.
+def mark_split(weight: nn.Parameter, dim: int, stripes: tuple[int, ...]) -> None:
+    """Record how a weight is split: along `dim`, each of `stripes` over all ranks.
 
-    DeepSpeed reads `tensor_model_parallel` to count a split weight's gradient norm over all ranks.
+    Megatron-core sets its own marks only when it initialises; DeepSpeed reads `tensor_model_parallel` to count a split
+    weight's gradient norm over all ranks.
     """
-    if dim is not None:
-        weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-        weight.partition_dim = dim  # type: ignore[attr-defined]
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    weight.partition_dim = dim  # type: ignore[attr-defined]
     weight.stripes = stripes  # type: ignore[attr-defined]
 
 

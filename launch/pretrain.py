@@ -1,0 +1,34 @@
+"""Pretrain a model: torchrun --nproc_per_node=8 launch/pretrain.py config=3b_sb [key=value ...]
+
+The same command continues a run that was stopped. One process a GPU, started by torchrun or by Slurm (one task a GPU).
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from launch.cli import run  # noqa: E402
+
+
+def main(argv: list[str]) -> None:
+    from ssscale.config import load_config, validate
+
+    config = load_config(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s", force=True)
+    validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+
+    from ssscale.parallel.groups import initialize, shutdown
+    from ssscale.train.trainer import Trainer
+
+    distributed = "RANK" in os.environ
+    groups = initialize(config.parallel.tensor, int(os.environ.get("LOCAL_RANK", "0")), distributed=distributed)
+    Trainer(config, groups).run()
+    shutdown()  # not after an error: the other ranks may be inside a collective, and the launcher ends them
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

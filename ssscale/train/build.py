@@ -1,0 +1,66 @@
+"""From a configuration to a model on a device; from a checkpoint to a model that can be evaluated."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from ssscale.config import from_yaml
+from ssscale.errors import UserError
+from ssscale.model.decoder import VOCAB_WEIGHTS, Decoder
+from ssscale.parallel.groups import Groups
+from ssscale.schema import Compile, Config, Precision
+from ssscale.train.checkpoint import CheckpointReader, check_shapes, list_checkpoints, load_weights
+
+logger = logging.getLogger("ssscale")
+
+
+def choose_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """bf16 on a GPU and fp32 on a CPU, unless the configuration says."""
+    if precision == Precision.auto:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if precision == Precision.bf16 else torch.float32
+
+
+def choose_compile(config: Config, groups: Groups) -> Compile:
+    """`auto`: blocks on a GPU, where neither tensor parallelism's collectives nor ZeRO-3's hooks break their graphs."""
+    choice = config.train.compile
+    if choice != Compile.auto:
+        return choice
+    whole = groups.tensor_size == 1 and config.parallel.zero_stage < 3
+    return Compile.block if groups.device.type == "cuda" and whole else Compile.none
+
+
+def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
+    """The decoder of a configuration on its device, its weights not yet filled."""
+    with torch.device(groups.device):
+        return Decoder(
+            config.model,
+            groups,
+            config.data.length,
+            dtype=dtype,
+            sequence_parallel=config.parallel.sequence,
+            recompute=config.train.recompute,
+        )
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint folder, given itself or its run's folder (the newest one there). Raises UserError."""
+    if (path / "state.json").is_file():
+        return path
+    found = list_checkpoints(path / "checkpoints")
+    if not found:
+        raise UserError(f"checkpoint={path}: neither a checkpoint nor a run folder that has one")
+    return found[-1]
+
+
+def load_for_inference(path: Path, groups: Groups, precision: Precision = Precision.auto) -> tuple[Decoder, Config]:
+    """The model of a checkpoint (or of a run's newest one) in eval mode, and its configuration. Raises UserError."""
+    path = find_checkpoint(path)
+    text = path / "config.yaml"
+    config = from_yaml(text.read_text(), str(text))
+    model = build_model(config, groups, choose_dtype(precision, groups.device))
+    reader = CheckpointReader(path)
+    check_shapes(reader, model, groups, VOCAB_WEIGHTS)
+    load_weights(reader, model, groups)
+    return model.eval().requires_grad_(False), config

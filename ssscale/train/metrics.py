@@ -1,0 +1,86 @@
+"""Metrics of a run: JSON lines, TensorBoard and the terminal, on the main rank."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger("ssscale")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a last line that a crash cut short is left out."""
+    records = []
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                break
+    return records
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the records after a step: the run resumes there and will write them again, each once."""
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Metrics:
+    """Writes `metrics.jsonl`, `tensorboard/` and a line a record; silent on all but the main rank."""
+
+    def __init__(self, folder: Path, first_step: int, total_steps: int, is_main: bool) -> None:
+        self.is_main = is_main
+        if not is_main:
+            return
+        path = folder / "metrics.jsonl"
+        keep_until(path, first_step)
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115
+        self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        self.console = Console(soft_wrap=True)
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.task = self.progress.add_task("training", total=total_steps, completed=first_step)
+
+    def __enter__(self) -> Self:
+        if self.is_main:
+            self.progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if self.is_main:
+            self.progress.stop()
+            self.tensorboard.close()
+            self.file.close()
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        if self.is_main:
+            self.progress.update(self.task, completed=step)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One record; its `step` places it. Numbers go to TensorBoard, everything to the file and the terminal."""
+        if not self.is_main:
+            return
+        self.file.write(json.dumps(record) + "\n")
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                self.tensorboard.add_scalar(name, value, record["step"])
+        self.progress.console.print("  ".join(f"{name} {_short(value)}" for name, value in record.items()), highlight=False)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,61 @@
+"""The folder of a run: who may write to it, and whether a configuration continues what lies there."""
+
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ssscale.config import from_yaml, to_yaml
+from ssscale.errors import UserError
+from ssscale.parallel.groups import Groups
+from ssscale.schema import Config
+
+# A run cannot change these between a stop and its continuation: its weights or its data order would not fit.
+FIXED = ("model", "data.length", "data.one_document", "data.shuffle_seed", "train.batch_size", "train.seed")
+
+
+def _value(config: Config, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _first_difference(old: object, new: object, key: str) -> str | None:
+    if hasattr(old, "__dataclass_fields__"):
+        for field in fields(old):  # type: ignore[arg-type]
+            found = _first_difference(getattr(old, field.name), getattr(new, field.name), f"{key}.{field.name}")
+            if found:
+                return found
+        return None
+    return f"{key} was {old} and is now {new}" if old != new else None
+
+
+def claim_folder(folder: Path, config: Config, groups: Groups) -> None:
+    """Make the run's folder and record the merged configuration, unless another run lies there.
+
+    Raises UserError, on all ranks alike and before anything is written, where `config` cannot continue that run.
+    """
+    saved = folder / "config.yaml"
+    if saved.is_file():
+        old = from_yaml(saved.read_text(), str(saved))
+        for key in FIXED:
+            difference = _first_difference(_value(old, key), _value(config, key), key)
+            if difference:
+                raise UserError(
+                    f"{folder} holds a run with another configuration: {difference}; "
+                    "give run_dir=FOLDER for a new run, or the old value to continue"
+                )
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"run_dir={folder} holds something that is not a run; name an empty or a new folder")
+    dist.barrier()
+    if groups.is_main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = saved.with_name("config.yaml.tmp")
+            temporary.write_text(to_yaml(config))
+            os.replace(temporary, saved)
+        except OSError as error:
+            raise UserError(f"run_dir={folder} cannot be written: {error.strerror}") from error
+    dist.barrier()

@@ -1,0 +1,245 @@
+"""The training loop: batches → engine → metrics and checkpoints."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssscale.config import to_yaml
+from ssscale.data.batch import Batch
+from ssscale.data.stream import PackedData, make_loader, valid_batches
+from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.model.decoder import VOCAB_WEIGHTS
+from ssscale.model.flops import PEAK_FLOPS, flops_per_token
+from ssscale.model.init import initialize_weights
+from ssscale.parallel.groups import Groups
+from ssscale.schema import Compile, Config
+from ssscale.train.build import build_model, choose_compile, choose_dtype
+from ssscale.train.checkpoint import (
+    CheckpointReader,
+    TrainState,
+    check_shapes,
+    list_checkpoints,
+    load_training_state,
+    load_weights,
+    save_checkpoint,
+)
+from ssscale.train.metrics import Metrics
+from ssscale.train.run_folder import claim_folder
+from ssscale.train.schedule import learning_rate, stage_at, total_steps
+
+logger = logging.getLogger("ssscale")
+
+
+def stage_mixes(config: Config) -> list[tuple[int, dict[str, float] | None]]:
+    """(first row, mix) of each stage. A step belongs to the stage in which it ends."""
+    mixes, tokens = [], 0
+    for stage in config.train.stages:
+        mixes.append((tokens // config.tokens_per_step * config.train.batch_size, stage.mix))
+        tokens += stage.tokens
+    return mixes
+
+
+class Trainer:
+    """A run: built from its configuration, resumed from its newest checkpoint, trained to its last stage's end."""
+
+    def __init__(self, config: Config, groups: Groups) -> None:
+        self.started = time.perf_counter()
+        self.config, self.groups = config, groups
+        self.folder = Path(config.folder)
+        train = config.train
+        self.data = PackedData.open(
+            config.data.path,
+            split="train",
+            cache=config.data.cache,
+            vocab_size=config.model.vocab_size,
+            length=config.data.length,
+        )
+        self.total_steps = total_steps(train.stages, config.tokens_per_step)
+        if train.max_steps is not None:
+            self.total_steps = min(self.total_steps, train.max_steps)
+        claim_folder(self.folder, config, groups)
+        found = list_checkpoints(self.folder / "checkpoints")
+        self.reader = CheckpointReader(found[-1]) if found else None
+        self.state = self.reader.state if self.reader else TrainState(data_fingerprint=self.data.fingerprint)
+        self._build()
+
+    def _build(self) -> None:
+        config, groups = self.config, self.groups
+        torch.manual_seed(config.train.seed)
+        dtype = choose_dtype(config.train.precision, groups.device)
+        model = build_model(config, groups, dtype)
+        self._log_choices(model, dtype)
+        if self.reader is None:
+            initialize_weights(model, config.model, groups, config.train.seed)
+        else:
+            check_shapes(self.reader, model, groups, VOCAB_WEIGHTS)
+            load_weights(self.reader, model, groups)
+        compiled = choose_compile(config, groups)
+        if compiled == Compile.model:
+            model.compile()
+        elif compiled == Compile.block:
+            model.compile_parts()
+        self.engine = DeepSpeedEngine(model, config, groups)
+        if self.reader is not None:
+            load_training_state(self.reader, self.engine, groups)
+            logger.info("resumed from %s (step %d)", self.reader.path, self.state.step)
+        self.reader = None
+
+    def _log_choices(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """What was chosen, once a run."""
+        from kernels.softmax import choose_backend
+
+        config, groups = self.config, self.groups
+        core = config.model.attention.core.value
+        uniform = config.data.one_document
+        kernel = core if core == "stickbreaking" else f"{core} on {choose_backend(groups.device, dtype, uniform)}"
+        logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", kernel)  # type: ignore[operator]
+        logger.info(
+            "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, data parallel %d, device %s",
+            str(dtype).removeprefix("torch."),
+            choose_compile(config, groups).value,
+            config.parallel.zero_stage,
+            groups.tensor_size,
+            " with sequence parallel" if config.parallel.sequence and groups.tensor_size > 1 else "",
+            groups.data_size,
+            torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
+        )
+
+    def run(self) -> None:
+        """Train to the end, saving, evaluating and logging at their intervals. Returns at once for a finished run."""
+        train = self.config.train
+        if self.state.step >= self.total_steps:
+            logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.total_steps)
+            return
+        metrics = Metrics(self.folder, self.state.step, self.total_steps, self.groups.is_main)
+        with metrics:
+            clock, clock_step = time.perf_counter(), self.state.step
+            for step, batches in enumerate(self._steps(), self.state.step + 1):
+                loss, num_targets, result, lr = self._train_step(step, batches)
+                last = step == self.total_steps
+                first = step == 1 or clock_step == step - 1 and "seconds_to_first_step" not in self.__dict__
+                if first:
+                    self.seconds_to_first_step = time.perf_counter() - self.started
+                    logger.info("first step after %.1f s", self.seconds_to_first_step)
+                if step % train.log_every == 0 or last:
+                    now = time.perf_counter()
+                    record = self._record(step, loss, num_targets, lr, result.grad_norm)
+                    record |= self._speed((now - clock) / (step - clock_step))
+                    metrics.write(record)
+                    clock, clock_step = now, step
+                metrics.advance(step)
+                if step % train.eval_every == 0 or last:
+                    began = time.perf_counter()
+                    metrics.write({"step": step, "tokens": self.state.tokens, "valid_loss": self.evaluate()})
+                    clock += time.perf_counter() - began
+                if step % train.save_every == 0 or last:
+                    began = time.perf_counter()
+                    self.save()
+                    clock += time.perf_counter() - began
+
+    def _steps(self) -> Iterator[list[Batch]]:
+        config, train = self.config, self.config.train
+        return make_loader(
+            self.data,
+            mixes=stage_mixes(config),
+            seed=config.data.shuffle_seed,
+            first_sample=self.state.samples,
+            num_samples=(self.total_steps - self.state.step) * train.batch_size,
+            batch_size=train.batch_size,
+            microbatch=train.microbatch,
+            rank=self.groups.data_rank,
+            world_size=self.groups.data_size,
+            num_workers=config.data.num_workers,
+            prefetch=config.data.prefetch,
+            one_document=config.data.one_document,
+        )
+
+    def _train_step(self, step: int, batches: list[Batch]) -> tuple[Tensor, int, Any, float]:
+        """One optimizer step. Returns the sum of this rank's losses, the step's target tokens, the result and its lr."""
+        config, groups = self.config, self.groups
+        counted = torch.tensor(sum(batch.num_targets for batch in batches))
+        dist.all_reduce(counted, group=groups.data_group)
+        num_targets = max(int(counted), 1)
+        total = torch.zeros((), device=groups.device)
+        for batch in batches:
+            batch = batch.to(groups.device)
+            losses = self.engine.forward_backward(batch.tokens, batch.layout, batch.labels, num_targets)
+            total += losses.sum()
+        tokens = self.state.tokens + config.tokens_per_step
+        lr = learning_rate(config.train.stages, config.train.batch_size, tokens)
+        result = self.engine.step(lr)
+        self.state = TrainState(
+            step=step,
+            applied_steps=self.state.applied_steps + (not result.skipped),
+            tokens=tokens,
+            samples=self.state.samples + config.train.batch_size,
+            data_fingerprint=self.data.fingerprint,
+        )
+        return total, num_targets, result, lr
+
+    def _record(self, step: int, loss: Tensor, num_targets: int, lr: float, grad_norm: float | None) -> dict[str, Any]:
+        dist.all_reduce(loss, group=self.groups.data_group)
+        index, _ = stage_at(self.config.train.stages, self.state.tokens)
+        return {
+            "step": step,
+            "tokens": self.state.tokens,
+            "stage": self.config.train.stages[index].name,
+            "loss": loss.item() / num_targets,
+            "lr": lr,
+            "grad_norm": grad_norm,
+        }
+
+    def _speed(self, seconds_per_step: float) -> dict[str, float]:
+        rate = self.config.tokens_per_step / seconds_per_step
+        speed = {"tokens_per_second": rate}
+        if self.groups.device.type == "cuda":
+            peak = PEAK_FLOPS * self.groups.world_size
+            for name, half in (("mfu", False), ("mfu_causal", True)):
+                per_token = flops_per_token(self.config.model, self.config.data.length, causal_half=half)
+                speed[name] = rate * per_token / peak
+            speed["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return speed
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss in nats a token over the first `eval_rows` rows of the validation split."""
+        config, groups = self.config, self.groups
+        data = PackedData.open(
+            config.data.path,
+            split="valid",
+            cache=config.data.cache,
+            vocab_size=config.model.vocab_size,
+            length=config.data.length,
+        )
+        sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
+        self.engine.module.eval()
+        share = config.train.microbatch * groups.data_size
+        rows = max(config.train.eval_rows // share, 1) * share
+        batches = valid_batches(
+            data,
+            rows=rows,
+            microbatch=config.train.microbatch,
+            rank=groups.data_rank,
+            world_size=groups.data_size,
+            one_document=config.data.one_document,
+        )
+        for batch in batches:
+            batch = batch.to(groups.device)
+            losses = self.engine.module(batch.tokens, batch.layout, batch.labels)
+            sums += torch.stack([losses.double().sum(), torch.tensor(float(batch.num_targets), device=groups.device)])
+        self.engine.module.train()
+        dist.all_reduce(sums, group=groups.data_group)
+        return float(sums[0] / sums[1]) if sums[1] else math.nan
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step."""
+        files = {"config.yaml": to_yaml(self.config), "tokenizer.json": self.data.tokenizer_text}
+        folder = self.folder / "checkpoints"
+        return save_checkpoint(folder, self.engine, self.groups, self.state, files, self.config.train.keep)

@@ -1,0 +1,110 @@
+"""Jobs for the worker pool: train a small model for a few steps under some parallel layout."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import VOCAB_WEIGHTS, Decoder
+from ssscale.model.init import initialize_weights
+from ssscale.model.loss import IGNORE
+from ssscale.parallel.groups import Groups, initialize
+from ssscale.schema import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from ssscale.train.checkpoint import (
+    CheckpointReader,
+    TrainState,
+    check_shapes,
+    list_checkpoints,
+    load_training_state,
+    load_weights,
+    save_checkpoint,
+)
+
+LENGTH, ROWS, VOCAB = 24, 4, 300
+
+
+def make_row(row: int) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """(tokens, document lengths, labels) of a row: ragged documents, unequal numbers of targets."""
+    generator = torch.Generator().manual_seed(1000 + row)
+    tokens = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
+    cuts = [[24], [5, 19], [1, 11, 12], [7, 1, 1, 15]][row % 4]
+    labels = tokens.roll(-1)
+    labels[torch.tensor(cuts).cumsum(0) - 1] = IGNORE
+    if row % 4 == 1:
+        labels[:10] = IGNORE
+    return tokens, cuts, labels
+
+
+def make_batch(rows: list[int]) -> tuple[torch.Tensor, PackedLayout, torch.Tensor]:
+    parts = [make_row(row) for row in rows]
+    layout = PackedLayout.from_lengths([length for _, cuts, _ in parts for length in cuts], LENGTH)
+    return torch.cat([p[0] for p in parts]), layout, torch.cat([p[2] for p in parts])
+
+
+def regroup(tensor: int) -> Groups:
+    """New process groups in a worker that may have had others."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    return initialize(tensor, distributed=int(os.environ["WORLD_SIZE"]) > 1)
+
+
+def make_engine(
+    model: ModelConfig, tensor: int, sequence: bool, zero: int, microbatch: int, load: str | None
+) -> tuple[DeepSpeedEngine, Groups]:
+    """A small model under a layout, with initial weights or those of the newest checkpoint in `load`."""
+    groups = regroup(tensor)
+    config = Config(
+        model=model,
+        data=DataConfig(length=LENGTH),
+        optimizer=OptimizerConfig(clip=0.5),
+        train=TrainConfig(batch_size=ROWS, microbatch=microbatch),
+        parallel=ParallelConfig(tensor=tensor, sequence=sequence, zero_stage=zero),
+    )
+    decoder = Decoder(model, groups, LENGTH, sequence_parallel=sequence)
+    if load is None:
+        initialize_weights(decoder, model, groups, seed=3)
+        return DeepSpeedEngine(decoder, config, groups), groups
+    reader = CheckpointReader(list_checkpoints(Path(load))[-1])
+    check_shapes(reader, decoder, groups, VOCAB_WEIGHTS)
+    load_weights(reader, decoder, groups)
+    engine = DeepSpeedEngine(decoder, config, groups)
+    load_training_state(reader, engine, groups)
+    return engine, groups
+
+
+def train_step(engine: DeepSpeedEngine, groups: Groups, step: int, microbatch: int, lr: float) -> tuple[float, float | None]:
+    """(mean loss over the step's targets, gradient norm)."""
+    share = ROWS // groups.data_size
+    rows = [step * ROWS + groups.data_rank * share + i for i in range(share)]
+    all_labels = make_batch([step * ROWS + i for i in range(ROWS)])[2]
+    num_targets = int((all_labels != IGNORE).sum())
+    total = torch.zeros(())
+    for first in range(0, share, microbatch):
+        tokens, layout, labels = make_batch(rows[first : first + microbatch])
+        total += engine.forward_backward(tokens, layout, labels, num_targets).sum()
+    torch.distributed.all_reduce(total, group=groups.data_group)
+    return total.item() / num_targets, engine.step(lr).grad_norm
+
+
+def train(
+    model: ModelConfig,
+    tensor: int = 1,
+    sequence: bool = False,
+    zero: int = 1,
+    microbatch: int = 1,
+    steps: int = 4,
+    first_step: int = 0,
+    save: str | None = None,
+    load: str | None = None,
+) -> dict[str, Any]:
+    """Losses and gradient norms of a few steps; optionally resumed from, and ending in, a checkpoint."""
+    engine, groups = make_engine(model, tensor, sequence, zero, microbatch, load)
+    results = [train_step(engine, groups, step, microbatch, 0.01) for step in range(first_step, first_step + steps)]
+    if save:
+        state = TrainState(step=first_step + steps, applied_steps=first_step + steps)
+        save_checkpoint(Path(save), engine, groups, state, {}, keep=2)
+    return {"losses": [loss for loss, _ in results], "norms": [norm for _, norm in results]}

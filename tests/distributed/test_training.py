@@ -1,0 +1,91 @@
+"""Every parallel layout trains like one process, and one process like plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ssscale.engine.deepspeed import parameter_groups
+from ssscale.model.decoder import Decoder
+from ssscale.model.init import initialize_weights
+from ssscale.parallel.groups import Groups
+from ssscale.schema import AttentionConfig, Config, Core, ModelConfig, PositionConfig, PositionMethod, SSMaxVariant
+from tests.distributed.jobs import LENGTH, ROWS, VOCAB, make_batch
+from tests.plain_model import plain_losses
+from tests.pool import Pool
+
+TRAIN = "tests.distributed.jobs:train"
+
+
+def make_model(core: str = "ssmax", variant: str = "learned", tied: bool = False, remainder: bool = False) -> ModelConfig:
+    position = PositionMethod.nope if core == "stickbreaking" else PositionMethod.rope
+    return ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=40,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=VOCAB,
+        tie_embeddings=tied,
+        init_std=0.2,
+        attention=AttentionConfig(core=Core(core), ssmax=SSMaxVariant(variant), remainder=remainder, skip_below=0.0),
+        position=PositionConfig(method=position),
+    )
+
+
+MODELS = {
+    "softmax": make_model("softmax"),
+    "ssmax": make_model("ssmax", tied=True),
+    "ssmax_pn": make_model("ssmax", "pn"),
+    "stickbreaking": make_model("stickbreaking", tied=True),
+    "stickbreaking_remainder": make_model("stickbreaking", remainder=True),
+}
+
+
+def plain_training(model: ModelConfig, groups: Groups, steps: int) -> dict[str, list[Any]]:
+    """Losses and gradient norms by plain torch: one batch, torch's AdamW and clipping."""
+    decoder = Decoder(model, groups, LENGTH)
+    initialize_weights(decoder, model, groups, seed=3)
+    weights = dict(decoder.named_parameters())
+    optimizer = torch.optim.AdamW(parameter_groups(decoder, Config(model=model)), lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    result: dict[str, list[Any]] = {"losses": [], "norms": []}
+    for step in range(steps):
+        tokens, layout, labels = make_batch([step * ROWS + i for i in range(ROWS)])
+        loss = plain_losses(weights, model, tokens, layout, labels).sum() / (labels != -100).sum()
+        loss.backward()
+        result["losses"].append(loss.item())
+        result["norms"].append(torch.nn.utils.clip_grad_norm_(decoder.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_process_trains_like_plain_torch(name: str, groups: Groups, pool1: Pool) -> None:
+    expected = plain_training(MODELS[name], groups, 4)
+    (ours,) = pool1.run(TRAIN, model=MODELS[name], microbatch=2)
+    assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+
+
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "tp2_sp": {"tensor": 2, "sequence": True},
+    "zero0": {"zero": 0},
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+}
+
+
+CASES = [(layout, name) for layout in LAYOUTS for name in ("ssmax", "stickbreaking")]
+CASES += [(layout, name) for layout in ("tp2_sp", "zero3") for name in ("softmax", "ssmax_pn")]
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES)
+def test_two_processes_train_like_one(layout: str, name: str, pool1: Pool, pool2: Pool) -> None:
+    (one,) = pool1.run(TRAIN, model=MODELS[name], microbatch=2)
+    for two in pool2.run(TRAIN, model=MODELS[name], **LAYOUTS[layout]):
+        assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        if layout != "zero0":  # DeepSpeed's stage 0 says no gradient norm
+            assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
