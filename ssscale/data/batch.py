@@ -1,0 +1,99 @@
+"""Rows to the batch that a forward pass takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssscale.layout import PackedLayout
+
+IGNORE = -100  # the label of a position without target, as torch's cross entropy has it
+SMALLEST_BUCKET = 16
+
+
+class Row(NamedTuple):
+    """A packed row as it lies in the shards: parts of documents, one behind the other.
+
+    tokens: [length]; lengths, documents, offsets: [parts]. Part p is lengths[p] tokens of document documents[p] of its
+    source from token offsets[p] on; an offset above 0 continues a document whose beginning lies in another row.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    documents: np.ndarray
+    offsets: np.ndarray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A microbatch: `rows` packed rows of equal length, one behind the other, T tokens in all.
+
+    tokens: [T] int64. labels: [T] int64, the next token of the same part, -100 at the last token of each.
+    layout.cu_seqlens is padded with T to a power of two (at least 16), so that torch.compile meets few shapes;
+    layout.max_seqlen is the row length always; layout.uniform_length is the row length where each row is one document.
+    sources: [rows] int64, numbers of the rows' sources in `PackedData.names`. num_targets: labels that are not -100.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    layout: PackedLayout
+    sources: Tensor
+    num_targets: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        return type(self)(
+            self.tokens.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+            self.layout.to(device, non_blocking=non_blocking),
+            self.sources.to(device, non_blocking=non_blocking),
+            self.num_targets,
+        )
+
+    def pin_memory(self) -> Self:
+        """The same batch in page-locked memory (torch's DataLoader calls this)."""
+        layout = self.layout
+        pinned = PackedLayout(
+            layout.cu_seqlens.pin_memory(), layout.positions.pin_memory(), layout.max_seqlen, layout.uniform_length
+        )
+        tensors = (self.tokens.pin_memory(), self.labels.pin_memory())
+        return type(self)(*tensors, pinned, self.sources.pin_memory(), self.num_targets)
+
+
+def collate(
+    rows: Sequence[Row], sources: Sequence[int], one_document: bool = False, num_real: int | None = None
+) -> Batch:
+    """Rows of one length as a batch. one_document: a row counts as one document whatever lies in it.
+
+    Rows from number `num_real` on only fill the batch up: they get no targets.
+    """
+    length = len(rows[0].tokens)
+    tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+    if one_document:
+        lengths = np.full(len(rows), length, np.int64)
+    else:
+        lengths = np.concatenate([row.lengths for row in rows]).astype(np.int64)
+    ends = np.cumsum(lengths)
+    assert ends[-1] == len(tokens) == len(rows) * length, (ends[-1], len(tokens))
+    labels = np.empty_like(tokens)
+    labels[:-1] = tokens[1:]
+    labels[ends - 1] = IGNORE
+    real = len(tokens) if num_real is None else num_real * length
+    labels[real:] = IGNORE
+    num_targets = real - int((ends <= real).sum())
+    positions = np.arange(len(tokens), dtype=np.int32) - np.repeat((ends - lengths).astype(np.int32), lengths)
+    bucket = max(SMALLEST_BUCKET, 1 << len(lengths).bit_length())  # the power of two above, for len + 1 entries
+    cu_seqlens = np.full(bucket, len(tokens), np.int32)
+    cu_seqlens[0] = 0
+    cu_seqlens[1 : len(ends) + 1] = ends
+    uniform = length if len(lengths) == len(rows) else None
+    layout = PackedLayout(torch.from_numpy(cu_seqlens), torch.from_numpy(positions), length, uniform)
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        layout,
+        torch.tensor(list(sources), dtype=torch.int64),
+        num_targets,
+    )

@@ -1,0 +1,171 @@
+"""Which row is sample k: a pure function of the seed, the mixes and the shards' sizes, never of ranks or workers.
+
+StreamingDataset's own order depends on its canonical nodes and epochs and cannot change a mix at a sample; ours can be
+asked for any k, so that resuming needs the number of samples consumed and nothing else.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ssscale.errors import UserError
+
+BLOCK = 256  # samples: after each block every source has its share, to within about one sample
+WINDOW = 4  # shards whose rows are shuffled together; a reader needs no others at a time
+
+Mix = Mapping[str, float] | None
+
+
+class Sample(NamedTuple):
+    """A row of a source, in the source's `epoch`-th pass."""
+
+    source: int
+    epoch: int
+    row: int
+
+
+@dataclass(frozen=True)
+class _Segment:
+    first: int  # sample at which the mix begins
+    split: "_Split"
+    taken: tuple[int, ...]  # rows each source gave before it
+
+
+class Order:
+    """The order of samples over sources given as rows per shard.
+
+    mixes: (first sample, shares by source) ascending from 0; shares None means by the sources' rows, a source that is
+    not named gets none. Raises UserError for shares of unknown sources, negative shares, or none above zero.
+    """
+
+    def __init__(self, shards: Mapping[str, Sequence[int]], mixes: Sequence[tuple[int, Mix]], seed: int):
+        self.names = tuple(shards)
+        self.seed = seed
+        self.shards = [np.asarray(rows, np.int64) for rows in shards.values()]
+        self.rows = [int(rows.sum()) for rows in self.shards]
+        self._cache: OrderedDict[Hashable, Any] = OrderedDict()
+        firsts = [first for first, _ in mixes]
+        assert firsts[:1] == [0], firsts
+        assert firsts == sorted(set(firsts)), firsts
+        self.segments: list[_Segment] = []
+        taken = (0,) * len(self.names)
+        for (first, mix), following in zip(mixes, [*firsts[1:], None]):
+            self.segments.append(_Segment(first, _Split(self._shares(mix)), taken))
+            if following is not None:
+                taken = self.taken(following)
+
+    def taken(self, k: int) -> tuple[int, ...]:
+        """How many of the first k samples come from each source."""
+        segment = self._segment(max(k - 1, 0))
+        block, rest = divmod(k - segment.first, BLOCK)
+        before = np.add(segment.taken, segment.split.counts(block * BLOCK))
+        sources, _ = self._block(segment, block)
+        return tuple(int(n) for n in before + np.bincount(sources[:rest], minlength=len(self.names)))
+
+    def __getitem__(self, k: int) -> Sample:
+        segment = self._segment(k)
+        block, index = divmod(k - segment.first, BLOCK)
+        sources, numbers = self._block(segment, block)
+        source = int(sources[index])
+        epoch, position = divmod(int(numbers[index]), self.rows[source])
+        return Sample(source, epoch, self._row(source, epoch, position))
+
+    def _shares(self, mix: Mix) -> list[Fraction]:
+        mix = dict(zip(self.names, self.rows)) if mix is None else mix
+        for name, share in mix.items():
+            if name not in self.names:
+                raise UserError(f"the mix names {name!r}, which is no source of the data ({', '.join(self.names)})")
+            if not 0 <= share < float("inf"):
+                raise UserError(f"the mix gives {name!r} the share {share}: it must be at least 0 and finite")
+        if not any(mix.values()):
+            raise UserError("the mix gives no source a share above 0")
+        # Through str: 0.3 is meant as 3/10, not as the nearest binary fraction.
+        return [Fraction(str(mix.get(name, 0))) for name in self.names]
+
+    def _segment(self, k: int) -> _Segment:
+        return next(segment for segment in reversed(self.segments) if segment.first <= k)
+
+    def _block(self, segment: _Segment, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """[BLOCK] sources of a block's samples, and each sample's number within its source."""
+
+        def make() -> tuple[np.ndarray, np.ndarray]:
+            before = np.array(segment.split.counts(block * BLOCK))
+            quotas = np.array(segment.split.counts((block + 1) * BLOCK)) - before
+            shuffle = _permutation(BLOCK, self.seed, "block", segment.first, block)
+            sources = np.repeat(np.arange(len(quotas)), quotas)[shuffle]
+            numbers = np.empty(BLOCK, np.int64)
+            for source, quota in enumerate(quotas):
+                numbers[sources == source] = segment.taken[source] + before[source] + np.arange(quota)
+            return sources, numbers
+
+        return self._cached(("block", segment.first, block), make)
+
+    def _row(self, source: int, epoch: int, position: int) -> int:
+        order, bounds = self._cached(("epoch", source, epoch), lambda: self._epoch(source, epoch))
+        window = int(np.searchsorted(bounds, position, side="right")) - 1
+        rows = self._cached(("window", source, epoch, window), lambda: self._window(source, epoch, window, order))
+        return int(rows[position - bounds[window]])
+
+    def _epoch(self, source: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of the source's shards in an epoch, and the position at which each window of them begins."""
+        order = _permutation(len(self.shards[source]), self.seed, "shards", self.names[source], epoch)
+        ends = np.cumsum(self.shards[source][order])
+        return order, np.concatenate([[0], ends[WINDOW - 1 :: WINDOW]])
+
+    def _window(self, source: int, epoch: int, window: int, order: np.ndarray) -> np.ndarray:
+        first_rows = np.concatenate([[0], np.cumsum(self.shards[source])])
+        chosen = order[window * WINDOW : (window + 1) * WINDOW]
+        rows = np.concatenate([np.arange(first_rows[shard], first_rows[shard + 1]) for shard in chosen])
+        return rows[_permutation(len(rows), self.seed, "rows", self.names[source], epoch, window)]
+
+    def _cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = make()
+            if len(self._cache) > 8 + 4 * len(self.names):
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+
+class _Split:
+    """How many of the first n samples belong to each source: counts(n) adds up to n and no count ever falls as n grows.
+
+    Rounding each share on its own (largest remainder) gives counts that may fall, which is no order. So n is split in
+    two by rounding, and each half again, down a Huffman tree of the shares: rounding a monotone count is monotone.
+    """
+
+    def __init__(self, shares: Sequence[Fraction]):
+        self.num_sources = len(shares)
+        nodes: list[tuple[Fraction, Any]] = [(share, source) for source, share in enumerate(shares) if share]
+        while len(nodes) > 1:
+            nodes.sort(key=lambda node: node[0], reverse=True)
+            (right, lighter), (left, heavier) = nodes.pop(), nodes.pop()
+            nodes.append((left + right, (left / (left + right), heavier, lighter)))
+        self.tree = nodes[0][1]
+
+    def counts(self, n: int) -> list[int]:
+        found = [0] * self.num_sources
+
+        def divide(node: Any, n: int) -> None:
+            if isinstance(node, int):
+                found[node] = n
+                return
+            share, heavier, lighter = node
+            first = (2 * n * share.numerator + share.denominator) // (2 * share.denominator)
+            divide(heavier, first)
+            divide(lighter, n - first)
+
+        divide(self.tree, n)
+        return found
+
+
+def _permutation(n: int, *key: object) -> np.ndarray:
+    """A permutation of range(n) decided by the key. From Philox's raw bits, which no version of numpy may change."""
+    digest = blake2b(repr(key).encode(), digest_size=16).digest()
+    bits = np.random.Philox(key=np.frombuffer(digest, np.uint64)).random_raw(n)
+    return np.argsort(bits, kind="stable")

@@ -1,0 +1,175 @@
+"""Random access to the rows of one source's MDS shards, local or remote, every shard's hash checked before it is read.
+
+streaming's `Stream` downloads and decompresses, its reader decodes. Its StreamingDataset is left out: the order is ours
+(`order.py`), and what it keeps in shared memory outlives a killed run.
+"""
+
+import json
+import os
+from collections import OrderedDict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from filelock import FileLock
+
+from ssscale.data._torchvision import install_stand_in
+from ssscale.data.batch import Row
+from ssscale.errors import UserError
+
+OPEN_SHARDS = 32
+INDEX = "index.json"
+
+
+class Place:
+    """Where a data folder's files lie: in `path` itself, or in `cache`, filled from `path` file by file."""
+
+    def __init__(self, path: str, cache: str | None):
+        self.path = path
+        self.is_remote = "://" in path or cache is not None
+        if not self.is_remote:
+            self.local = Path(path)
+        elif cache is None:
+            raise UserError(f"data.path={path} is remote: data.cache must name a local folder for it")
+        else:
+            # One cache may serve several data sets.
+            self.local = Path(cache) / sha256(path.encode()).hexdigest()[:16]
+
+    def fetch(self, name: str) -> Path:
+        """A file of the folder, downloaded if need be. Raises FileNotFoundError if there is none."""
+        file = self.local / name
+        if file.is_file() or not self.is_remote:
+            return file
+        install_stand_in()
+        from streaming.base.storage import CloudDownloader
+
+        with locked(file):
+            if not file.is_file():
+                temporary = f"{file}.{os.getpid()}.tmp"
+                try:
+                    CloudDownloader.direct_download(f"{self.path.rstrip('/')}/{name}", temporary)
+                except Exception as error:  # each cloud's client raises its own
+                    raise UserError(f"cannot download {name} from {self.path}: {error}") from error
+                os.rename(temporary, file)
+        return file
+
+
+class RowStore:
+    """The rows of train/<source> or valid/<source>, by number. Cheap to make; shards are opened when first read."""
+
+    def __init__(self, place: Place, folder: str, index_sha256: str):
+        install_stand_in()
+        from streaming import Stream
+        from streaming.base.format import reader_from_json
+
+        self.folder = place.local / folder
+        self.is_remote = place.is_remote
+        index = place.fetch(f"{folder}/{INDEX}")
+        try:
+            content = index.read_bytes()
+        except OSError as error:
+            raise UserError(f"{index} is missing: {error.strerror}") from error
+        if sha256(content).hexdigest() != index_sha256:
+            raise UserError(f"{index} is corrupt: its sha256 is not the manifest's")
+        self._readers = [reader_from_json(str(self.folder), "", shard) for shard in json.loads(content)["shards"]]
+        for reader in self._readers:
+            reader.validate(allow_unsafe_types=False)
+        self._stream = Stream(
+            remote=f"{place.path.rstrip('/')}/{folder}" if place.is_remote else None,
+            local=str(self.folder),
+            download_retry=2,
+            download_timeout=600,
+            validate_hash="xxh64",
+            keep_zip=True,
+        )
+        self.shard_rows = [int(reader.samples) for reader in self._readers]
+        self._ends = np.cumsum(self.shard_rows)
+        self._open: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def shard_of(self, row: int) -> str:
+        """The file that holds a row, for messages."""
+        return str(self.folder / self._zip(int(np.searchsorted(self._ends, row, side="right"))))
+
+    def missing(self) -> str | None:
+        """A local shard that is absent or of the wrong size; looks at no content."""
+        for number, reader in enumerate(self._readers):
+            file = self.folder / self._zip(number)
+            raw = self.folder / reader.raw_data.basename
+            present = file.is_file() and file.stat().st_size == (reader.zip_data or reader.raw_data).bytes
+            if not (present or raw.is_file() or self.is_remote):
+                return str(file)
+        return None
+
+    def __getitem__(self, row: int) -> Row:
+        """Raises UserError naming the shard if it is missing or corrupt."""
+        shard = int(np.searchsorted(self._ends, row, side="right"))
+        if shard not in self._open:
+            self._open[shard] = self._mapped(shard)
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(shard)
+        data, bounds = self._open[shard]
+        index = row - int(self._ends[shard]) + self.shard_rows[shard]
+        sample = self._readers[shard].decode_sample(data[bounds[index] : bounds[index + 1]].tobytes())
+        return Row(sample["tokens"], sample["lengths"], sample["documents"], sample["offsets"])
+
+    def _zip(self, shard: int) -> str:
+        reader = self._readers[shard]
+        return str((reader.zip_data or reader.raw_data).basename)
+
+    def _mapped(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """The decompressed shard as bytes, and where its samples begin and end."""
+        reader = self._readers[shard]
+        raw = self.folder / reader.raw_data.basename
+        # Another rank or worker may be writing the same file, under the same temporary name.
+        with locked(raw):
+            data = _map(raw)
+            if data is None or not _is_whole(data, reader.raw_data):
+                raw.unlink(missing_ok=True)
+                self._decompress(shard)
+                data = _map(raw)
+        if data is None or not _is_whole(data, reader.raw_data):
+            raise UserError(f"shard {self.folder / self._zip(shard)} is corrupt: its content has another hash")
+        count = int(data[:4].view(np.uint32)[0])
+        return data, data[4 : 4 * (count + 2)].view(np.uint32)
+
+    def _decompress(self, shard: int) -> None:
+        file = self.folder / self._zip(shard)
+        if not self.is_remote and not file.is_file():
+            raise UserError(f"shard {file} is missing")
+        try:
+            self._stream.prepare_shard(self._readers[shard])
+        except Exception as error:  # ValueError for a wrong checksum, any cloud client's error for a failed download
+            if self.is_remote:
+                file.unlink(missing_ok=True)  # so that the next start downloads it again
+            raise UserError(f"shard {file} is missing or corrupt: {error}") from error
+
+
+def locked(file: Path) -> FileLock:
+    """A lock beside a file against the other processes of the node; the kernel frees it when its holder dies."""
+    lock = file.with_name(f".{file.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError as error:
+        raise UserError(
+            f"cannot write beside {file} ({error.strerror}): data.cache must name a folder for it"
+        ) from error
+    return FileLock(lock)
+
+
+def _map(file: Path) -> np.ndarray | None:
+    try:
+        return np.memmap(file, np.uint8, "r") if file.stat().st_size else None
+    except FileNotFoundError:
+        return None
+
+
+def _is_whole(data: np.ndarray, info: Any) -> bool:
+    # A killed run or a full disk may have left less than the file.
+    return len(data) == info.bytes and xxhash.xxh64(data.data).hexdigest() == info.hashes["xxh64"]

@@ -1,0 +1,256 @@
+"""Packed shards to batches: one data set (`PackedData`), the training loader and the validation batches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ssscale.data import manifest as manifests
+from ssscale.data.batch import Batch, Row, collate
+from ssscale.data.order import Mix, Order
+from ssscale.data.shards import INDEX, Place, RowStore
+from ssscale.errors import UserError
+
+PADDING = 128  # a model may round its vocabulary up to a multiple of this
+
+
+class PackedData:
+    """One split of a data folder. Rows are numbered within their source; sources without rows are left out."""
+
+    def __init__(self, place: Place, manifest: dict[str, Any], split: str, stores: dict[str, RowStore]):
+        self.place = place
+        self.manifest = manifest
+        self.split = split
+        self.stores = stores
+        self.names = tuple(stores)
+        self.sources = {name: len(store) for name, store in stores.items()}
+        self.fingerprint = manifests.fingerprint(manifest)
+        self.length = int(manifest["length"])
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        split: str = "train",
+        *,
+        cache: str | None = None,
+        vocab_size: int | None = None,
+        length: int | None = None,
+        fingerprint: str | None = None,
+        hint: str = "make it with `python -m data_prep pack --out FOLDER` (docs/data.md)",
+    ) -> "PackedData":
+        """Open and check a data folder; reads no shard.
+
+        vocab_size is the model's, length the run's, fingerprint that of the data a checkpoint was trained on.
+        Raises UserError for a missing, unfinished or broken folder (with `hint`: how to make it), for shards of another
+        tokenizer, length or fingerprint, and for missing shards.
+        """
+        place = Place(path, cache)
+        file = place.fetch(manifests.NAME)
+        if not file.is_file():
+            empty = "is empty or unfinished" if place.local.is_dir() else "does not exist"
+            raise UserError(f"data folder {path} {empty}: {hint}")
+        manifest = manifests.read(file)
+        _check(manifest, path, vocab_size, length)
+        if fingerprint is not None and fingerprint != manifests.fingerprint(manifest):
+            raise UserError(f"{path} is not the data that the checkpoint was trained on: its fingerprint has changed")
+        counts = manifest["splits"].get(split, {})
+        stores = {
+            source: RowStore(place, f"{split}/{source}", manifest["files"][f"{split}/{source}/{INDEX}"]["sha256"])
+            for source in counts
+            if counts[source]["rows"]
+        }
+        if not stores:
+            raise UserError(f"{path} has no rows in its split {split!r}: {hint}")
+        for source, store in stores.items():
+            if len(store) != counts[source]["rows"]:
+                raise UserError(
+                    f"{store.folder}: {len(store)} rows in {INDEX}, {counts[source]['rows']} in the manifest"
+                )
+            missing = store.missing()
+            if missing:
+                raise UserError(f"shard {missing} is missing or of the wrong size")
+        return cls(place, manifest, split, stores)
+
+    def row(self, source: int | str, number: int) -> Row:
+        """Row `number` of a source."""
+        return self.stores[self.names[source] if isinstance(source, int) else source][number]
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """All rows with their sources, in the order in which they were packed."""
+        for name, store in self.stores.items():
+            for number in range(len(store)):
+                yield name, store[number]
+
+    @property
+    def tokenizer_file(self) -> str:
+        """The tokenizer.json the rows were made with."""
+        return str(self.place.fetch(self.manifest["tokenizer"]["file"]))
+
+    @property
+    def bytes_per_target(self) -> float:
+        """Bytes of text a predicted token of this split: nats a token / (this · ln 2) are bits a byte."""
+        counts = self.manifest["splits"][self.split].values()
+        # The first token of a document is predicted from nothing, so it is no target.
+        targets = sum(count["tokens_in"] - count["documents"] for count in counts)
+        return sum(count["bytes"] for count in counts) / targets
+
+
+def _check(manifest: dict[str, Any], path: str, vocab_size: int | None, length: int | None) -> None:
+    have = manifest["tokenizer"]["vocab_size"]
+    if vocab_size is not None and not have <= vocab_size <= -(-have // PADDING) * PADDING:
+        raise UserError(
+            f"{path} was tokenized with a vocabulary of {have:,}, but model.vocab_size={vocab_size}:"
+            " the two must be of the same tokenizer"
+        )
+    if length is not None and length != manifest["length"]:
+        raise UserError(f"{path} was packed to rows of {manifest['length']} tokens, but data.length={length}")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a worker hands over instead of raising: an exception that crosses processes loses its one sentence."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which samples a rank's microbatch takes; step s is samples first_sample + [s · B, (s + 1) · B) over all ranks."""
+
+    first_sample: int
+    batch_size: int
+    microbatch: int
+    rank: int
+    world_size: int
+
+    @property
+    def accumulation(self) -> int:
+        return self.batch_size // (self.microbatch * self.world_size)
+
+    def samples(self, number: int) -> range:
+        step, index = divmod(number, self.accumulation)
+        first = self.first_sample + step * self.batch_size + (index * self.world_size + self.rank) * self.microbatch
+        return range(first, first + self.microbatch)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A microbatch before it is collated: small numpy arrays cross processes faster than torch's shared tensors."""
+
+    rows: list[Row]
+    sources: list[int]
+
+
+class _Microbatches(Dataset[_Rows | _Failure]):
+    """A rank's microbatches by number, as rows."""
+
+    def __init__(self, data: PackedData, order: Order, plan: _Plan, steps: int):
+        self.data = data
+        self.order = order
+        self.plan = plan
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps * self.plan.accumulation
+
+    def __getitem__(self, number: int) -> _Rows | _Failure:
+        samples = [self.order[k] for k in self.plan.samples(number)]
+        try:
+            rows = [self.data.row(sample.source, sample.row) for sample in samples]
+        except UserError as error:
+            return _Failure(str(error))
+        return _Rows(rows, [sample.source for sample in samples])
+
+    def shards(self, number: int) -> list[str]:
+        """The shards that a microbatch reads, for messages."""
+        samples = [self.order[k] for k in self.plan.samples(number)]
+        return sorted({self.data.stores[self.data.names[s.source]].shard_of(s.row) for s in samples})
+
+
+def make_loader(
+    data: PackedData,
+    *,
+    mixes: Sequence[tuple[int, Mix]],
+    seed: int,
+    first_sample: int,
+    num_samples: int,
+    batch_size: int,
+    microbatch: int,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    prefetch: int = 4,
+    one_document: bool = False,
+    timeout: float = 600.0,
+) -> Iterator[list[Batch]]:
+    """An optimizer step's microbatches of this rank, step by step, for num_samples // batch_size steps.
+
+    Sample k of the run is the same row whatever the ranks, workers and microbatch; a run that has consumed n samples
+    resumes with first_sample=n. mixes: (first sample of the run, shares by source or None for by size). batch_size:
+    rows a step over all ranks, a multiple of microbatch · world_size. timeout: seconds to wait for a worker's batch.
+    Raises UserError for a bad mix at once, for a bad shard when it is read, and for a loader that stalls.
+    """
+    if batch_size % (microbatch * world_size):
+        raise ValueError(f"batch_size={batch_size} is no multiple of microbatch={microbatch} · world_size={world_size}")
+    order = Order({name: store.shard_rows for name, store in data.stores.items()}, mixes, seed)
+    plan = _Plan(first_sample, batch_size, microbatch, rank, world_size)
+    dataset = _Microbatches(data, order, plan, num_samples // batch_size)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_as_is,
+        num_workers=num_workers,
+        prefetch_factor=prefetch if num_workers else None,
+        timeout=timeout if num_workers else 0,
+        # Its own generator: seeding workers must not draw from the run's random numbers.
+        generator=torch.Generator().manual_seed(0),
+    )
+    return _steps(dataset, loader, one_document)
+
+
+def _as_is(rows: _Rows | _Failure) -> _Rows | _Failure:
+    return rows
+
+
+def _steps(dataset: _Microbatches, loader: DataLoader, one_document: bool) -> Iterator[list[Batch]]:
+    pin = torch.cuda.is_available()
+    batches: list[Batch] = []
+    iterator = iter(loader)
+    for number in range(len(dataset)):
+        try:
+            item = next(iterator)
+        except RuntimeError as error:  # a timeout, or a worker that was killed
+            where = ", ".join(dataset.shards(number))
+            raise UserError(
+                f"rank {dataset.plan.rank} got no batch from its loader, reading {where}: {error}"
+            ) from error
+        if isinstance(item, _Failure):
+            raise UserError(f"rank {dataset.plan.rank}: {item.message}")
+        batch = collate(item.rows, item.sources, one_document)
+        batches.append(batch.pin_memory() if pin else batch)
+        if len(batches) == dataset.plan.accumulation:
+            yield batches
+            batches = []
+
+
+def valid_batches(
+    data: PackedData, rows: int, microbatch: int, rank: int = 0, world_size: int = 1, one_document: bool = False
+) -> Iterator[Batch]:
+    """The same `rows` rows each time (all if there are fewer), spread evenly over the split, in order.
+
+    Every rank gets the same number of batches, as collectives need it: the last ones are filled up with rows without
+    targets, so that sums over the ranks are the same on any layout.
+    """
+    numbers = [(source, number) for source, name in enumerate(data.names) for number in range(data.sources[name])]
+    count = min(rows, len(numbers))
+    chosen = [numbers[i * len(numbers) // count] for i in range(count)]
+    group = microbatch * world_size
+    for first in range(0, count, group):
+        start = first + rank * microbatch
+        mine = chosen[start : start + microbatch]
+        filled = mine + [chosen[0]] * (microbatch - len(mine))
+        packed = [data.row(source, number) for source, number in filled]
+        yield collate(packed, [source for source, _ in filled], one_document, num_real=len(mine))
