@@ -8,18 +8,21 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # started as a script: launch/ itself must not shadow packages named as its files
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.cli import run  # noqa: E402
+from launch.cli import run
 
 
 def main(argv: list[str]) -> None:
+    import torch
+
     from ssscale.config import load_config, validate
 
     config = load_config(argv)
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s", force=True)
-    validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+    validate(config, int(os.environ.get("WORLD_SIZE", "1")), gpu=torch.cuda.is_available())
 
     from ssscale.parallel.groups import initialize, shutdown
     from ssscale.train.trainer import Trainer

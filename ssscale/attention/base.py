@@ -1,7 +1,5 @@
 """What the attention cores share: a core is a function of (q, k, v, layout), without projections or positions."""
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 
 from ssscale.layout import PackedLayout
@@ -13,10 +11,8 @@ class AttentionCore(nn.Module):
     """Turns q, k and v into a weighted sum of values within each document.
 
     q: [T, N, H]; k, v: [T, K, H] for the heads of this tensor-parallel rank. Returns [T, N, H].
-    `positions` names the position methods that a core can be combined with.
+    Which position methods a core can be combined with is data: `ssscale.schema.POSITIONS`.
     """
-
-    positions: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__()

@@ -10,8 +10,6 @@ from ssscale.layout import PackedLayout
 class SoftmaxCore(AttentionCore):
     """o_i = Σ_{j ≤ i} softmax_j(q_i·k_j / sqrt(H)) v_j   (arXiv:1706.03762, Eq. 1)"""
 
-    positions = frozenset({"rope", "nope"})
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
         return softmax_attention(
             q,

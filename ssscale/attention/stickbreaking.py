@@ -15,8 +15,6 @@ class StickBreakingCore(AttentionCore):
     With the remainder, what is left of the stick goes to the query's own value: o_j += Π_{k<j} (1 − β_kj) v_j (Eq. 13).
     """
 
-    positions = frozenset({"nope", "rope"})
-
     def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__(config, groups)
         self.remainder = config.attention.remainder
