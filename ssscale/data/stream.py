@@ -39,14 +39,18 @@ class PackedData:
         vocab_size: int | None = None,
         length: int | None = None,
         fingerprint: str | None = None,
-        hint: str = "make it with `python -m data_prep pack --out FOLDER` (docs/data.md)",
+        hint: str | None = None,
     ) -> "PackedData":
         """Open and check a data folder; reads no shard.
 
         vocab_size is the model's, length the run's, fingerprint that of the data a checkpoint was trained on.
-        Raises UserError for a missing, unfinished or broken folder (with `hint`: how to make it), for shards of another
+        Raises UserError for a missing, unfinished or broken folder (with `hint`, how to make it), for shards of another
         tokenizer, length or fingerprint, and for missing shards.
         """
+        hint = hint or (
+            f"make it with `python -m data_prep pack --out {path} --length {length or 4096}"
+            " --tokenizer FILE --source NAME=PATH` (docs/data.md)"
+        )
         place = Place(path, cache)
         file = place.fetch(manifests.NAME)
         if not file.is_file():

@@ -68,7 +68,8 @@ def test_random_access_equals_reading_on():
         assert Order(SHARDS, mixes, seed=3)[k] == samples[k]
     assert [s.source for s in samples[300:777]] == [0] * 477
     assert {s.source for s in samples[777:]} == {1, 2}
-    assert samples != [Order(SHARDS, mixes, seed=4)[k] for k in range(2000)]
+    other = Order(SHARDS, mixes, seed=4)
+    assert samples != [other[k] for k in range(2000)]
 
 
 def test_a_later_mix_changes_nothing_before_it():

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from ssscale.data import manifest as manifests
+from ssscale.data.documents import whole_documents
 from ssscale.data.shards import RowStore
 from ssscale.data.stream import PackedData, make_loader, valid_batches
 from ssscale.errors import UserError
@@ -184,6 +186,18 @@ def test_validation_rows_are_the_same_on_any_layout(folder, world, microbatch):
     assert data.bytes_per_target > 0.5
 
 
+def test_whole_documents_decode_to_their_texts(folder):
+    data = PackedData.open(str(folder))
+    tokenizer = Tokenizer.from_file(data.tokenizer_file)
+    names = {source: sorted((folder.parent / source).iterdir()) for source in data.names}
+    found = list(whole_documents(data))
+    held = sum(counts["documents"] for counts in data.manifest["splits"]["train"].values())
+    # A source's last row, not full, takes the end of few documents with it.
+    assert held - 9 <= len(found) <= held
+    for source, number, tokens in found:
+        assert tokenizer.decode(tokens[1:-1].tolist()) == names[source][number].read_text()
+
+
 def test_open_refuses_what_does_not_fit(copy, tmp_path):
     fingerprint = PackedData.open(str(copy), vocab_size=280, length=LENGTH).fingerprint
     PackedData.open(str(copy), fingerprint=fingerprint, vocab_size=384)  # 280 rounded up to a multiple of 128
@@ -196,6 +210,8 @@ def test_open_refuses_what_does_not_fit(copy, tmp_path):
     ]:
         with pytest.raises(UserError, match=sentence):
             PackedData.open(str(copy), **arguments)
+    with pytest.raises(UserError, match="python -m data_prep pack --out .*/none --length 32"):
+        PackedData.open(str(tmp_path / "none"), length=LENGTH)
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UserError, match="run make data"):
             PackedData.open(str(path), hint="run make data")
