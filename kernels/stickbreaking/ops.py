@@ -88,6 +88,11 @@ def aux_shapes(num_tokens: int, num_heads: int, num_sequences: int) -> tuple[tup
     return rows, rows, (num_heads, num_tokens // 64 + num_sequences)
 
 
+def carry_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Backward subtracts its way back along the carry; in float32 that would cost a float32 result its last digits."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
 @forward_op.register_fake
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below):  # type: ignore[no-untyped-def]
     carry, tile, stop = (0,), (0,), (0,)
@@ -96,7 +101,7 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
         q.new_empty(q.shape[:2], dtype=_rest_dtype(q)),
-        q.new_empty(carry, dtype=torch.float32),
+        q.new_empty(carry, dtype=torch.float32 if q.device.type == "cpu" else carry_dtype(q.dtype)),
         q.new_empty(tile, dtype=torch.int32),
         q.new_empty(stop, dtype=torch.int32),
     )

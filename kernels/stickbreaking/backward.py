@@ -1,0 +1,367 @@
+"""The backward kernels: two phases, no atomics, the same bits every time.
+
+Phase one walks each row block's key tiles from where forward stopped towards the query. In that direction Σ_{i' ≤ i} g_i' is a
+plain running sum (turned around it would cancel), and it yields dQ. It leaves the carry and that sum at every (row, key tile);
+phase two needs them to walk down the rows of one key tile for dK and dV. To keep that scratch linear in the number of tokens,
+both phases run over one slice of the rows after another.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tile
+from .forward import Config, forward_config, last_contiguous, precision
+
+# Scratch a query and head: 8 bytes for each key tile, in slices of rows that keep it under this many bytes a row of the whole.
+SCRATCH_BYTES_PER_ROW = 512
+
+
+class BackwardConfig(NamedTuple):
+    dq: Config
+    dkv: Config
+
+
+def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
+    key_block = forward_config(head_dim, dtype).key_block
+    if dtype == torch.float32:
+        return BackwardConfig(Config(64, key_block, 4, 1), Config(64, key_block, 4, 1))
+    if head_dim <= 64:
+        return BackwardConfig(Config(64, key_block, 4, 2), Config(64, key_block, 4, 2))
+    return BackwardConfig(Config(128, key_block, 8, 2), Config(64, key_block, 8, 2))
+
+
+@triton.jit
+def _block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS: tl.constexpr):
+    """The farthest tile that forward visited for any granule of these row blocks. `block` may be a vector."""
+    base = block_stop_ptr + head * num_stop_slots + tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
+    first = block * (ROWS // tile.STOP_ROWS)
+    stop = tl.load(base + first, mask=first * tile.STOP_ROWS < q_len, other=tile.NEVER)
+    for i in tl.static_range(1, ROWS // tile.STOP_ROWS):
+        more = tl.load(base + first + i, mask=(first + i) * tile.STOP_ROWS < q_len, other=tile.NEVER)
+        stop = tl.minimum(stop, more)
+    return stop
+
+
+@triton.jit
+def _dq_tiles(
+    dq, carry, behind, row_tile, q, do, k_ptrs, v_ptrs, carry_ptrs, behind_ptrs, k_step, v_step, scratch_step, first, last, position, num_keys,
+    logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    column_key = tile.key_of_column(BN)
+    for t in range(first, last):
+        k_tile = k_ptrs + t * k_step
+        v_tile = v_ptrs + t * v_step
+        if MASKED:
+            inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
+            k = tl.load(k_tile, mask=inside, other=0.0)
+            v = tl.load(v_tile, mask=inside, other=0.0)
+        elif H == BH:
+            k = tl.load(k_tile)
+            v = tl.load(v_tile)
+        else:
+            k = tl.load(k_tile, mask=(dims < H)[None, :], other=0.0)
+            v = tl.load(v_tile, mask=(dims < H)[None, :], other=0.0)
+        z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
+        if MASKED:
+            z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
+        da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
+        carry += tl.where(t > row_tile, tl.sum(spent, 1), 0.0)
+        entering = tl.where(t < row_tile, -1e30, carry.to(tl.float32))
+        tl.store(carry_ptrs + t * scratch_step, entering)
+        tl.store(behind_ptrs + t * scratch_step, behind)
+        rest = entering[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
+        a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
+        d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
+        a0 *= d0
+        a1 *= d1
+        a2 *= d2
+        a3 *= d3
+        g = (a0 + a1) + (a2 + a3)
+        before = behind[:, None] + tile.behind_groups(g, farther, PRECISION)
+        behind += tl.sum(g, 1)
+        a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
+        dq = tl.dot(tile.whole(a0, a1, a2, a3, ROWS, BN).to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, carry, behind
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, carry_ptr, behind_ptr,
+    cu_q_ptr, cu_k_ptr, offset_ptr,
+    num_tokens, num_keys_total, num_sequences, first_slot, num_slots, num_stop_slots, num_tiles, scratch_rows,
+    sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, FARTHER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    slice_slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    slot = first_slot + slice_slot
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    if slot >= num_slots:
+        return
+    sequence, block = tile.locate(cu_q_ptr, slot, num_sequences, ROWS)
+    q_start, q_len = tile.bounds(cu_q_ptr, sequence, num_tokens)
+    k_start, k_len = tile.bounds(cu_k_ptr, sequence, num_keys_total)
+    k_len = tl.minimum(k_len, num_tiles * BN)
+    if (block < 0) | (block * ROWS >= q_len):
+        return
+    offset = 0
+    if HAS_OFFSET:
+        offset = tl.load(offset_ptr + sequence).to(tl.int32)
+
+    local = tl.arange(0, ROWS)
+    row = block * ROWS + local
+    dims = tl.arange(0, BH)
+    row_ok = row < q_len
+    in_rows = row_ok[:, None] & (dims < H)[None, :]
+    token = (q_start + row).to(tl.int64)
+    q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
+    do = tl.load(do_ptr + token[:, None] * so_t + head * so_n + dims[None, :], mask=in_rows, other=0.0)
+    saved = head.to(tl.int64) * num_tokens + token
+    carry = tl.load(row_carry_ptr + saved, mask=row_ok, other=0.0)
+    row_tile = tl.load(row_tile_ptr + saved, mask=row_ok, other=tile.NEVER)
+    # log_rest falls by β_i for every key: its gradient is there from the far end on.
+    behind = tl.zeros([ROWS], tl.float32)
+    if HAS_REST:
+        behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
+
+    kv_head = head // KV_GROUP
+    column_key = tile.key_of_column(BN)
+    k_ptrs = k_ptr + (k_start + column_key).to(tl.int64)[:, None] * sk_t + kv_head * sk_n + dims[None, :]
+    v_ptrs = v_ptr + (k_start + column_key).to(tl.int64)[:, None] * sv_t + kv_head * sv_n + dims[None, :]
+    scratch = tl.full([], 1, tl.int64) * head * num_tiles * scratch_rows + slice_slot * ROWS + local
+    position = tl.minimum(offset + row, k_len)
+    end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
+    unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // BN
+    stop = _block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
+    nearer = tile.triangle(BN // tile.GROUP, True, NEARER)
+    farther = tile.triangle(BN // tile.GROUP, False, FARTHER)
+
+    tile_step = tl.full([], BN, tl.int64)
+    dq = tl.zeros([ROWS, BH], tl.float32)
+    dq, carry, behind = _dq_tiles(
+        dq, carry, behind, row_tile, q, do, k_ptrs, v_ptrs, carry_ptr + scratch, behind_ptr + scratch, tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
+        stop, unmasked, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, False, PRECISION,
+    )  # fmt: skip
+    dq, carry, behind = _dq_tiles(
+        dq, carry, behind, row_tile, q, do, k_ptrs, v_ptrs, carry_ptr + scratch, behind_ptr + scratch, tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
+        tl.maximum(stop, unmasked), end, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, True, PRECISION,
+    )  # fmt: skip
+    dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
+    tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
+    tl.store(d_rest_in_ptr + token * num_heads + head, behind, mask=row_ok)
+
+
+@triton.jit
+def _list_live(
+    list_ptr, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first, last, t, q_len, num_stop_slots,
+    ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the (head of the group, row block) pairs in [first, last) that tile t is alive for, and returns how many: a loop over
+    a list keeps its loads pipelined, a test inside the loop does not."""
+    count = 0
+    for i in range(KV_GROUP):
+        for start in range(first, last, 64):
+            block = start + tl.arange(0, 64)
+            stop = _block_stop(block_stop_ptr, cu_q_ptr, sequence, first_head + i, block, q_len, num_stop_slots, ROWS)
+            live = ((stop <= t) & (block < last)).to(tl.int32)
+            tl.store(list_ptr + count + tl.cumsum(live, 0) - 1, i * MAX_BLOCKS + block - base, mask=live > 0)
+            count += tl.sum(live, 0)
+    return count
+
+
+@triton.jit
+def _dkv_tiles(
+    dk, dv, k, v, q_ptrs, do_ptrs, sq_t, sq_n, so_t, so_n, carry_ptrs, behind_ptrs, scratch_head, list_ptr, count, t, offset, q_len, num_keys,
+    logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, MASKED: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    column_key = tile.key_of_column(BN)
+    local = tl.arange(0, ROWS)
+    for n in range(count):
+        entry = tl.load(list_ptr + n)
+        head = entry // MAX_BLOCKS
+        row = entry % MAX_BLOCKS * ROWS + local
+        in_rows = (row < q_len)[:, None] & (dims < H)[None, :]
+        row64 = row.to(tl.int64)
+        q = tl.load(q_ptrs + row64[:, None] * sq_t + head * sq_n, mask=in_rows, other=0.0)
+        do = tl.load(do_ptrs + row64[:, None] * so_t + head * so_n, mask=in_rows, other=0.0)
+        carry = tl.load(carry_ptrs + head * scratch_head + row64, mask=row < q_len, other=-1e30)
+        behind = tl.load(behind_ptrs + head * scratch_head + row64, mask=row < q_len, other=0.0)
+        z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
+        if MASKED:
+            position = tl.minimum(offset + row, num_keys)
+            z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
+        da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
+        rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
+        a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
+        weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(do.dtype)
+        dv = tl.dot(tl.trans(weights), do, dv, input_precision=PRECISION)
+        d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
+        a0 *= d0
+        a1 *= d1
+        a2 *= d2
+        a3 *= d3
+        before = behind[:, None] + tile.behind_groups((a0 + a1) + (a2 + a3), farther, PRECISION)
+        a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
+        dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
+        dk = tl.dot(tl.trans(dz), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def dkv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
+    num_tokens, num_keys_total, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots, num_tiles, scratch_rows,
+    sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, FARTHER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    num_kv_heads = tl.num_programs(1)
+    sequence, t = tile.locate(cu_k_ptr, slot, num_sequences, BN)
+    q_start, q_len = tile.bounds(cu_q_ptr, sequence, num_tokens)
+    k_start, k_len = tile.bounds(cu_k_ptr, sequence, num_keys_total)
+    if (t < 0) | (t * BN >= k_len) | (t >= num_tiles):
+        return
+    offset = 0
+    if HAS_OFFSET:
+        offset = tl.load(offset_ptr + sequence).to(tl.int32)
+
+    # This slice's rows of the sequence, and the blocks of them that see this tile, first in part and then whole.
+    sequence_slot = tl.load(cu_q_ptr + sequence).to(tl.int32) // DQ_ROWS + sequence
+    row_first = tl.maximum((first_slot - sequence_slot) * DQ_ROWS, 0)
+    row_last = tl.minimum((last_slot - sequence_slot) * DQ_ROWS, q_len)
+    end_block = tl.cdiv(row_last, ROWS)
+    first_block = tl.maximum(tl.maximum(t * BN + 1 - offset, 0) // ROWS, row_first // ROWS)
+    whole_from = tl.maximum(tl.cdiv(tl.maximum((t + 1) * BN - offset, 0), ROWS), first_block)
+    whole_from = tl.where((t + 1) * BN <= k_len, tl.minimum(whole_from, end_block), end_block)
+    if first_block >= end_block:
+        if ADD:
+            return
+        first_block = end_block
+
+    dims = tl.arange(0, BH)
+    key = t * BN + tile.key_of_column(BN)
+    in_keys = (key < k_len)[:, None] & (dims < H)[None, :]
+    token = (k_start + key).to(tl.int64)
+    k = tl.load(k_ptr + token[:, None] * sk_t + kv_head * sk_n + dims[None, :], mask=in_keys, other=0.0)
+    v = tl.load(v_ptr + token[:, None] * sv_t + kv_head * sv_n + dims[None, :], mask=in_keys, other=0.0)
+    first_head = kv_head * KV_GROUP
+    q_ptrs = q_ptr + q_start.to(tl.int64) * sq_t + first_head * sq_n + dims[None, :]
+    do_ptrs = do_ptr + q_start.to(tl.int64) * so_t + first_head * so_n + dims[None, :]
+    scratch_head = tl.full([], 1, tl.int64) * num_tiles * scratch_rows
+    scratch = first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (sequence_slot - first_slot) * DQ_ROWS
+    live = list_ptr + (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * MAX_BLOCKS)
+    nearer = tile.triangle(BN // tile.GROUP, True, NEARER)
+    farther = tile.triangle(BN // tile.GROUP, False, FARTHER)
+    # List entries count blocks from the slice's first, so that they fit the scratch of one slice.
+    base = row_first // ROWS
+    row_base = base * ROWS
+    q_ptrs += row_base.to(tl.int64) * sq_t
+    do_ptrs += row_base.to(tl.int64) * so_t
+    scratch += row_base
+
+    dk = tl.zeros([BN, BH], tl.float32)
+    dv = tl.zeros([BN, BH], tl.float32)
+    in_part = _list_live(
+        live, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first_block, whole_from, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS,
+    )  # fmt: skip
+    total = in_part + _list_live(
+        live + in_part, block_stop_ptr, cu_q_ptr, sequence, first_head, base, whole_from, end_block, t, q_len, num_stop_slots, ROWS, KV_GROUP,
+        MAX_BLOCKS,
+    )  # fmt: skip
+    tl.debug_barrier()
+    dk, dv = _dkv_tiles(
+        dk, dv, k, v, q_ptrs, do_ptrs, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live, in_part, t,
+        offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, True, MAX_BLOCKS, PRECISION,
+    )  # fmt: skip
+    dk, dv = _dkv_tiles(
+        dk, dv, k, v, q_ptrs, do_ptrs, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live + in_part,
+        total - in_part, t, offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, MAX_BLOCKS,
+        PRECISION,
+    )  # fmt: skip
+    dk *= scale
+    out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
+    if ADD:
+        dk += tl.load(dk_ptr + out, mask=in_keys, other=0.0)
+        dv += tl.load(dv_ptr + out, mask=in_keys, other=0.0)
+    tl.store(dk_ptr + out, dk.to(dk_ptr.dtype.element_ty), mask=in_keys)
+    tl.store(dv_ptr + out, dv.to(dv_ptr.dtype.element_ty), mask=in_keys)
+
+
+def backward(
+    grad_o: Tensor,
+    grad_log_rest: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    q_offsets: Tensor | None,
+    row_carry: Tensor,
+    row_tile: Tensor,
+    block_stop: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float,
+    config: BackwardConfig | None = None,
+    scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
+    num_tokens, num_heads, head_dim = q.shape
+    num_keys, num_kv_heads, _ = k.shape
+    num_sequences = cu_q.shape[0] - 1
+    dq_config, dkv_config = config or backward_config(head_dim, q.dtype)
+    rows, key_block = dq_config.row_block, dq_config.key_block
+    assert rows % dkv_config.row_block == 0, "a block of phase two must not straddle two slices"
+    grad_log_rest = None if grad_log_rest is None else grad_log_rest.float().contiguous()
+    dq = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    d_rest_in = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+    if num_tokens == 0 or num_keys == 0:
+        d_rest_in.copy_(torch.zeros_like(d_rest_in) if grad_log_rest is None else grad_log_rest)
+        return dq.zero_(), torch.zeros_like(k), torch.zeros_like(v), d_rest_in
+
+    num_tiles = triton.cdiv(max(1, min(max_keys, num_keys)), key_block)
+    num_slots = num_tokens // rows + num_sequences
+    slice_slots = min(num_slots, max(1, num_slots * scratch_bytes_per_row // (8 * num_tiles)))
+    scratch_rows = slice_slots * rows
+    carry, behind = torch.empty((2, num_heads, num_tiles, scratch_rows), dtype=torch.float32, device=q.device)
+    num_key_slots = num_keys // key_block + num_sequences
+    max_blocks = triton.cdiv(min(scratch_rows, max(1, max_queries)), dkv_config.row_block) + 1
+    max_blocks = triton.next_power_of_2(max_blocks)
+    group = num_heads // num_kv_heads
+    live = torch.empty((num_kv_heads, num_key_slots, group * max_blocks), dtype=torch.int32, device=q.device)
+
+    several = slice_slots < num_slots
+    dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
+    nearer, farther, dot = precision(q.dtype)
+    strides = [s for x in (q, k, v, grad_o) for s in (x.stride(0), x.stride(1))]
+    logit_scale = scale * 1.4426950408889634
+    common = dict(
+        H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), BN=key_block, KV_GROUP=group, HAS_OFFSET=q_offsets is not None,
+        NEARER=nearer, FARTHER=farther, PRECISION=dot,
+    )  # fmt: skip
+    for first in range(0, num_slots, slice_slots):
+        last = min(first + slice_slots, num_slots)
+        dq_kernel[(last - first, num_heads)](
+            q, k, v, grad_o, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind, cu_q, cu_k, q_offsets,
+            num_tokens, num_keys, num_sequences, first, num_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
+            ROWS=rows, HAS_REST=grad_log_rest is not None, num_warps=dq_config.num_warps, num_stages=dq_config.num_stages, **common,
+        )  # fmt: skip
+        dkv_kernel[(num_key_slots, num_kv_heads)](
+            q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
+            num_tokens, num_keys, num_sequences, first, last, num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale,
+            logit_scale, ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
+            num_warps=dkv_config.num_warps, num_stages=dkv_config.num_stages, **common,
+        )  # fmt: skip
+    return dq, dk.to(k.dtype), dv.to(v.dtype), d_rest_in

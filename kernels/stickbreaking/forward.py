@@ -1,0 +1,202 @@
+"""The forward kernel: key tiles from the nearest to the farthest, until the stick of every row of the block is spent."""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tile
+from .ops import aux_shapes, carry_dtype
+
+
+class Config(NamedTuple):
+    """Tile sizes of one kernel. Forward and backward share key_block: carries are handed over at its multiples."""
+
+    row_block: int
+    key_block: int
+    num_warps: int
+    num_stages: int
+
+
+def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
+    if dtype == torch.float32:
+        return Config(64, 32, 4, 1)
+    return Config(64, 64, 4, 3) if head_dim <= 64 else Config(128, 64, 8, 2)
+
+
+@triton.jit
+def _tiles(
+    acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, first, count, position, num_keys, logit_scale, floor,
+    nearer, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`count` tiles from tile `first` outwards (to lower indices)."""
+    column_key = tile.key_of_column(BN)
+    for step in range(count):
+        t = first - step
+        alive = carry > floor
+        row_carry = tl.where(alive, carry, row_carry)
+        row_tile = tl.where(alive, t, row_tile)
+        k_tile = k_ptrs + t * k_step
+        v_tile = v_ptrs + t * v_step
+        if MASKED:
+            inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
+            k = tl.load(k_tile, mask=inside, other=0.0)
+            v = tl.load(v_tile, mask=inside, other=0.0)
+        elif H == BH:
+            k = tl.load(k_tile)
+            v = tl.load(v_tile)
+        else:
+            k = tl.load(k_tile, mask=(dims < H)[None, :], other=0.0)
+            v = tl.load(v_tile, mask=(dims < H)[None, :], other=0.0)
+        z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
+        if MASKED:
+            z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
+        u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
+        rest = carry.to(tl.float32)[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
+        a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
+        carry -= tl.sum(spent, 1)
+        weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(v.dtype)
+        acc = tl.dot(weights, v, acc, input_precision=PRECISION)
+    return acc, carry, row_carry, row_tile
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
+    num_tokens, num_keys_total, num_sequences, num_slots, num_stop_slots, max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
+    logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, TRIANGLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    slot = tile.heaviest_first(tl.program_id(0), num_slots, num_sequences)
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    if slot >= num_slots:
+        return
+    sequence, block = tile.locate(cu_q_ptr, slot, num_sequences, ROWS)
+    q_start, q_len = tile.bounds(cu_q_ptr, sequence, num_tokens)
+    k_start, k_len = tile.bounds(cu_k_ptr, sequence, num_keys_total)
+    if (block < 0) | (block * ROWS >= q_len):
+        return
+    offset = 0
+    if HAS_OFFSET:
+        offset = tl.load(offset_ptr + sequence).to(tl.int32)
+
+    row = block * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, BH)
+    row_ok = row < q_len
+    in_rows = row_ok[:, None] & (dims < H)[None, :]
+    token = (q_start + row).to(tl.int64)
+    q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
+    kv_head = head // KV_GROUP
+    column_key = tile.key_of_column(BN)
+    k_ptrs = k_ptr + (k_start + column_key).to(tl.int64)[:, None] * sk_t + kv_head * sk_n + dims[None, :]
+    v_ptrs = v_ptr + (k_start + column_key).to(tl.int64)[:, None] * sv_t + kv_head * sv_n + dims[None, :]
+    k_step = tl.full([], BN, tl.int64) * sk_t
+    v_step = tl.full([], BN, tl.int64) * sv_t
+
+    # Row r sees the keys below its position. Tiles that every row sees whole need no mask.
+    position = tl.minimum(offset + row, k_len)
+    end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
+    unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // BN
+
+    carry = tl.zeros([ROWS], tl.float32)
+    if HAS_REST:
+        carry = tl.load(log_rest_in_ptr + token * num_heads + head, mask=row_ok, other=0.0).to(tl.float32) * tile.LOG2_E
+    # Rows that do not exist must not hold up the exit.
+    carry = tl.where(row_ok, carry, -1e30).to(row_carry_ptr.dtype.element_ty)
+    # A row's carry is saved where its weights end, so that backward can take it up there and subtract its way back unharmed.
+    floor = tl.maximum(threshold, tile.DEAD)
+    row_carry = carry
+    row_tile = tl.full([ROWS], tile.NEVER, tl.int32)
+    acc = tl.zeros([ROWS, BH], tl.float32)
+    nearer = tile.triangle(BN // tile.GROUP, True, TRIANGLE)
+
+    acc, carry, row_carry, row_tile = _tiles(
+        acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, end - 1, end - unmasked, position, k_len, logit_scale,
+        floor, nearer, dims, ROWS, BN, H, BH, True, PRECISION,
+    )  # fmt: skip
+    # The exit is tested once a chunk: a loop that tests it at every tile is not pipelined.
+    t = unmasked - 1
+    while (t >= 0) & (tl.max(carry, 0) >= threshold):
+        count = tl.minimum(t + 1, CHUNK)
+        acc, carry, row_carry, row_tile = _tiles(
+            acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, t, count, position, k_len, logit_scale,
+            floor, nearer, dims, ROWS, BN, H, BH, False, PRECISION,
+        )  # fmt: skip
+        t -= count
+
+    # A longest key sequence that was given too short would leave backward's scratch too small: say so in the result.
+    acc = tl.where(k_len > max_keys, float("nan"), acc)
+    tl.store(o_ptr + (token[:, None] * num_heads + head) * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows)
+    tl.store(log_rest_ptr + token * num_heads + head, (carry * tile.LN_2).to(tl.float32), mask=row_ok)
+    if SAVE:
+        saved = head.to(tl.int64) * num_tokens + token
+        tl.store(row_carry_ptr + saved, row_carry, mask=row_ok)
+        tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
+        # With an exact result asked for, log_rest's gradient reaches every key.
+        stop = tl.where(threshold < tile.DEAD, t + 1, tl.min(row_tile, 0))
+        granule = block * (ROWS // tile.STOP_ROWS) + tl.arange(0, ROWS // tile.STOP_ROWS)
+        first_granule = tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
+        stop_ptrs = block_stop_ptr + head * num_stop_slots + first_granule + granule
+        tl.store(stop_ptrs, tl.full([ROWS // tile.STOP_ROWS], 0, tl.int32) + stop, mask=granule * tile.STOP_ROWS < q_len)
+
+
+def log2_threshold(skip_below: float) -> float:
+    return math.log2(skip_below) if skip_below > 0 else -1e38
+
+
+def precision(dtype: torch.dtype) -> tuple[tl.dtype, tl.dtype, str]:
+    """Types of the two triangles (of spent sticks, of gradients) and the precision of the dots."""
+    if dtype == torch.float32:
+        return tl.float32, tl.float32, "ieee"
+    # bf16 is wrong under the interpreter.
+    return tl.float16, tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16, "tf32"
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    q_offsets: Tensor | None,
+    log_rest_in: Tensor | None,
+    max_keys: int,
+    scale: float,
+    skip_below: float,
+    config: Config | None = None,
+    chunk: int = 4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
+    num_tokens, num_heads, head_dim = q.shape
+    num_sequences = cu_q.shape[0] - 1
+    config = config or forward_config(head_dim, q.dtype)
+    o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    log_rest = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+    rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
+    row_carry = torch.empty(rows, dtype=carry_dtype(q.dtype), device=q.device)
+    row_tile = torch.empty(tiles, dtype=torch.int32, device=q.device)
+    block_stop = torch.empty(stops, dtype=torch.int32, device=q.device)
+    if num_tokens == 0:
+        return o, log_rest, row_carry, row_tile, block_stop
+    log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
+    triangle, _, dot = precision(q.dtype)
+    num_slots = num_tokens // config.row_block + num_sequences
+    grid = (triton.cdiv(num_slots, num_sequences) * num_sequences, num_heads)
+    forward_kernel[grid](
+        q, k, v, o, log_rest_in, log_rest, row_carry, row_tile, block_stop, cu_q, cu_k, q_offsets,
+        num_tokens, k.shape[0], num_sequences, num_slots, stops[1], max_keys, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        v.stride(0), v.stride(1), scale * 1.4426950408889634, log2_threshold(skip_below),
+        H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
+        KV_GROUP=num_heads // k.shape[1], CHUNK=chunk, HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
+        TRIANGLE=triangle, PRECISION=dot, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return o, log_rest, row_carry, row_tile, block_stop

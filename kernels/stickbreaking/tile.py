@@ -1,0 +1,180 @@
+"""What the forward, backward and decode kernels share: where a program works, and the algebra of one tile.
+
+Logits are in units of log2 e, so that β = u / (1 + u) with u = 2^z, and "spent" is −log2 of the stick that a key leaves.
+A tile's columns are stored as [first of each group | second | third | fourth]: column c holds key 4 (c mod BN/4) + c div BN/4,
+so that taking groups of four adjacent keys apart moves no data between threads. Only one logarithm and one exponential are
+then taken a group; inside it everything is products.
+"""
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(4)
+# 2^25 + 1 rounds to 2^25 in float32: log2(1 + 2^z) = z above, and the product of four stays finite.
+LOGIT_CAP = tl.constexpr(25.0)
+# Weights under 2^-150 are zero in float32 whatever the logit.
+DEAD = tl.constexpr(-150.0)
+NEVER = tl.constexpr(1 << 30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Rows of the finest granule in which forward reports where it stopped.
+STOP_ROWS = tl.constexpr(64)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def log2(x):
+    # tl.log2 is a polynomial of a dozen instructions.
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(x):
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def locate(cu_seqlens, slot, num_sequences, ROWS: tl.constexpr):
+    """Which sequence and which block of it slot `slot` is. Sequence i owns the slots from cu_seqlens[i] // ROWS + i on: enough for
+    its blocks wherever it starts, at one spare slot a sequence, and found without a table."""
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens + middle).to(tl.int32) // ROWS + middle <= slot:
+            low = middle
+        else:
+            high = middle
+    first = tl.load(cu_seqlens + low).to(tl.int32) // ROWS + low
+    return low, slot - first
+
+
+@triton.jit
+def heaviest_first(program, num_slots, num_sequences):
+    """A permutation of the slots that visits the late blocks of every sequence first when the sequences are equally long."""
+    blocks = tl.cdiv(num_slots, num_sequences)
+    return (program % num_sequences) * blocks + blocks - 1 - program // num_sequences
+
+
+@triton.jit
+def bounds(cu_seqlens, sequence, total):
+    """Start and length of a sequence, clamped so that no boundary leads out of the tensor."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence).to(tl.int32), 0), total)
+    end = tl.minimum(tl.load(cu_seqlens + sequence + 1).to(tl.int32), total)
+    return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
+def key_of_column(BN: tl.constexpr):
+    column = tl.arange(0, BN)
+    return column % (BN // GROUP) * GROUP + column // (BN // GROUP)
+
+
+@triton.jit
+def triangle(SIZE: tl.constexpr, NEARER: tl.constexpr, dtype: tl.constexpr):
+    """x @ triangle sums, for every group, the groups strictly nearer to the query (or strictly farther from it)."""
+    row = tl.arange(0, SIZE)[:, None]
+    column = tl.arange(0, SIZE)[None, :]
+    if NEARER:
+        return (row > column).to(dtype)
+    else:
+        return (row < column).to(dtype)
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    left, right = halves(x, ROWS, COLUMNS)
+    a, b = halves(left, ROWS, COLUMNS // 2)
+    c, d = halves(right, ROWS, COLUMNS // 2)
+    return a, b, c, d
+
+
+@triton.jit
+def beside(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def whole(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return beside(beside(a, b, ROWS, COLUMNS // 2), beside(c, d, ROWS, COLUMNS // 2), ROWS, COLUMNS)
+
+
+@triton.jit
+def spend(z, ROWS: tl.constexpr, BN: tl.constexpr):
+    """Logits [ROWS, BN] → u of the four keys of each group, w = Π(1 + u) − 1, log2(1 + w) with capped logits, and uncapped."""
+    z0, z1, z2, z3 = quarters(z, ROWS, BN)
+    u0 = tl.exp2(tl.minimum(z0, LOGIT_CAP))
+    u1 = tl.exp2(tl.minimum(z1, LOGIT_CAP))
+    u2 = tl.exp2(tl.minimum(z2, LOGIT_CAP))
+    u3 = tl.exp2(tl.minimum(z3, LOGIT_CAP))
+    w01 = u0 * u1 + (u0 + u1)
+    w23 = u2 * u3 + (u2 + u3)
+    w = w01 * w23 + (w01 + w23)
+    # 1 + w drops what is under 2^-24, and many keys of low logits would add up to a visible part of the stick.
+    series = w * (LOG2_E - w * (LOG2_E / 2 - w * (LOG2_E / 3)))
+    capped = tl.where(w < 2**-8, series, log2(1.0 + w))
+    over = (tl.maximum(z0, LOGIT_CAP) + tl.maximum(z1, LOGIT_CAP)) + (tl.maximum(z2, LOGIT_CAP) + tl.maximum(z3, LOGIT_CAP))
+    return u0, u1, u2, u3, w, capped, capped + (over - 4 * LOGIT_CAP)
+
+
+@triton.jit
+def spent_nearer(spent, nearer, PRECISION: tl.constexpr):
+    """−log2 of what the groups of this tile that are nearer leave. fp16 rounds eight times finer than bf16; its range ends at 65504."""
+    return tl.dot(tl.minimum(spent, 60000.0).to(nearer.dtype), nearer, input_precision=PRECISION)
+
+
+@triton.jit
+def weigh(u0, u1, u2, u3, rest):
+    """Weights of a group's four keys, the first the farthest, from rest = log2 of the stick behind the whole group."""
+    p = tl.exp2(rest)
+    a0 = u0 * p
+    p += a0
+    a1 = u1 * p
+    p += a1
+    a2 = u2 * p
+    p += a2
+    return a0, a1, a2, u3 * p
+
+
+@triton.jit
+def behind_groups(g, farther, PRECISION: tl.constexpr):
+    """Sum over the strictly farther groups of this tile. Gradients may be far under fp16's range: two bf16 parts instead."""
+    if farther.dtype == tl.float32:
+        return tl.dot(g, farther, input_precision=PRECISION)
+    else:
+        high = g.to(farther.dtype)
+        low = (g - high.to(tl.float32)).to(farther.dtype)
+        return tl.dot(low, farther, tl.dot(high, farther))
+
+
+@triton.jit
+def logit_gradients(u0, u1, u2, u3, w, g0, g1, g2, g3, behind):
+    """dz_i = g_i − β_i Σ_{i' ≤ i} g_i', from the sum behind the group. One reciprocal gives the four 1 / (1 + u)."""
+    y0 = 1.0 + u0
+    y1 = 1.0 + u1
+    y2 = 1.0 + u2
+    y3 = 1.0 + u3
+    y01 = y0 * y1
+    y23 = y2 * y3
+    r = reciprocal(y01 * y23)
+    r01 = r * y23
+    r23 = r * y01
+    s = behind + g0
+    dz0 = g0 - u0 * (r01 * y1) * s
+    s += g1
+    dz1 = g1 - u1 * (r01 * y0) * s
+    s += g2
+    dz2 = g2 - u2 * (r23 * y3) * s
+    s += g3
+    return dz0, dz1, dz2, g3 - u3 * (r23 * y2) * s

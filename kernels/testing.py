@@ -1,0 +1,41 @@
+"""Compiles kernels for Hopper without a GPU, so that tests see registers and spills."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+
+class Resources(NamedTuple):
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    wgmma: int
+    async_copies: int
+
+
+def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int, num_stages: int) -> CompiledKernel:
+    """`types` names the type of every argument that is no constant ("*bf16", "i32", "fp32"); pointers count as 16-byte aligned and
+    integers named in upper-case type ("I32") as multiples of 16, which is what a launch finds out by itself."""
+    names = kernel.arg_names
+    signature = {name: types[name].lower() if name in types else "constexpr" for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or types.get(name) == "I32"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": num_stages})
+
+
+def resources(compiled: CompiledKernel) -> Resources:
+    """What ptxas made of it. A stack frame is where spilled registers go."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run([tools / "cuobjdump", "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))  # type: ignore[index]
+    ptx = compiled.asm["ptx"]
+    return Resources(registers, stack, compiled.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("cp.async.c"))
