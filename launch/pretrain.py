@@ -6,6 +6,7 @@ The same command continues a run that was stopped. One process a GPU, started by
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 if not __package__:  # started as a script: launch/ itself must not shadow packages named as its files
@@ -21,7 +22,10 @@ def main(argv: list[str]) -> None:
 
     config = load_config(argv)
     rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s", force=True)
+    logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="%(message)s", force=True)
+    for name in ("ssscale", "kernels"):
+        logging.getLogger(name).setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    warnings.filterwarnings("ignore", module="megatron|deepspeed|torch.distributed")  # about parts that we do not use
     validate(config, int(os.environ.get("WORLD_SIZE", "1")), gpu=torch.cuda.is_available())
 
     from ssscale.parallel.groups import initialize, shutdown

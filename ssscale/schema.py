@@ -191,9 +191,9 @@ class TrainConfig:
     compile: Compile = Compile.auto
     recompute: Recompute = Recompute.none
     log_every: int = 10
-    eval_every: int = 1000
+    eval_every: int = 1000  # steps; 0 = never. Else also after the last step
     eval_rows: int = 256
-    save_every: int = 1000
+    save_every: int = 1000  # steps; 0 = never. Else also after the last step
     keep: int = 2  # newest checkpoints that stay
 
 

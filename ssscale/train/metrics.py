@@ -3,6 +3,9 @@
 import json
 import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -78,6 +81,26 @@ class Metrics:
             if isinstance(value, int | float) and name != "step":
                 self.tensorboard.add_scalar(name, value, record["step"])
         self.progress.console.print("  ".join(f"{name} {_short(value)}" for name, value in record.items()), highlight=False)
+
+
+class Stopwatch:
+    """Seconds a training step, without what was paused (evaluation, checkpoints)."""
+
+    def __init__(self, step: int) -> None:
+        self.start, self.step, self.laps = time.perf_counter(), step, 0
+
+    def lap(self, step: int) -> float:
+        """Mean seconds a step since the last lap."""
+        now = time.perf_counter()
+        seconds = (now - self.start) / (step - self.step)
+        self.start, self.step, self.laps = now, step, self.laps + 1
+        return seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - began
 
 
 def _short(value: Any) -> str:

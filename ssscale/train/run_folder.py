@@ -32,11 +32,8 @@ def _first_difference(old: object, new: object, key: str) -> str | None:
     return f"{key} was {old} and is now {new}" if old != new else None
 
 
-def claim_folder(folder: Path, config: Config, groups: Groups) -> None:
-    """Make the run's folder and record the merged configuration, unless another run lies there.
-
-    Raises UserError, on all ranks alike and before anything is written, where `config` cannot continue that run.
-    """
+def check_folder(folder: Path, config: Config) -> None:
+    """Raise UserError where `config` cannot continue what lies in the folder. Writes nothing."""
     saved = folder / "config.yaml"
     if saved.is_file():
         old = from_yaml(saved.read_text(), str(saved))
@@ -49,8 +46,13 @@ def claim_folder(folder: Path, config: Config, groups: Groups) -> None:
                 )
     elif folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"run_dir={folder} holds something that is not a run; name an empty or a new folder")
-    dist.barrier()
+
+
+def claim_folder(folder: Path, config: Config, groups: Groups) -> None:
+    """Make the run's folder and record the merged configuration; `check_folder` has allowed it on every rank."""
+    dist.barrier()  # no rank writes before all have checked
     if groups.is_main:
+        saved = folder / "config.yaml"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             temporary = saved.with_name("config.yaml.tmp")

@@ -30,8 +30,8 @@ from ssscale.train.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from ssscale.train.metrics import Metrics
-from ssscale.train.run_folder import claim_folder
+from ssscale.train.metrics import Metrics, Stopwatch
+from ssscale.train.run_folder import check_folder, claim_folder
 from ssscale.train.schedule import learning_rate, stage_at, total_steps
 
 logger = logging.getLogger("ssscale")
@@ -54,21 +54,27 @@ class Trainer:
         self.config, self.groups = config, groups
         self.folder = Path(config.folder)
         train = config.train
-        self.data = PackedData.open(
-            config.data.path,
-            split="train",
-            cache=config.data.cache,
-            vocab_size=config.model.vocab_size,
-            length=config.data.length,
-        )
+        check_folder(self.folder, config)
+        found = list_checkpoints(self.folder / "checkpoints")
+        self.reader = CheckpointReader(found[-1]) if found else None
+        self.data = self._open("train", self.reader.state.data_fingerprint if self.reader else None)
+        self.state = self.reader.state if self.reader else TrainState(data_fingerprint=self.data.fingerprint)
         self.total_steps = total_steps(train.stages, config.tokens_per_step)
         if train.max_steps is not None:
             self.total_steps = min(self.total_steps, train.max_steps)
         claim_folder(self.folder, config, groups)
-        found = list_checkpoints(self.folder / "checkpoints")
-        self.reader = CheckpointReader(found[-1]) if found else None
-        self.state = self.reader.state if self.reader else TrainState(data_fingerprint=self.data.fingerprint)
         self._build()
+
+    def _open(self, split: str, fingerprint: str | None) -> PackedData:
+        data, model = self.config.data, self.config.model
+        return PackedData.open(
+            data.path,
+            split=split,
+            cache=data.cache,
+            vocab_size=model.vocab_size,
+            length=data.length,
+            fingerprint=fingerprint,
+        )
 
     def _build(self) -> None:
         config, groups = self.config, self.groups
@@ -120,29 +126,23 @@ class Trainer:
             return
         metrics = Metrics(self.folder, self.state.step, self.total_steps, self.groups.is_main)
         with metrics:
-            clock, clock_step = time.perf_counter(), self.state.step
+            watch = Stopwatch(self.state.step)
             for step, batches in enumerate(self._steps(), self.state.step + 1):
                 loss, num_targets, result, lr = self._train_step(step, batches)
-                last = step == self.total_steps
-                first = step == 1 or clock_step == step - 1 and "seconds_to_first_step" not in self.__dict__
-                if first:
-                    self.seconds_to_first_step = time.perf_counter() - self.started
-                    logger.info("first step after %.1f s", self.seconds_to_first_step)
-                if step % train.log_every == 0 or last:
-                    now = time.perf_counter()
+                if watch.step == step - 1 and not watch.laps:
+                    logger.info("first step after %.1f s", time.perf_counter() - self.started)
+                if self._is_due(step, train.log_every):
                     record = self._record(step, loss, num_targets, lr, result.grad_norm)
-                    record |= self._speed((now - clock) / (step - clock_step))
-                    metrics.write(record)
-                    clock, clock_step = now, step
+                    metrics.write(record | self._speed(watch.lap(step)))
                 metrics.advance(step)
-                if step % train.eval_every == 0 or last:
-                    began = time.perf_counter()
-                    metrics.write({"step": step, "tokens": self.state.tokens, "valid_loss": self.evaluate()})
-                    clock += time.perf_counter() - began
-                if step % train.save_every == 0 or last:
-                    began = time.perf_counter()
-                    self.save()
-                    clock += time.perf_counter() - began
+                with watch.paused():
+                    if self._is_due(step, train.eval_every):
+                        metrics.write({"step": step, "tokens": self.state.tokens, "valid_loss": self.evaluate()})
+                    if self._is_due(step, train.save_every):
+                        self.save()
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return every > 0 and (step % every == 0 or step == self.total_steps)
 
     def _steps(self) -> Iterator[list[Batch]]:
         config, train = self.config, self.config.train
@@ -211,20 +211,12 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss in nats a token over the first `eval_rows` rows of the validation split."""
         config, groups = self.config, self.groups
-        data = PackedData.open(
-            config.data.path,
-            split="valid",
-            cache=config.data.cache,
-            vocab_size=config.model.vocab_size,
-            length=config.data.length,
-        )
+        data = self._open("valid", self.data.fingerprint)
         sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
         self.engine.module.eval()
-        share = config.train.microbatch * groups.data_size
-        rows = max(config.train.eval_rows // share, 1) * share
         batches = valid_batches(
             data,
-            rows=rows,
+            rows=config.train.eval_rows,
             microbatch=config.train.microbatch,
             rank=groups.data_rank,
             world_size=groups.data_size,
@@ -240,6 +232,6 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of this step."""
-        files = {"config.yaml": to_yaml(self.config), "tokenizer.json": self.data.tokenizer_text}
+        files = {"config.yaml": to_yaml(self.config), "tokenizer.json": Path(self.data.tokenizer_file).read_text()}
         folder = self.folder / "checkpoints"
         return save_checkpoint(folder, self.engine, self.groups, self.state, files, self.config.train.keep)

@@ -1,0 +1,99 @@
+"""The stack's training step beside plain torch's, in one run on one GPU:
+
+python launch/benchmark.py configs=1b_softmax,1b_ssmax data=FOLDER [microbatch=4] [accumulation=1,16] [steps=100,8] [key=value ...]
+
+Each row is a run of launch/pretrain.py through torchrun (real data, streaming, Megatron layers, DeepSpeed, metrics), or of
+eval/plain_torch.py; the ratio is to plain torch at the same accumulation. Medians over the steps after the first four.
+"""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.cli import run, take_options
+from ssscale.config import load_config
+from ssscale.train.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = {"configs": str, "data": str, "microbatch": int, "accumulation": str, "steps": str, "folder": str, "plain": int}
+COLUMNS = ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_s")
+
+
+def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str]) -> dict[str, float]:
+    """One run of the stack; its medians."""
+    folder = Path(options.get("folder", "runs")) / f"benchmark_{name}_{accumulation}"
+    shutil.rmtree(folder, ignore_errors=True)
+    microbatch = options.get("microbatch", 4)
+    keys = {
+        "config": name,
+        "run_dir": folder,
+        "data.path": options["data"],
+        "data.one_document": "true",
+        "train.microbatch": microbatch,
+        "train.batch_size": microbatch * accumulation,
+        "train.max_steps": steps,
+        "train.log_every": 1,
+        "train.eval_every": 0,
+        "train.save_every": 0,
+    }
+    stages = len(load_config([f"config={name}"]).train.stages)
+    keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
+    arguments = [f"{key}={value}" for key, value in keys.items()] + extra
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "launch/pretrain.py", *arguments]
+    began = time.perf_counter()
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(f"# {name} x{accumulation}: {time.perf_counter() - began:.0f} s, exit {process.returncode}", flush=True)
+    if process.returncode:
+        print((process.stdout + process.stderr)[-6000:], flush=True)
+        return {}
+    first = [line for line in process.stderr.splitlines() if line.startswith("first step after")]
+    records = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
+    print(f"# loss {records[0]['loss']:.3f} -> {records[-1]['loss']:.3f} in {len(records)} steps", flush=True)
+    settled = records[4:] or records
+    result = {key: statistics.median(record[key] for record in settled) for key in COLUMNS[:-1] if key in settled[0]}
+    return result | {"first_step_s": float(first[0].split()[3])}
+
+
+def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "eval.plain_torch", name, str(microbatch), str(accumulation), str(steps)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if process.returncode:
+        print(process.stderr[-3000:], flush=True)
+        return {}
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def main(argv: list[str]) -> None:
+    options, extra = take_options(argv, OPTIONS)
+    accumulations = [int(text) for text in options.get("accumulation", "1,16").split(",")]
+    steps = [int(text) for text in options.get("steps", "100,8").split(",")]
+    rows, plain = [], {}
+    for name in options["configs"].split(","):
+        shape = name.split("_")[0]
+        for accumulation, count in zip(accumulations, steps):
+            if (shape, accumulation) not in plain and options.get("plain", 1):
+                arguments = (options.get("microbatch", 4), accumulation, min(count, 15))
+                plain[shape, accumulation] = run_plain(f"{shape}_softmax", *arguments)
+                rows.append((f"plain torch {shape}", accumulation, plain[shape, accumulation], 1.0))
+            result = run_stack(name, options, accumulation, count, extra)
+            peer = plain.get((shape, accumulation), {}).get("tokens_per_second")
+            ratio = result["tokens_per_second"] / peer if result and peer else float("nan")
+            rows.append((name, accumulation, result, ratio))
+    print("| run | accumulation | tokens/s | of plain torch | MFU | MFU causal half | peak GiB | first step s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for label, accumulation, result, ratio in rows:
+        rate, mfu, half, memory, first = (result.get(key, float("nan")) for key in COLUMNS)
+        cells = f"{rate:,.0f} | {ratio:.3f} | {mfu:.3f} | {half:.3f} | {memory:.1f} | {first:.0f}"
+        print(f"| {label} | {accumulation} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
