@@ -14,7 +14,7 @@ from data_prep.settings import PACKINGS, Settings, from_dict, from_yaml
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. 0: done; 2: bad input, said in one sentence on stderr."""
+    """Run a command. 0: done; 2: bad input, said in one sentence on stderr; 130: interrupted."""
     args = _parser().parse_args(arguments)
     console = Console()
     try:
@@ -26,6 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # a full disk, a folder that may not be written
         print(f"error: {error.strerror or error}: {error.filename or args.command}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command starts over", file=sys.stderr)
+        return 130
     return 0
 
 

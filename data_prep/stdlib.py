@@ -13,6 +13,7 @@ import ast
 import inspect
 import os
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
@@ -67,7 +68,9 @@ def _parts(path: Path) -> tuple[str, str]:
     """A module's code without docstrings, and its docstrings."""
     source = path.read_text(encoding="utf-8", errors="replace")
     try:
-        statements = list(_docstrings(ast.parse(source)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old modules' invalid escapes
+            statements = list(_docstrings(ast.parse(source)))
     except SyntaxError:  # a few modules are templates or of another version
         return "", ""
     lines = source.splitlines(keepends=True)
@@ -94,8 +97,10 @@ def _docstrings(node: ast.AST) -> Iterator[ast.Expr]:
 
 
 def _topics() -> Iterator[bytes]:
-    from pydoc_data.topics import topics
-
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        return
     for name in sorted(topics):
         yield str(topics[name]).encode()
 

@@ -112,10 +112,11 @@ class ShardFolder:
         temporary.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         _sync(temporary)
         temporary.rename(self.partial / MANIFEST)
-        (self.partial / LOCK).unlink()
         for folder in [self.partial, *(path for path in self.partial.rglob("*") if path.is_dir())]:
             _sync(folder)
         self.partial.rename(self.out)
+        # Not before: a run killed in between must find its own folder again.
+        (self.out / LOCK).unlink()
         _sync(self.out.parent)
         return manifest
 

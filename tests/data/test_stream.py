@@ -210,7 +210,7 @@ def test_open_refuses_what_does_not_fit(copy, tmp_path):
     ]:
         with pytest.raises(UserError, match=sentence):
             PackedData.open(str(copy), **arguments)
-    with pytest.raises(UserError, match="python -m data_prep pack --out .*/none --length 32"):
+    with pytest.raises(UserError, match=r"python -m data_prep pack --out .*/none --length 32"):
         PackedData.open(str(tmp_path / "none"), length=LENGTH)
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UserError, match="run make data"):
