@@ -19,14 +19,14 @@ class Resources(NamedTuple):
     async_copies: int
 
 
-def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int, num_stages: int) -> CompiledKernel:
+def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> CompiledKernel:
     """`types` names the type of every argument that is no constant ("*bf16", "i32", "fp32"); pointers count as 16-byte aligned and
     integers named in upper-case type ("I32") as multiples of 16, which is what a launch finds out by itself."""
     names = kernel.arg_names
     signature = {name: types[name].lower() if name in types else "constexpr" for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or types.get(name) == "I32"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": num_stages})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def resources(compiled: CompiledKernel) -> Resources:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tile
-from .forward import Config, forward_config, last_contiguous, precision
+from .forward import Config, forward_config, last_contiguous, launch, sum_types
 
 # Scratch a query and head: 8 bytes for each key tile, in slices of rows that keep it under this many bytes a row of the whole.
 SCRATCH_BYTES_PER_ROW = 512
@@ -69,7 +69,6 @@ def _dq_tiles(
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
         if MASKED:
             z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
-        da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
         carry += tl.where(t > row_tile, tl.sum(spent, 1), 0.0)
         entering = tl.where(t < row_tile, -1e30, carry.to(tl.float32))
@@ -77,13 +76,14 @@ def _dq_tiles(
         tl.store(behind_ptrs + t * scratch_step, behind)
         rest = entering[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
+        da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
         a0 *= d0
         a1 *= d1
         a2 *= d2
         a3 *= d3
         g = (a0 + a1) + (a2 + a3)
-        before = behind[:, None] + tile.behind_groups(g, farther, PRECISION)
+        before = behind[:, None] + tile.group_sums(g, farther, PRECISION)
         behind += tl.sum(g, 1)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
         dq = tl.dot(tile.whole(a0, a1, a2, a3, ROWS, BN).to(k.dtype), k, dq, input_precision=PRECISION)
@@ -97,7 +97,7 @@ def dq_kernel(
     num_tokens, num_keys_total, num_sequences, first_slot, num_slots, num_stop_slots, num_tiles, scratch_rows,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, FARTHER: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slice_slot = tl.num_programs(0) - 1 - tl.program_id(0)
     slot = first_slot + slice_slot
@@ -140,8 +140,8 @@ def dq_kernel(
     end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
     unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // BN
     stop = _block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
-    nearer = tile.triangle(BN // tile.GROUP, True, NEARER)
-    farther = tile.triangle(BN // tile.GROUP, False, FARTHER)
+    nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
+    farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
 
     tile_step = tl.full([], BN, tl.int64)
     dq = tl.zeros([ROWS, BH], tl.float32)
@@ -198,18 +198,18 @@ def _dkv_tiles(
         if MASKED:
             position = tl.minimum(offset + row, num_keys)
             z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
-        da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
         rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(do.dtype)
         dv = tl.dot(tl.trans(weights), do, dv, input_precision=PRECISION)
+        da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
         a0 *= d0
         a1 *= d1
         a2 *= d2
         a3 *= d3
-        before = behind[:, None] + tile.behind_groups((a0 + a1) + (a2 + a3), farther, PRECISION)
+        before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
         dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
         dk = tl.dot(tl.trans(dz), q, dk, input_precision=PRECISION)
@@ -222,7 +222,7 @@ def dkv_kernel(
     num_tokens, num_keys_total, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots, num_tiles, scratch_rows,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, FARTHER: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
@@ -242,13 +242,15 @@ def dkv_kernel(
     row_first = tl.maximum((first_slot - sequence_slot) * DQ_ROWS, 0)
     row_last = tl.minimum((last_slot - sequence_slot) * DQ_ROWS, q_len)
     end_block = tl.cdiv(row_last, ROWS)
-    first_block = tl.maximum(tl.maximum(t * BN + 1 - offset, 0) // ROWS, row_first // ROWS)
+    first_row = tl.maximum(tl.maximum(t * BN + 1 - offset, 0), row_first)
+    first_block = first_row // ROWS
     whole_from = tl.maximum(tl.cdiv(tl.maximum((t + 1) * BN - offset, 0), ROWS), first_block)
     whole_from = tl.where((t + 1) * BN <= k_len, tl.minimum(whole_from, end_block), end_block)
-    if first_block >= end_block:
+    if first_row >= row_last:
         if ADD:
             return
         first_block = end_block
+        whole_from = end_block
 
     dims = tl.arange(0, BH)
     key = t * BN + tile.key_of_column(BN)
@@ -262,8 +264,8 @@ def dkv_kernel(
     scratch_head = tl.full([], 1, tl.int64) * num_tiles * scratch_rows
     scratch = first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (sequence_slot - first_slot) * DQ_ROWS
     live = list_ptr + (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * MAX_BLOCKS)
-    nearer = tile.triangle(BN // tile.GROUP, True, NEARER)
-    farther = tile.triangle(BN // tile.GROUP, False, FARTHER)
+    nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
+    farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
     # List entries count blocks from the slice's first, so that they fit the scratch of one slice.
     base = row_first // ROWS
     row_base = base * ROWS
@@ -344,24 +346,24 @@ def backward(
 
     several = slice_slots < num_slots
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
-    nearer, farther, dot = precision(q.dtype)
+    sums = sum_types(q.dtype, key_block)
     strides = [s for x in (q, k, v, grad_o) for s in (x.stride(0), x.stride(1))]
     logit_scale = scale * 1.4426950408889634
     common = dict(
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), BN=key_block, KV_GROUP=group, HAS_OFFSET=q_offsets is not None,
-        NEARER=nearer, FARTHER=farther, PRECISION=dot,
+        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, FARTHER=sums.farther, FARTHER_PARTS=sums.farther_parts, PRECISION=sums.dot,
     )  # fmt: skip
     for first in range(0, num_slots, slice_slots):
         last = min(first + slice_slots, num_slots)
         dq_kernel[(last - first, num_heads)](
             q, k, v, grad_o, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind, cu_q, cu_k, q_offsets,
             num_tokens, num_keys, num_sequences, first, num_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
-            ROWS=rows, HAS_REST=grad_log_rest is not None, num_warps=dq_config.num_warps, num_stages=dq_config.num_stages, **common,
+            ROWS=rows, HAS_REST=grad_log_rest is not None, **launch(dq_config), **common,
         )  # fmt: skip
         dkv_kernel[(num_key_slots, num_kv_heads)](
             q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
             num_tokens, num_keys, num_sequences, first, last, num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale,
             logit_scale, ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
-            num_warps=dkv_config.num_warps, num_stages=dkv_config.num_stages, **common,
+            **launch(dkv_config), **common,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype), d_rest_in

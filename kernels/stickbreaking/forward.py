@@ -19,6 +19,7 @@ class Config(NamedTuple):
     key_block: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
@@ -69,7 +70,7 @@ def forward_kernel(
     num_tokens, num_keys_total, num_sequences, num_slots, num_stop_slots, max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
     logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, TRIANGLE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot = tile.heaviest_first(tl.program_id(0), num_slots, num_sequences)
     head = tl.program_id(1)
@@ -113,7 +114,7 @@ def forward_kernel(
     row_carry = carry
     row_tile = tl.full([ROWS], tile.NEVER, tl.int32)
     acc = tl.zeros([ROWS, BH], tl.float32)
-    nearer = tile.triangle(BN // tile.GROUP, True, TRIANGLE)
+    nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
 
     acc, carry, row_carry, row_tile = _tiles(
         acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, end - 1, end - unmasked, position, k_len, logit_scale,
@@ -149,12 +150,29 @@ def log2_threshold(skip_below: float) -> float:
     return math.log2(skip_below) if skip_below > 0 else -1e38
 
 
-def precision(dtype: torch.dtype) -> tuple[tl.dtype, tl.dtype, str]:
-    """Types of the two triangles (of spent sticks, of gradients) and the precision of the dots."""
+class SumTypes(NamedTuple):
+    """How the two triangle products round (the spent sticks, and the gradients) and how all dots do."""
+
+    nearer: tl.dtype
+    nearer_parts: int
+    farther: tl.dtype
+    farther_parts: int
+    dot: str
+
+
+def sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
+    """fp16 rounds eight times finer than bf16, which is enough for bf16 results; fp16 results need a second part, and a product over
+    fewer than 16 columns does not exist. Gradients may lie far under fp16's range: two bf16 parts."""
     if dtype == torch.float32:
-        return tl.float32, tl.float32, "ieee"
+        return SumTypes(tl.float32, 1, tl.float32, 1, "ieee")
+    parts = 2 if dtype == torch.float16 or key_block < 64 else 1
     # bf16 is wrong under the interpreter.
-    return tl.float16, tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16, "tf32"
+    farther = (tl.float32, 1) if triton.knobs.runtime.interpret else (tl.bfloat16, 2)
+    return SumTypes(tl.float16, parts, *farther, "tf32")
+
+
+def launch(config: Config) -> dict[str, int | None]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
 
 
 def last_contiguous(x: Tensor) -> Tensor:
@@ -188,7 +206,7 @@ def forward(
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
-    triangle, _, dot = precision(q.dtype)
+    sums = sum_types(q.dtype, config.key_block)
     num_slots = num_tokens // config.row_block + num_sequences
     grid = (triton.cdiv(num_slots, num_sequences) * num_sequences, num_heads)
     forward_kernel[grid](
@@ -197,6 +215,6 @@ def forward(
         v.stride(0), v.stride(1), scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
         KV_GROUP=num_heads // k.shape[1], CHUNK=chunk, HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
-        TRIANGLE=triangle, PRECISION=dot, num_warps=config.num_warps, num_stages=config.num_stages,
+        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot, **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop

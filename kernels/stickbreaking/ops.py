@@ -1,6 +1,5 @@
 """The registered operators: torch.compile and autograd see these, and each device has one implementation behind them."""
 
-import importlib.util
 import logging
 
 import torch
@@ -82,6 +81,26 @@ def backward_op(
     return torch_path.backward(grad_o, grad_log_rest, q, k, v, log_rest_in, *layout, scale)
 
 
+@forward_op.register_kernel("cuda")
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below):  # type: ignore[no-untyped-def]
+    from . import forward  # here, because a machine without a GPU need not have Triton
+
+    announce(f"{q.device}: Triton kernels, {q.dtype}, skipping below {skip_below:g}")
+    return forward.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_k, scale, skip_below)
+
+
+@backward_op.register_kernel("cuda")
+def _(  # type: ignore[no-untyped-def]
+    grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop, max_seqlen_q,
+    max_seqlen_k, scale,
+):  # fmt: skip
+    from . import backward
+
+    return backward.backward(
+        grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, row_carry, row_tile, block_stop, max_seqlen_q, max_seqlen_k, scale
+    )
+
+
 def aux_shapes(num_tokens: int, num_heads: int, num_sequences: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """Shapes of row_carry, row_tile and block_stop. Blocks of 64 rows, one spare a sequence: see forward.py's `locate`."""
     rows = (num_heads, num_tokens)
@@ -129,7 +148,3 @@ def _backward(ctx, grad_o, grad_log_rest, *_unused):  # type: ignore[no-untyped-
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -77,14 +77,26 @@ def key_of_column(BN: tl.constexpr):
 
 
 @triton.jit
-def triangle(SIZE: tl.constexpr, NEARER: tl.constexpr, dtype: tl.constexpr):
-    """x @ triangle sums, for every group, the groups strictly nearer to the query (or strictly farther from it)."""
-    row = tl.arange(0, SIZE)[:, None]
-    column = tl.arange(0, SIZE)[None, :]
+def triangle(BN: tl.constexpr, NEARER: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """x @ triangle sums, for every group, the groups strictly nearer to the query (or strictly farther from it). PARTS copies lie one
+    under the other, for an x that is split into as many rounded parts."""
+    row = (tl.arange(0, PARTS * (BN // GROUP)) % (BN // GROUP))[:, None]
+    column = tl.arange(0, BN // GROUP)[None, :]
     if NEARER:
         return (row > column).to(dtype)
     else:
         return (row < column).to(dtype)
+
+
+@triton.jit
+def group_sums(x, triangle, PRECISION: tl.constexpr):
+    """x @ triangle, with x in as many parts of the triangle's type as the triangle has copies."""
+    high = x.to(triangle.dtype)
+    if triangle.shape[0] == x.shape[1]:
+        return tl.dot(high, triangle, input_precision=PRECISION)
+    else:
+        low = (x - high.to(tl.float32)).to(triangle.dtype)
+        return tl.dot(beside(high, low, x.shape[0], 2 * x.shape[1]), triangle, input_precision=PRECISION)
 
 
 @triton.jit
@@ -130,8 +142,8 @@ def spend(z, ROWS: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def spent_nearer(spent, nearer, PRECISION: tl.constexpr):
-    """−log2 of what the groups of this tile that are nearer leave. fp16 rounds eight times finer than bf16; its range ends at 65504."""
-    return tl.dot(tl.minimum(spent, 60000.0).to(nearer.dtype), nearer, input_precision=PRECISION)
+    """−log2 of what the groups of this tile that are nearer leave. The range of fp16 ends at 65504."""
+    return group_sums(tl.minimum(spent, 60000.0), nearer, PRECISION)
 
 
 @triton.jit
@@ -145,17 +157,6 @@ def weigh(u0, u1, u2, u3, rest):
     a2 = u2 * p
     p += a2
     return a0, a1, a2, u3 * p
-
-
-@triton.jit
-def behind_groups(g, farther, PRECISION: tl.constexpr):
-    """Sum over the strictly farther groups of this tile. Gradients may be far under fp16's range: two bf16 parts instead."""
-    if farther.dtype == tl.float32:
-        return tl.dot(g, farther, input_precision=PRECISION)
-    else:
-        high = g.to(farther.dtype)
-        low = (g - high.to(tl.float32)).to(farther.dtype)
-        return tl.dot(low, farther, tl.dot(high, farther))
 
 
 @triton.jit
