@@ -1,0 +1,50 @@
+"""The results of a run, one JSON file a checkpoint: RUN/eval/step-00001000.json."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ssscale.errors import UserError
+
+FOLDER = "eval"
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The run that a checkpoint folder belongs to; the checkpoint itself where it lies alone."""
+    absolute = checkpoint.resolve()
+    return checkpoint.parent.parent if absolute.parent.name == "checkpoints" else checkpoint
+
+
+def results_file(checkpoint: Path) -> Path:
+    return run_folder(checkpoint) / FOLDER / f"{checkpoint.resolve().name}.json"
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """What a file holds, nothing where it is missing. Raises UserError where it is broken."""
+    if not file.is_file():
+        return {}
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is broken: {error}; remove it and evaluate again") from error
+    if not isinstance(results, dict):
+        raise UserError(f"{file} is broken: it holds no object; remove it and evaluate again")
+    return results
+
+
+def add_results(file: Path, results: dict[str, Any]) -> None:
+    """Put results beside those of earlier evaluations of the same checkpoint; tasks are merged by name."""
+    merged = read_results(file)
+    tasks = merged.get("tasks", {}) | results.get("tasks", {})
+    merged |= results | {"tasks": tasks}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def newest_results(run: Path) -> dict[str, Any]:
+    """The results of the newest checkpoint of a run that has any; empty without."""
+    files = sorted((run / FOLDER).glob("step-*.json"), key=lambda file: int(file.stem.removeprefix("step-")))
+    return read_results(files[-1]) if files else {}

@@ -1,0 +1,193 @@
+"""Evaluate a checkpoint:   python launch/evaluate.py checkpoint=RUN [tasks=cloze,...] [valid=false] [baseline=false]
+
+checkpoint: a run folder (its newest checkpoint) or a checkpoint folder
+tasks:      lm-eval tasks by name: cloze (from the held-out documents), or any of lm-eval's own; tasks=none for none
+valid:      loss over the whole validation split (true)
+baseline:   the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)
+data:       the data folder, where it is no longer the one that the run was trained on from here
+
+Prints a table and adds it to RUN/eval/step-XXXXXXXX.json. Needs no GPU.
+"""
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if not __package__:  # started as a script: imports start at the repository's root, not in launch/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from eval.environment import prepare
+
+prepare()
+
+from rich.box import ASCII
+from rich.console import Console
+from rich.table import Table
+
+from launch.cli import run, take_options
+from ssscale.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.suite import TaskResult
+    from eval.text import TextTokenizer
+    from eval.validation import Loss
+    from ssscale.data.stream import PackedData
+    from ssscale.model.decoder import Decoder
+    from ssscale.schema import Config
+
+OPTIONS = {"checkpoint": str, "tasks": str, "valid": str, "baseline": str, "data": str}
+
+
+def flag(options: dict[str, Any], key: str) -> bool | None:
+    """true or false, None where it is not given."""
+    text = options.get(key)
+    if text not in (None, "true", "false"):
+        raise UserError(f"{key} must be true or false, not {text!r}")
+    return None if text is None else text == "true"
+
+
+def main(argv: list[str]) -> None:
+    options, rest = take_options(argv, OPTIONS)
+    if rest:
+        raise UserError(f"unknown argument {rest[0]!r}: this command takes {', '.join(f'{key}=' for key in OPTIONS)}")
+    if not options.get("checkpoint"):
+        raise UserError("checkpoint=RUN is missing: name a run folder or a checkpoint folder")
+    names = [name for name in options.get("tasks", "cloze").split(",") if name and name != "none"]
+    valid, baseline = flag(options, "valid"), flag(options, "baseline")
+
+    from ssscale.train.build import find_checkpoint
+
+    checkpoint = find_checkpoint(Path(options["checkpoint"]))  # before the slow imports: most mistakes are in paths
+    console = Console()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    evaluate(checkpoint, names, valid is not False, baseline, options.get("data"), console)
+
+
+def evaluate(
+    checkpoint: Path, names: list[str], valid: bool, baseline: bool | None, data_path: str | None, console: Console
+) -> None:
+    """Everything that was asked for, printed and added to the results file of the checkpoint."""
+    from eval.results import add_results, results_file
+    from eval.text import TextTokenizer
+    from ssscale.parallel.groups import initialize
+    from ssscale.train.build import load_for_inference
+
+    groups = initialize()
+    model, config = load_for_inference(checkpoint, groups)
+    needed = valid or "cloze" in names
+    held_out = open_data(config, "valid", data_path) if needed else None
+    tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
+    file = results_file(checkpoint)
+    results: dict[str, Any] = {
+        "checkpoint": str(checkpoint),
+        "parameters": model.num_parameters(),
+        "prefix": "BOS before every document",
+    }
+    tasks: list[TaskResult] = []
+    if names:
+        tasks = evaluate_tasks(model, config, tokenizer, held_out, names, file.parent, console)
+        results["tasks"] = {task.task: task.to_json() for task in tasks}
+    losses: dict[str, Loss] = {}
+    if valid:
+        assert held_out is not None
+        losses = evaluate_losses(model, config, held_out, baseline, data_path, console)
+        results |= {name: loss.to_json() for name, loss in losses.items()}
+        results["data_fingerprint"] = held_out.fingerprint
+    add_results(file, results)
+    show(console, checkpoint, tasks, losses)
+    console.print(f"results: {file}", highlight=False, soft_wrap=True)
+
+
+def open_data(config: "Config", split: str, path: str | None) -> "PackedData":
+    """A split of the run's data folder, checked against the run. Raises UserError."""
+    from ssscale.data.stream import PackedData
+
+    data = config.data
+    hint = "name the folder that the run was trained on with data=FOLDER"
+    return PackedData.open(
+        path or data.path,
+        split,
+        cache=None if path else data.cache,
+        vocab_size=config.model.vocab_size,
+        length=data.length,
+        hint=hint,
+    )
+
+
+def evaluate_tasks(
+    model: "Decoder",
+    config: "Config",
+    tokenizer: "TextTokenizer",
+    held_out: "PackedData | None",
+    names: list[str],
+    folder: Path,
+    console: Console,
+) -> "list[TaskResult]":
+    """lm-eval's tasks on the model. The items of the cloze task are written to `folder`."""
+    from eval.cloze import build_items, write_items
+    from eval.harness import PackedLM
+    from eval.suite import find_tasks, run_tasks
+    from eval.text import held_out as held_out_texts
+
+    items = folder / "cloze.jsonl"
+    manager = find_tasks(names, {"cloze_items": str(items)})
+    if "cloze" in names:
+        assert held_out is not None
+        write_items(build_items(held_out_texts(held_out, tokenizer), tokenizer, config.data.length), items)
+    lm = PackedLM(model, tokenizer, config.data.length, name=config.name, show=console.is_terminal)
+    began = time.perf_counter()
+    results = run_tasks(lm, names, manager)
+    seconds = time.perf_counter() - began
+    console.print(f"{', '.join(names)}: {seconds:.0f} s", highlight=False)
+    return results
+
+
+def evaluate_losses(
+    model: "Decoder",
+    config: "Config",
+    held_out: "PackedData",
+    baseline: bool | None,
+    data_path: str | None,
+    console: Console,
+) -> "dict[str, Loss]":
+    """`valid`: the model's loss over the whole validation split; `baseline`: the bigram's on the same targets."""
+    from eval.validation import bigram_fits, bigram_loss, model_loss
+
+    one_document = config.data.one_document
+    microbatch = config.train.microbatch
+    losses = {"valid": model_loss(model, held_out, microbatch, one_document, show=console.is_terminal)}
+    if baseline is not False:
+        train = open_data(config, "train", data_path)
+        if baseline or bigram_fits(train):
+            losses["baseline"] = bigram_loss(train, held_out, one_document)
+        else:
+            console.print("no Kneser–Ney bigram: more than 50 million training tokens (baseline=true makes one)")
+    return losses
+
+
+def show(console: Console, checkpoint: Path, tasks: "list[TaskResult]", losses: "dict[str, Loss]") -> None:
+    """The results as two tables."""
+    table = Table(title=f"{checkpoint}", box=ASCII, title_justify="left")
+    for column in ("task", "metric", "value", "chance", "items"):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right", no_wrap=True)
+    for task in tasks:
+        error = "" if task.stderr is None else f" ± {task.stderr:.4f}"
+        chance = "" if task.chance is None else f"{task.chance:.4f}"
+        table.add_row(task.task, task.metric, f"{task.value:.4f}{error}", chance, f"{task.items:,}")
+    if tasks:
+        console.print(table)
+    table = Table(box=ASCII)
+    for column in ("loss on the whole validation split", "nats a token", "bits a byte", "targets"):
+        table.add_column(column, justify="left" if column.startswith("loss") else "right", no_wrap=True)
+    for name, label in (("valid", "this model"), ("baseline", "Kneser–Ney bigram, d = 0.75")):
+        if name in losses:
+            loss = losses[name]
+            table.add_row(label, f"{loss.nats_per_token:.4f}", f"{loss.bits_per_byte:.4f}", f"{loss.targets:,}")
+    if losses:
+        console.print(table)
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
