@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -90,8 +91,12 @@ class PackedData:
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer.json the rows were made with."""
-        return str(self.place.fetch(self.manifest["tokenizer"]["file"]))
+        """The tokenizer.json the rows were made with. Raises UserError if it is missing or another one."""
+        entry = self.manifest["tokenizer"]
+        file = self.place.fetch(entry["file"])
+        if not file.is_file() or sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
+            raise UserError(f"{file} is missing or corrupt: it has not the fingerprint that the manifest gives")
+        return str(file)
 
     @property
     def bytes_per_target(self) -> float:

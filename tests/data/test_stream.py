@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from ssscale.data import manifest as manifests
-from ssscale.data.documents import whole_documents
 from ssscale.data.shards import RowStore
 from ssscale.data.stream import PackedData, make_loader, valid_batches
 from ssscale.errors import UserError
@@ -186,18 +184,6 @@ def test_validation_rows_are_the_same_on_any_layout(folder, world, microbatch):
     assert data.bytes_per_target > 0.5
 
 
-def test_whole_documents_decode_to_their_texts(folder):
-    data = PackedData.open(str(folder))
-    tokenizer = Tokenizer.from_file(data.tokenizer_file)
-    names = {source: sorted((folder.parent / source).iterdir()) for source in data.names}
-    found = list(whole_documents(data))
-    held = sum(counts["documents"] for counts in data.manifest["splits"]["train"].values())
-    # A source's last row, not full, takes the end of few documents with it.
-    assert held - 9 <= len(found) <= held
-    for source, number, tokens in found:
-        assert tokenizer.decode(tokens[1:-1].tolist()) == names[source][number].read_text()
-
-
 def test_open_refuses_what_does_not_fit(copy, tmp_path):
     fingerprint = PackedData.open(str(copy), vocab_size=280, length=LENGTH).fingerprint
     PackedData.open(str(copy), fingerprint=fingerprint, vocab_size=384)  # 280 rounded up to a multiple of 128
@@ -226,6 +212,14 @@ def test_flipped_metadata_is_refused(copy, name):
         (copy / name).write_bytes(broken)
         with pytest.raises(UserError, match=Path(name).name):
             PackedData.open(str(copy))
+
+
+def test_a_changed_tokenizer_is_refused(copy):
+    data = PackedData.open(str(copy))
+    assert Path(data.tokenizer_file).is_file()
+    (copy / "tokenizer.json").write_bytes((copy / "tokenizer.json").read_bytes().replace(b"alpha", b"alphb", 1) + b" ")
+    with pytest.raises(UserError, match=r"tokenizer.json is missing or corrupt"):
+        _ = data.tokenizer_file
 
 
 def test_the_fingerprint_is_the_content(copy):
