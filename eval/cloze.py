@@ -49,7 +49,7 @@ def build_items(
     found = [item for document in documents for item in _passages(document, tokenizer, length - RESERVED, seed)]
     random.Random(f"{seed} items").shuffle(found)
     taken: Counter[str] = Counter()
-    kept = []
+    kept: list[Item] = []
     for item in found:
         word = item.choices[0].lower()
         if taken[word] < MOST_OF_A_WORD and len(kept) < count:

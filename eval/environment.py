@@ -2,12 +2,13 @@
 
 import logging
 import os
+import warnings
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def prepare() -> None:
-    """Keep this process off the network, unless the user has said otherwise (HF_HUB_OFFLINE=0), and lm-eval quiet.
+    """Keep this process off the network, unless the user has said otherwise (HF_HUB_OFFLINE=0), and libraries quiet.
 
     Must run before lm_eval is imported.
     """
@@ -16,3 +17,5 @@ def prepare() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # our own progress bar takes its place
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # Megatron-core names the optional packages that it does without.
+    warnings.filterwarnings("ignore", module=r"megatron\.")

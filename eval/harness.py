@@ -27,8 +27,8 @@ Encoded = tuple[tuple[str, str], list[int], list[int]]
 class PackedLM(TemplateLM):
     """log p(continuation | context) and generation, for lm-eval's tasks.
 
-    Prefix: every document begins with BOS, as in training. An empty context is BOS alone, a context is BOS + its tokens,
-    a text for rolling log-likelihood is predicted from BOS on, and a prompt for generation begins with BOS.
+    Prefix: every document begins with BOS, as in training. An empty context is BOS alone, a context is BOS + its
+    tokens, a text for rolling log-likelihood is predicted from BOS on, and a prompt for generation begins with BOS.
     Tokens: context and continuation are encoded together and split behind the context's own tokens; whitespace at the
     context's end moves to the continuation; what is longer than the model takes loses its beginning, BOS included (all
     three as lm-eval's own `hf` model).

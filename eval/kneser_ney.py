@@ -14,7 +14,7 @@ Pairs = tuple[np.ndarray, np.ndarray]
 
 
 def target_pairs(batches: Iterable[Batch]) -> Pairs:
-    """(contexts, targets), [n] int64 each: the last token that the model sees at each of its targets, and the target."""
+    """(contexts, targets), [n] int64 each: for each target of the model, the token before it and the target itself."""
     contexts, targets = [], []
     for batch in batches:
         labels = batch.labels.numpy()

@@ -18,14 +18,11 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # started as a script: imports start at the repository's root, not in launch/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from eval.environment import prepare
-
-prepare()
-
 from rich.box import ASCII
 from rich.console import Console
 from rich.table import Table
 
+from eval.environment import prepare
 from launch.cli import run, take_options
 from ssscale.errors import UserError
 
@@ -56,10 +53,11 @@ def main(argv: list[str]) -> None:
         raise UserError("checkpoint=RUN is missing: name a run folder or a checkpoint folder")
     names = [name for name in options.get("tasks", "cloze").split(",") if name and name != "none"]
     valid, baseline = flag(options, "valid"), flag(options, "baseline")
+    prepare()
 
     from ssscale.train.build import find_checkpoint
 
-    checkpoint = find_checkpoint(Path(options["checkpoint"]))  # before the slow imports: most mistakes are in paths
+    checkpoint = find_checkpoint(Path(options["checkpoint"]))
     console = Console()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     evaluate(checkpoint, names, valid is not False, baseline, options.get("data"), console)

@@ -1,0 +1,188 @@
+"""Report on runs:   python launch/report.py RUN [RUN ...] [sample=false] [data=FOLDER]
+
+Into each run folder: loss.png (losses by tokens, learning rate, stages, the bigram where launch/evaluate.py has made
+it), sample.txt (the newest checkpoint goes on with held-out text) and summary.txt. Of several runs also one figure of
+them all, compare.png in the first one's folder. Needs no GPU.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if not __package__:  # started as a script: imports start at the repository's root, not in launch/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.box import ASCII
+from rich.console import Console
+from rich.table import Table
+
+from eval.environment import prepare
+from launch.cli import run as run_command
+from launch.cli import take_options
+from launch.evaluate import flag, open_data
+from ssscale.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.run import Run
+
+OPTIONS = {"sample": str, "data": str}
+
+
+def main(argv: list[str]) -> None:
+    options, folders = take_options(argv, OPTIONS)
+    unknown = [text for text in folders if "=" in text and not Path(text).is_dir()]
+    if unknown:
+        raise UserError(f"unknown argument {unknown[0]!r}: this command takes run folders, sample= and data=")
+    if not folders:
+        raise UserError("no run folder is given: python launch/report.py RUN [RUN ...]")
+    with_sample = flag(options, "sample")
+    prepare()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+
+    from eval.figures import draw_run, draw_runs
+    from eval.run import Run
+
+    runs = [Run.open(Path(folder)) for folder in folders]
+
+    texts = []
+    for run in runs:
+        draw_run(run, run.folder / "loss.png")
+        parameters = run.results.get("parameters")
+        if with_sample is not False and run.checkpoint is not None:
+            parameters = sample(run, options.get("data"))
+        text = summary(run, parameters)
+        (run.folder / "summary.txt").write_text(text, encoding="utf-8")
+        texts.append(text)
+    if len(runs) == 1:
+        print(texts[0], end="")
+        return
+    figure = runs[0].folder / "compare.png"
+    draw_runs(runs, figure)
+    compare(runs, Console())
+    print(f"figure of all: {figure}\nof each run: loss.png, sample.txt, summary.txt in its folder")
+
+
+def sample(run: "Run", data_path: str | None) -> int:
+    """Write sample.txt from the newest checkpoint. Returns the model's number of parameters."""
+    from eval.sample import write_sample
+    from eval.text import TextTokenizer
+    from ssscale.parallel.groups import initialize
+    from ssscale.train.build import load_for_inference
+
+    assert run.checkpoint is not None
+    model, config = load_for_inference(run.checkpoint, initialize())
+    try:
+        data = open_data(config, "valid", data_path)
+    except UserError as error:
+        if data_path:
+            raise
+        print(f"sample.txt begins from nothing: {error}", file=sys.stderr)
+        data = None
+    tokenizer = TextTokenizer.of_checkpoint(run.checkpoint, data)
+    title = f"{run.name}, {run.checkpoint.name}: {model.num_parameters():,} parameters"
+    write_sample(model, tokenizer, data, config.data.length, title, run.folder / "sample.txt")
+    return model.num_parameters()
+
+
+def summary(run: "Run", parameters: int | None) -> str:
+    """One screen of text; its last lines are the validation loss beside the bigram's."""
+    model = run.config.model
+    size = "unknown: no checkpoint" if parameters is None else f"{parameters:,}"
+    shape = (
+        f"{model.num_layers} layers of {model.hidden_size:,}, {model.num_heads} heads, vocabulary {model.vocab_size:,}"
+    )
+    position = "" if model.attention.core == "stickbreaking" else f", positions {model.position.method.value}"
+    present = [name for name in ("loss.png", "sample.txt", "summary.txt") if name == "summary.txt" or _has(run, name)]
+    rows = [
+        ("model", f"{model.attention.core.value} attention{position}; {shape}"),
+        ("parameters", size),
+        ("trained", f"{run.tokens:,} tokens, {run.training[-1]['step']:,} steps of {run.config.tokens_per_step:,}"),
+        ("stages", " → ".join(_stages(run))),
+        ("speed", f"{run.tokens_per_second:,.0f} tokens/s"),
+        ("training loss", f"{run.training_loss:.4f} nats a token (mean of the last records)"),
+        *_tasks(run),
+        ("", ""),
+        ("folder", str(run.folder)),
+        ("to look at", ", ".join(present)),
+        ("newest checkpoint", str(run.checkpoint.relative_to(run.folder)) if run.checkpoint else "none"),
+        ("", ""),
+        *_losses(run),
+    ]
+    lines = [run.name, "=" * len(run.name)]
+    lines += [f"{label:<20}{text}".rstrip() for label, text in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _has(run: "Run", name: str) -> bool:
+    return (run.folder / name).is_file()
+
+
+def _stages(run: "Run") -> list[str]:
+    """The stages that the run has begun."""
+    names = list(dict.fromkeys(str(record["stage"]) for record in run.training))
+    return [f"{name} to {_last(run, name)['tokens']:,} tokens" for name in names]
+
+
+def _last(run: "Run", stage: str) -> dict[str, Any]:
+    return [record for record in run.training if record["stage"] == stage][-1]
+
+
+def _tasks(run: "Run") -> list[tuple[str, str]]:
+    rows = []
+    for name, task in run.results.get("tasks", {}).items():
+        error = "" if task["stderr"] is None else f" ± {task['stderr']:.3f}"
+        chance = "" if task["chance"] is None else f", chance {task['chance']:.3f}"
+        rows.append((f"{name} {task['metric']}", f"{task['value']:.3f}{error}{chance}, {task['items']:,} items"))
+    return rows
+
+
+def _losses(run: "Run") -> list[tuple[str, str]]:
+    valid, baseline = run.results.get("valid"), run.results.get("baseline")
+    if valid is None:
+        rows = [("not evaluated", f"python launch/evaluate.py checkpoint={run.folder}")]
+        if run.validation:
+            seen = f"{run.validation[-1]['valid_loss']:.4f} nats a token on {run.config.train.eval_rows} rows"
+            rows.append(("validation loss", seen))
+        return rows
+    rows = []
+    evaluated = Path(run.results["checkpoint"]).name
+    if run.checkpoint is not None and evaluated != run.checkpoint.name:
+        rows.append(("evaluated", f"{evaluated}, which is not the newest"))
+    rows.append(("validation loss", _loss(valid)))
+    if baseline is not None:
+        rows.append(("bigram", _loss(baseline) + "   (Kneser–Ney, same training tokens)"))
+        nats, bits = (valid[key] - baseline[key] for key in ("nats_per_token", "bits_per_byte"))
+        verdict = "lower than the bigram" if nats < 0 else "NOT lower than the bigram"
+        rows.append(("difference", f"{nats:+8.4f} nats a token   {bits:+8.4f} bits a byte   ({verdict})"))
+    return rows
+
+
+def _loss(loss: dict[str, float]) -> str:
+    return f"{loss['nats_per_token']:8.4f} nats a token   {loss['bits_per_byte']:8.4f} bits a byte"
+
+
+def compare(runs: "list[Run]", console: Console) -> None:
+    """The runs side by side."""
+    table = Table(box=ASCII)
+    table.add_column("run", overflow="fold")
+    for column in ("tokens", "training", "validation", "bits/byte", "bigram", "cloze", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for run in runs:
+        valid = run.results.get("valid")
+        cloze = run.results.get("tasks", {}).get("cloze")
+        table.add_row(
+            run.name,
+            f"{run.tokens:,}",
+            f"{run.training_loss:.4f}",
+            f"{valid['nats_per_token']:.4f}" if valid else "-",
+            f"{valid['bits_per_byte']:.4f}" if valid else "-",
+            "-" if run.bigram is None else f"{run.bigram:.4f}",
+            f"{cloze['value']:.3f}" if cloze else "-",
+            f"{run.tokens_per_second:,.0f}",
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    run_command(main, __doc__)
