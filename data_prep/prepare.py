@@ -12,7 +12,7 @@ from data_prep.pack import BestFitPacker, ConcatPacker, Counts, Packer, Row
 from data_prep.progress import Progress
 from data_prep.read_shards import read_manifest
 from data_prep.settings import Settings
-from data_prep.sources import input_files, read_batches
+from data_prep.sources import bytes_to_read, input_files, read_batches
 from data_prep.tokenize import Encoded, TokenizerInfo, describe, encode_all
 from data_prep.train_tokenizer import train_tokenizer
 from data_prep.write_shards import MANIFEST, ShardFolder, check_free
@@ -49,7 +49,8 @@ def prepare(settings: Settings, out: str, workers: int, progress: Progress) -> t
         with ShardFolder(out, info.dtype, settings.shard_bytes) as folder:
             splits: dict[str, dict[str, Any]] = {split: {} for split in SPLITS}
             for source in settings.sources:
-                progress.start(f"pack {source}", sum(inputs[source][split]["bytes"] for split in inputs[source]))
+                patterns = settings.sources[source] + settings.valid.get(source, [])
+                progress.start(f"pack {source}", bytes_to_read(patterns))
                 for split, counts in _pack_source(settings, source, tokenizer, info, workers, folder, progress).items():
                     splits[split][source] = asdict(counts)
             manifest = {

@@ -51,6 +51,17 @@ def input_files(pattern: str) -> list[str]:
     return files
 
 
+def bytes_to_read(patterns: list[str]) -> int:
+    """What the batches' `consumed` will add up to."""
+    total = 0
+    for pattern in patterns:
+        if pattern.startswith(stdlib.SCHEME):
+            total += sum(map(len, stdlib.documents(pattern)))
+        else:
+            total += sum(os.path.getsize(file) for file in input_files(pattern))
+    return total
+
+
 def readable(name: str) -> bool:
     """Whether a file found in a folder counts as text."""
     return is_json_lines(name) or name.endswith(TEXT)

@@ -1,6 +1,5 @@
 """`train-tokenizer`: a byte-level BPE of a given size, lossless on any text."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from data_prep.errors import DataError
 from data_prep.parse import document_key
 from data_prep.progress import Progress
 from data_prep.settings import Settings
-from data_prep.sources import input_files, read_batches
+from data_prep.sources import bytes_to_read, read_batches
 
 BOUNDARY = "<|endoftext|>"
 SMALLEST = 257  # 256 bytes and the boundary
@@ -30,7 +29,7 @@ def train_tokenizer(settings: Settings, vocab_size: int, out: Path, progress: Pr
         show_progress=False,
     )
     patterns = [pattern for patterns in settings.sources.values() for pattern in patterns]
-    progress.start("read for the tokenizer", sum(os.path.getsize(f) for p in patterns for f in input_files(p)))
+    progress.start("read for the tokenizer", bytes_to_read(patterns))
     tokenizer.train_from_iterator(_texts(settings, progress), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise DataError(f"the text yields {tokenizer.get_vocab_size()} tokens only, not {vocab_size}: give more text")
