@@ -1,7 +1,10 @@
 """DeepSpeed: ZeRO, mixed precision, gradient accumulation, reduction and clipping. It appears in this file only."""
 
+import contextlib
+import io
 import logging
 import os
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,15 +60,34 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
     }
 
 
+@torch.no_grad()
+def _add_gradient(optimizer: Any, weight: Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
+    """BF16_Optimizer's accumulation in one kernel that reads bf16 and adds in fp32.
+
+    Its own converts to fp32 first: 1.8 times the memory traffic, 8 ms of 312 for 1.2 billion parameters on an H200.
+    """
+    if weight.grad is None:
+        return
+    total = optimizer.fp32_groups_gradients[group][index]
+    total.add_(weight.grad.view(total.shape))
+    weight._hp_grad = total  # type: ignore[attr-defined]
+    optimizer.fp32_groups_has_gradients[group][index] = True
+
+
 class DeepSpeedEngine:
     """A model under DeepSpeed. The loss is normalised by the number of target tokens of the whole step, never by means."""
 
     def __init__(self, model: nn.Module, config: Config, groups: Groups) -> None:
         if groups.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # DeepSpeed insists, also on one process
         import deepspeed
+        import deepspeed.comm.torch
         from deepspeed.utils import logger
 
+        # On CPUs DeepSpeed would compile a shared-memory all-reduce at the first start: it needs a C++ compiler, takes half
+        # a minute, and a start killed meanwhile leaves a lock on which every later one waits for ever. gloo serves.
+        deepspeed.comm.torch.build_shm_op = lambda: None
         logger.setLevel(logging.WARNING)
         self.groups, self.stage = groups, config.parallel.zero_stage
         self.accumulation = config.train.batch_size // (config.train.microbatch * groups.data_size)
@@ -80,12 +102,15 @@ class DeepSpeedEngine:
             fused=True,
         )
         num_elements = sum(weight.numel() for weight in model.parameters())
-        self.engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=self.optimizer,
-            config=deepspeed_config(config, groups, bf16, num_elements),
-            mpu=MegatronMPU(),
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its memory use, whatever its log level
+            self.engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=self.optimizer,
+                config=deepspeed_config(config, groups, bf16, num_elements),
+                mpu=MegatronMPU(),
+            )
+        if hasattr(self.engine.optimizer, "_update_hp_grad"):
+            self.engine.optimizer._update_hp_grad = types.MethodType(_add_gradient, self.engine.optimizer)
         self.module: nn.Module = self.engine.module
         self._applied_steps = 0
 

@@ -53,7 +53,7 @@ def regroup(tensor: int) -> Groups:
 
 
 def make_engine(
-    model: ModelConfig, tensor: int, sequence: bool, zero: int, microbatch: int, load: str | None
+    model: ModelConfig, tensor: int, sequence: bool, zero: int, microbatch: int, load: str | None, bf16: bool
 ) -> tuple[DeepSpeedEngine, Groups]:
     """A small model under a layout, with initial weights or those of the newest checkpoint in `load`."""
     groups = regroup(tensor)
@@ -64,7 +64,8 @@ def make_engine(
         train=TrainConfig(batch_size=ROWS, microbatch=microbatch),
         parallel=ParallelConfig(tensor=tensor, sequence=sequence, zero_stage=zero),
     )
-    decoder = Decoder(model, groups, LENGTH, sequence_parallel=sequence)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    decoder = Decoder(model, groups, LENGTH, sequence_parallel=sequence, dtype=dtype)
     if load is None:
         initialize_weights(decoder, model, groups, seed=3)
         return DeepSpeedEngine(decoder, config, groups), groups
@@ -100,9 +101,10 @@ def train(
     first_step: int = 0,
     save: str | None = None,
     load: str | None = None,
+    bf16: bool = False,
 ) -> dict[str, Any]:
     """Losses and gradient norms of a few steps; optionally resumed from, and ending in, a checkpoint."""
-    engine, groups = make_engine(model, tensor, sequence, zero, microbatch, load)
+    engine, groups = make_engine(model, tensor, sequence, zero, microbatch, load, bf16)
     results = [train_step(engine, groups, step, microbatch, 0.01) for step in range(first_step, first_step + steps)]
     if save:
         state = TrainState(step=first_step + steps, applied_steps=first_step + steps)

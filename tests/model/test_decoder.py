@@ -1,0 +1,132 @@
+"""The decoder: every run file builds, documents are isolated, the graph does not break, padding gets nothing."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ssscale.config import load_config, run_names
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.model.flops import count_parameters
+from ssscale.model.init import initialize_weights
+from ssscale.model.loss import IGNORE
+from ssscale.parallel.groups import Groups
+from ssscale.schema import ModelConfig, Recompute, WidthConfig
+from tests.distributed.test_training import MODELS
+from tests.plain_model import plain_losses
+
+
+def make(model: ModelConfig, groups: Groups) -> Decoder:
+    decoder = Decoder(model, groups, 64)
+    initialize_weights(decoder, model, groups, seed=1)
+    return decoder
+
+
+def packed(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, PackedLayout, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 300, (sum(lengths),), generator=generator)
+    labels = tokens.roll(-1)
+    labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORE
+    return tokens, PackedLayout.from_lengths(lengths), labels
+
+
+@pytest.mark.parametrize("name", run_names())
+def test_every_run_file_builds_with_its_parameters(name: str, groups: Groups) -> None:
+    config = load_config([f"config={name}"])
+    with torch.device("meta"):
+        decoder = Decoder(config.model, groups, config.data.length)
+    assert decoder.num_parameters() == count_parameters(config.model, config.data.length)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lengths", [[1], [40], [1, 17, 1, 30], [33, 31]])
+def test_losses_match_plain_torch_in_float64(name: str, lengths: list[int], groups: Groups) -> None:
+    model = MODELS[name]
+    decoder = make(model, groups).double()
+    tokens, layout, labels = packed(lengths)
+    with torch.no_grad():
+        weights = dict(decoder.named_parameters())
+        expected = plain_losses(weights, model, tokens, layout, labels)
+        # float32 remains inside rope, SSMax's logarithm and the loss.
+        torch.testing.assert_close(decoder(tokens, layout, labels).double(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_document_does_not_see_its_neighbours(name: str, groups: Groups) -> None:
+    decoder = make(MODELS[name], groups)
+    tokens, layout, labels = packed([20, 11, 33])
+    other = tokens.clone()
+    other[:20] = (other[:20] + 7) % 300
+    other[31:] = (other[31:] + 7) % 300
+    assert torch.equal(decoder(tokens, layout, labels)[20:31], decoder(other, layout, labels)[20:31])
+    alone = decoder(tokens[20:31], PackedLayout.from_lengths([11]), labels[20:31])
+    torch.testing.assert_close(decoder(tokens, layout, labels)[20:31], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_whole_decoder_compiles_without_a_graph_break(name: str, groups: Groups) -> None:
+    decoder = make(MODELS[name], groups)
+    tokens, layout, labels = packed([32, 32])
+    expected = decoder(tokens, layout, labels)
+    expected.sum().backward()
+    gradients = {n: p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
+    decoder.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    losses = compiled(tokens, layout, labels)
+    losses.sum().backward()
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for weight, parameter in decoder.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[weight], rtol=1e-4, atol=1e-4)
+
+
+def test_one_graph_serves_all_blocks(groups: Groups) -> None:
+    decoder = make(MODELS["ssmax"], groups)
+    tokens, layout, labels = packed([32, 32])
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    for block in decoder.blocks:
+        block.compile(backend=counter)
+    decoder(tokens, layout, labels)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.full])
+def test_recomputation_changes_no_gradient(recompute: Recompute, groups: Groups) -> None:
+    decoder = make(MODELS["ssmax"], groups)
+    inputs = packed([20, 44])
+    decoder(*inputs).sum().backward()
+    kept = [p.grad.clone() for p in decoder.parameters()]
+    decoder.zero_grad()
+    decoder.recompute = recompute
+    decoder(*inputs).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(decoder.parameters(), kept))
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax"])  # untied and tied
+def test_the_vocabulary_padding_gets_no_probability_and_no_gradient(name: str, groups: Groups) -> None:
+    decoder = make(MODELS[name], groups)
+    with torch.no_grad():
+        decoder.embedding.weight[300:] = 5.0
+        if not MODELS[name].tie_embeddings:
+            decoder.head.weight[300:] = 5.0
+    tokens, layout, labels = packed([64])
+    losses = decoder(tokens, layout, labels)
+    logits = decoder(tokens, layout)
+    assert logits.shape == (64, 300)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE)
+    torch.testing.assert_close(losses, expected)
+    losses.sum().backward()
+    assert not decoder.embedding.weight.grad[300:].any()
+
+
+def test_width_multipliers_match_plain_torch(groups: Groups) -> None:
+    width = WidthConfig(12.0, 0.22, 6.0, 6.0, 1 / 8)
+    model = dataclasses.replace(MODELS["ssmax"], width=width)
+    decoder = make(model, groups)
+    tokens, layout, labels = packed([20, 44])
+    weights = dict(decoder.named_parameters())
+    torch.testing.assert_close(
+        decoder(tokens, layout, labels), plain_losses(weights, model, tokens, layout, labels), rtol=0, atol=1e-4
+    )
