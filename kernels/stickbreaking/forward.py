@@ -24,12 +24,12 @@ class Config(NamedTuple):
 
 def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
-        return Config(64, 32, 4, 1)
+        return Config(64, 64, 4, 1)
     return Config(64, 64, 4, 3) if head_dim <= 64 else Config(128, 64, 8, 2)
 
 
 @triton.jit
-def _tiles(
+def walk_tiles(
     acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, first, count, position, num_keys, logit_scale, floor,
     nearer, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def forward_kernel(
     acc = tl.zeros([ROWS, BH], tl.float32)
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
 
-    acc, carry, row_carry, row_tile = _tiles(
+    acc, carry, row_carry, row_tile = walk_tiles(
         acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, end - 1, end - unmasked, position, k_len, logit_scale,
         floor, nearer, dims, ROWS, BN, H, BH, True, PRECISION,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def forward_kernel(
     t = unmasked - 1
     while (t >= 0) & (tl.max(carry, 0) >= threshold):
         count = tl.minimum(t + 1, CHUNK)
-        acc, carry, row_carry, row_tile = _tiles(
+        acc, carry, row_carry, row_tile = walk_tiles(
             acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, t, count, position, k_len, logit_scale,
             floor, nearer, dims, ROWS, BN, H, BH, False, PRECISION,
         )  # fmt: skip
@@ -164,7 +164,7 @@ def sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
     """fp16 rounds eight times finer than bf16, which is enough for bf16 results; fp16 results need a second part, and a product over
     fewer than 16 columns does not exist. Gradients may lie far under fp16's range: two bf16 parts."""
     if dtype == torch.float32:
-        return SumTypes(tl.float32, 1, tl.float32, 1, "ieee")
+        return SumTypes(tl.float32, 1, tl.float32, 1, "tf32x3")
     parts = 2 if dtype == torch.float16 or key_block < 64 else 1
     # bf16 is wrong under the interpreter.
     farther = (tl.float32, 1) if triton.knobs.runtime.interpret else (tl.bfloat16, 2)

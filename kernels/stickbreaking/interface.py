@@ -6,6 +6,8 @@ from torch import Tensor
 from . import ops
 
 MAX_HEAD_DIM = 128
+# Up to this many queries × heads a key head, without gradients, the keys are split instead of the queries.
+MAX_DECODE_ROWS = 64
 DTYPES = {"cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 
 
@@ -32,7 +34,8 @@ def stickbreaking_attention(
     q [T, N, H]; k, v [S, K, H] with N a multiple of K and H ≤ 128; bfloat16, float16, float32 (float64 too on the CPU).
     cu_seqlens_q, cu_seqlens_k [num_sequences + 1]: boundaries of the packed sequences, int32; equal neighbours are empty
         sequences. None: one sequence; for the keys, those of the queries.
-    max_seqlen_q, max_seqlen_k: longest sequence, hints that size scratch memory; on a GPU they spare no result.
+    max_seqlen_q, max_seqlen_k: upper bounds of the sequence lengths; T and S unless given. They size backward's scratch and choose
+        the decoding kernels; on a GPU a sequence of more keys than max_seqlen_k comes out as NaN.
     q_offsets [num_sequences] int32: position of a sequence's first query relative to its first key; query r of a sequence
         sees its keys 0 .. q_offset + r − 1. None: 0, plain causal.
     scale: 1/√H unless given.
@@ -55,19 +58,15 @@ def stickbreaking_attention(
             max_seqlen_k = k.shape[0]
     if cu_seqlens_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
-    o, log_rest, *_ = ops.forward_op(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        q_offsets,
-        log_rest_in,
-        q.shape[0] if max_seqlen_q is None else max_seqlen_q,
-        k.shape[0] if max_seqlen_k is None else max_seqlen_k,
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        float(skip_below),
-    )
+    max_seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+    max_seqlen_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_rest_in))
+    few = max_seqlen_q * (q.shape[1] // k.shape[1]) <= MAX_DECODE_ROWS
+    op = ops.decode_op if few and not wants_grad else ops.forward_op
+    o, log_rest, *_ = op(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, float(skip_below)
+    )  # fmt: skip
     return o, log_rest
 
 

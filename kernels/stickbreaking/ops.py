@@ -59,6 +59,25 @@ def forward_op(
     return o, log_rest, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.int32), q.new_empty(0, dtype=torch.int32)
 
 
+@torch.library.custom_op("stickbreaking::decode", mutates_args=(), device_types="cpu")
+def decode_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    q_offsets: Tensor | None,
+    log_rest_in: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    skip_below: float,
+) -> tuple[Tensor, Tensor]:
+    """A few queries a sequence, without gradients."""
+    layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
+    return torch_path.forward(q, k, v, log_rest_in, *layout, scale)
+
+
 @torch.library.custom_op("stickbreaking::backward", mutates_args=(), device_types="cpu")
 def backward_op(
     grad_o: Tensor,
@@ -87,6 +106,14 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
 
     announce(f"{q.device}: Triton kernels, {q.dtype}, skipping below {skip_below:g}")
     return forward.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_k, scale, skip_below)
+
+
+@decode_op.register_kernel("cuda")
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below):  # type: ignore[no-untyped-def]
+    from . import decode
+
+    announce(f"{q.device}: Triton split-KV decoding, {q.dtype}, skipping below {skip_below:g}")
+    return decode.decode(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below)
 
 
 @backward_op.register_kernel("cuda")
@@ -124,6 +151,11 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
         q.new_empty(tile, dtype=torch.int32),
         q.new_empty(stop, dtype=torch.int32),
     )
+
+
+@decode_op.register_fake
+def _(q, *_):  # type: ignore[no-untyped-def]
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=_rest_dtype(q))
 
 
 @backward_op.register_fake
