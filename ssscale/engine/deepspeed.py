@@ -1,6 +1,7 @@
 """DeepSpeed: ZeRO, mixed precision, gradient accumulation, reduction and clipping. It appears in this file only."""
 
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -82,12 +83,11 @@ class DeepSpeedEngine:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # DeepSpeed insists, also on one process
         import deepspeed
-        import deepspeed.comm.torch
         from deepspeed.utils import logger
 
         # On CPUs DeepSpeed would compile a shared-memory all-reduce at the first start: it needs a C++ compiler, takes half
         # a minute, and a start killed meanwhile leaves a lock on which every later one waits for ever. gloo serves.
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         logger.setLevel(logging.WARNING)
         self.groups, self.stage = groups, config.parallel.zero_stage
         self.accumulation = config.train.batch_size // (config.train.microbatch * groups.data_size)
