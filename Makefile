@@ -5,9 +5,13 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
-PROCESSES ?= 2
+# One process a GPU where there are any, else two on the CPU.
+PROCESSES ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); echo $$((gpus == 0 ? 2 : gpus > 2 ? 2 : gpus)))
+RUN ?= runs/tiny_sb
 BIN := .venv/bin
 STAMP := .venv/installed
+export TOKENIZERS_PARALLELISM := false
+export OMP_NUM_THREADS ?= 1
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,12 +23,35 @@ setup: $(STAMP)  ## create .venv with the pinned dependencies
 $(STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed (apt-get install python3.11)" >&2; exit 2; }
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) lacks the venv module (apt-get install python3-venv)" >&2; exit 2; }
-	command -v c++ >/dev/null || { echo "error: a C++ compiler is needed: DeepSpeed builds its gloo helper at the first start (apt-get install g++)" >&2; exit 2; }
-	[ -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || { echo "error: Python.h is missing: DeepSpeed builds its gloo helper at the first start (apt-get install python3-dev)" >&2; exit 2; }
 	echo "setup: installing the pinned dependencies into .venv (about 4 minutes)"
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install -qq --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip uninstall -qq --yes torchvision
 	touch $(STAMP)
 
-.PHONY: help setup
+pretrain: $(STAMP)  ## the main job: text → tokenizer → shards → training → evaluation → report (about 10 minutes)
+	@$(BIN)/python -m data_prep pack --config configs/corpus/stdlib.yaml --out data/stdlib
+	$(BIN)/torchrun --nproc_per_node=$(PROCESSES) launch/pretrain.py config=tiny_sb run_dir=$(RUN)
+	$(BIN)/python launch/evaluate.py checkpoint=$(RUN) tasks=cloze
+	$(BIN)/python launch/report.py $(RUN)
+
+format:  ## rewrite the sources as ruff wants them
+	@$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: $(STAMP)  ## formatting, lint, types, directions of imports
+	@$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## check and the CPU tests (about 8 minutes on 2 cores)
+	@$(BIN)/python -m pytest
+
+test-slow: $(STAMP)  ## the tests that take minutes
+	@$(BIN)/python -m pytest -m slow
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA GPU
+	@$(BIN)/python -m pytest -m gpu
+
+.PHONY: help setup pretrain format check test test-slow test-gpu

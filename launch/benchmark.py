@@ -1,6 +1,6 @@
 """The stack's training step beside plain torch's, in one run on one GPU:
 
-python launch/benchmark.py configs=1b_softmax,1b_ssmax data=FOLDER [microbatch=4] [accumulation=1,16] [steps=100,8] [key=value ...]
+python launch/benchmark.py configs=1b_softmax,1b_ssmax data=FOLDER [microbatch=4] [accumulation=1,16] [steps=100,8] [...]
 
 Each row is a run of launch/pretrain.py through torchrun (real data, streaming, Megatron layers, DeepSpeed, metrics), or of
 eval/plain_torch.py; the ratio is to plain torch at the same accumulation. Medians over the steps after the first four.
@@ -23,7 +23,15 @@ from ssscale.config import load_config
 from ssscale.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONS = {"configs": str, "data": str, "microbatch": int, "accumulation": str, "steps": str, "folder": str, "plain": int}
+OPTIONS = {
+    "configs": str,
+    "data": str,
+    "microbatch": int,
+    "accumulation": str,
+    "steps": str,
+    "folder": str,
+    "plain": int,
+}
 COLUMNS = ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_s")
 
 

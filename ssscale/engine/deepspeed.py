@@ -71,7 +71,7 @@ def _add_gradient(optimizer: Any, weight: Tensor, group: int, index: int, clear_
         return
     total = optimizer.fp32_groups_gradients[group][index]
     total.add_(weight.grad.view(total.shape))
-    weight._hp_grad = total  # type: ignore[attr-defined]
+    weight._hp_grad = total
     optimizer.fp32_groups_has_gradients[group][index] = True
 
 
@@ -97,7 +97,7 @@ class DeepSpeedEngine:
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model, config),
             lr=0.0,
-            betas=tuple(config.optimizer.betas),  # type: ignore[arg-type]
+            betas=tuple(config.optimizer.betas),
             eps=config.optimizer.eps,
             fused=True,
         )
@@ -168,7 +168,7 @@ class DeepSpeedEngine:
             return (0, moments[state].flatten()) if moments else None
         if self.stage == 3:
             return self._zero3_fragment(weight, state)
-        mapping = weight._hp_mapping  # type: ignore[attr-defined]
+        mapping = weight._hp_mapping
         if mapping is None:
             return None
         # Not mapping.optim_fragment: DeepSpeed links it after the first group's step, when the others have no state yet.
@@ -184,7 +184,7 @@ class DeepSpeedEngine:
         group, offset, size = optimizer.grad_position[optimizer.get_param_id(weight)]
         flat = optimizer.fp32_partitioned_groups_flat[group]
         start = self.groups.data_rank * size
-        held = min(size, weight.ds_numel - start)  # type: ignore[attr-defined]
+        held = min(size, weight.ds_numel - start)
         if held <= 0 or (state != "weight" and state not in self.optimizer.state.get(flat, {})):
             return None
         source = flat if state == "weight" else self.optimizer.state[flat][state]

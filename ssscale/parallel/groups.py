@@ -28,7 +28,9 @@ class Groups:
         return self.rank == 0
 
 
-def initialize(tensor: int = 1, local_rank: int = 0, timeout_minutes: float = 10.0, distributed: bool = False) -> Groups:
+def initialize(
+    tensor: int = 1, local_rank: int = 0, timeout_minutes: float = 10.0, distributed: bool = False
+) -> Groups:
     """Start torch.distributed (NCCL on GPUs, gloo on CPUs) and Megatron-core's groups.
 
     distributed: the process was started by torchrun or Slurm, whose environment names its peers; otherwise it is alone.

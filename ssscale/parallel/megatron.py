@@ -24,7 +24,7 @@ def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype)
     """What Megatron-core's layers read of their configuration; head and layer counts there are ours to ignore."""
     if not torch.cuda.is_available():
         # Megatron-core allocates its sequence-parallel buffers on torch.cuda.current_device().
-        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+        torch.cuda.current_device = lambda: torch.device("cpu")
     initialize_rng_tracker(inference_rng_tracker=True)
     # The layers warn once a process about CUDA_DEVICE_MAX_CONNECTIONS; Dynamo cannot trace the warning.
     megatron_layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
@@ -116,14 +116,14 @@ def mark_split(weight: nn.Parameter, dim: int, stripes: tuple[int, ...]) -> None
     Megatron-core sets its own marks only when it initialises; DeepSpeed reads `tensor_model_parallel` to count a split
     weight's gradient norm over all ranks.
     """
-    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-    weight.partition_dim = dim  # type: ignore[attr-defined]
-    weight.stripes = stripes  # type: ignore[attr-defined]
+    weight.tensor_model_parallel = True
+    weight.partition_dim = dim
+    weight.stripes = stripes
 
 
 def split_dim(weight: Tensor) -> int | None:
     """The dimension along which a weight is split over the tensor-parallel ranks; None for a replicated one."""
-    return int(weight.partition_dim) if getattr(weight, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+    return int(weight.partition_dim) if getattr(weight, "tensor_model_parallel", False) else None
 
 
 def global_shape(weight: Tensor, tensor_size: int, shape: torch.Size | None = None) -> list[int]:
@@ -138,7 +138,7 @@ def global_shape(weight: Tensor, tensor_size: int, shape: torch.Size | None = No
 def local_ranges(weight: Tensor, rank: int, tensor_size: int) -> list[tuple[int, int]]:
     """The ranges [start, stop) along `split_dim` of the whole weight that a rank holds, in the order it holds them."""
     ranges, start = [], 0
-    for stripe in weight.stripes:  # type: ignore[attr-defined]
+    for stripe in weight.stripes:
         share = stripe // tensor_size
         ranges.append((start + rank * share, start + (rank + 1) * share))
         start += stripe

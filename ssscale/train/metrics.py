@@ -52,7 +52,13 @@ class Metrics:
         self.file = open(path, "a", buffering=1)  # noqa: SIM115
         self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         self.console = Console(soft_wrap=True)
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("training", total=total_steps, completed=first_step)
 
@@ -61,7 +67,9 @@ class Metrics:
             self.progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         if self.is_main:
             self.progress.stop()
             self.tensorboard.close()
@@ -80,7 +88,9 @@ class Metrics:
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step":
                 self.tensorboard.add_scalar(name, value, record["step"])
-        self.progress.console.print("  ".join(f"{name} {_short(value)}" for name, value in record.items()), highlight=False)
+        self.progress.console.print(
+            "  ".join(f"{name} {_short(value)}" for name, value in record.items()), highlight=False
+        )
 
 
 class Stopwatch:

@@ -106,7 +106,7 @@ class Trainer:
         core = config.model.attention.core.value
         uniform = config.data.one_document
         kernel = core if core == "stickbreaking" else f"{core} on {choose_backend(groups.device, dtype, uniform)}"
-        logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", kernel)  # type: ignore[operator]
+        logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", kernel)
         logger.info(
             "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, data parallel %d, device %s",
             str(dtype).removeprefix("torch."),

@@ -77,7 +77,9 @@ def make_engine(
     return engine, groups
 
 
-def train_step(engine: DeepSpeedEngine, groups: Groups, step: int, microbatch: int, lr: float) -> tuple[float, float | None]:
+def train_step(
+    engine: DeepSpeedEngine, groups: Groups, step: int, microbatch: int, lr: float
+) -> tuple[float, float | None]:
     """(mean loss over the step's targets, gradient norm)."""
     share = ROWS // groups.data_size
     rows = [step * ROWS + groups.data_rank * share + i for i in range(share)]

@@ -40,7 +40,13 @@ def test_resuming_in_the_same_layout_changes_no_bit(layout: str, pools: dict[int
     assert rest["norms"] == whole["norms"][2:]
 
 
-MOVES = [("tp2sp_z1", "one_z3"), ("dp2_z3", "tp2sp_z1"), ("dp2_z2", "one_z1"), ("one_z1", "dp2_z2"), ("dp2_z1", "dp2_z3")]
+MOVES = [
+    ("tp2sp_z1", "one_z3"),
+    ("dp2_z3", "tp2sp_z1"),
+    ("dp2_z2", "one_z1"),
+    ("one_z1", "dp2_z2"),
+    ("dp2_z1", "dp2_z3"),
+]
 
 
 @pytest.mark.parametrize(("source", "target"), MOVES)
@@ -58,7 +64,7 @@ def test_only_safetensors_and_json_are_written_and_damage_is_named(pool1: Pool, 
     weights = checkpoint / "rank-00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     reader = CheckpointReader(checkpoint)
-    with pytest.raises(UserError, match="rank-00000.safetensors is broken"):
+    with pytest.raises(UserError, match=r"rank-00000\.safetensors is broken"):
         reader.whole("norm.weight", "weight")
     (checkpoint / "rank-00000.json").unlink()
     with pytest.raises(UserError, match="not a whole checkpoint"):

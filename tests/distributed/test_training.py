@@ -17,7 +17,9 @@ from tests.pool import Pool
 TRAIN = "tests.distributed.jobs:train"
 
 
-def make_model(core: str = "ssmax", variant: str = "learned", tied: bool = False, remainder: bool = False) -> ModelConfig:
+def make_model(
+    core: str = "ssmax", variant: str = "learned", tied: bool = False, remainder: bool = False
+) -> ModelConfig:
     position = PositionMethod.nope if core == "stickbreaking" else PositionMethod.rope
     return ModelConfig(
         num_layers=2,
