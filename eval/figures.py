@@ -35,9 +35,9 @@ def draw_run(run: Run, file: Path) -> None:
     for start, name in run.stage_starts:
         for axes in (losses, rates):
             axes.axvline(start, color="0.4", linestyle=":", linewidth=1.2)
-        # Where the curve is low: text there covers nothing.
+        # Above the axes: text there covers neither curve nor legend.
         at = losses.get_xaxis_transform()
-        losses.text(start, 0.97, f" {name} stage", transform=at, va="top", ha="left", color="0.25", fontsize=10)
+        losses.text(start, 1.01, f"{name} stage", transform=at, va="bottom", ha="left", color="0.25", fontsize=10)
     _finish(figure, losses, rates, f"{run.name}: loss by training tokens", file)
 
 
@@ -86,7 +86,7 @@ def _panels() -> tuple[plt.Figure, tuple[Axes, Axes]]:
 def _finish(figure: plt.Figure, losses: Axes, rates: Axes, title: str, file: Path) -> None:
     rates.set_ylim(bottom=0)
     rates.set_xlim(left=0)
-    losses.set_title(title, fontsize=13, loc="left")
+    losses.set_title(title, fontsize=13, loc="left", pad=22)
     losses.legend(fontsize=10, frameon=False, loc="upper right")
     temporary = file.with_name(f".{file.name}")
     figure.savefig(temporary, dpi=DPI, format="png")

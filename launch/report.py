@@ -22,6 +22,7 @@ from launch.cli import run as run_command
 from launch.cli import take_options
 from launch.evaluate import flag, open_data
 from ssscale.errors import UserError
+from ssscale.model.flops import count_parameters
 
 if TYPE_CHECKING:
     from eval.run import Run
@@ -48,10 +49,9 @@ def main(argv: list[str]) -> None:
     texts = []
     for run in runs:
         draw_run(run, run.folder / "loss.png")
-        parameters = run.results.get("parameters")
         if with_sample is not False and run.checkpoint is not None:
-            parameters = sample(run, options.get("data"))
-        text = summary(run, parameters)
+            sample(run, options.get("data"))
+        text = summary(run)
         (run.folder / "summary.txt").write_text(text, encoding="utf-8")
         texts.append(text)
     if len(runs) == 1:
@@ -63,8 +63,8 @@ def main(argv: list[str]) -> None:
     print(f"figure of all: {figure}\nof each run: loss.png, sample.txt, summary.txt in its folder")
 
 
-def sample(run: "Run", data_path: str | None) -> int:
-    """Write sample.txt from the newest checkpoint. Returns the model's number of parameters."""
+def sample(run: "Run", data_path: str | None) -> None:
+    """Write sample.txt from the newest checkpoint."""
     from eval.sample import write_sample
     from eval.text import TextTokenizer
     from ssscale.parallel.groups import initialize
@@ -82,13 +82,11 @@ def sample(run: "Run", data_path: str | None) -> int:
     tokenizer = TextTokenizer.of_checkpoint(run.checkpoint, data)
     title = f"{run.name}, {run.checkpoint.name}: {model.num_parameters():,} parameters"
     write_sample(model, tokenizer, data, config.data.length, title, run.folder / "sample.txt")
-    return model.num_parameters()
 
 
-def summary(run: "Run", parameters: int | None) -> str:
+def summary(run: "Run") -> str:
     """One screen of text; its last lines are the validation loss beside the bigram's."""
     model = run.config.model
-    size = "unknown: no checkpoint" if parameters is None else f"{parameters:,}"
     shape = (
         f"{model.num_layers} layers of {model.hidden_size:,}, {model.num_heads} heads, vocabulary {model.vocab_size:,}"
     )
@@ -96,7 +94,7 @@ def summary(run: "Run", parameters: int | None) -> str:
     present = [name for name in ("loss.png", "sample.txt", "summary.txt") if name == "summary.txt" or _has(run, name)]
     rows = [
         ("model", f"{model.attention.core.value} attention{position}; {shape}"),
-        ("parameters", size),
+        ("parameters", f"{count_parameters(model, run.config.data.length):,}"),
         ("trained", f"{run.tokens:,} tokens, {run.training[-1]['step']:,} steps of {run.config.tokens_per_step:,}"),
         ("stages", " → ".join(_stages(run))),
         ("speed", f"{run.tokens_per_second:,.0f} tokens/s"),

@@ -1,0 +1,3 @@
+from eval.environment import prepare
+
+prepare()  # before any test module imports lm-eval

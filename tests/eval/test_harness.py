@@ -1,0 +1,143 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from eval.harness import PackedLM, pack
+from ssscale.errors import UserError
+from ssscale.layout import PackedLayout
+from tests.eval.conftest import LENGTH
+
+PAIRS = [
+    ("The stick", " breaking"),
+    ("", "Softmax"),
+    ("A longer context, of stick and softmax, ", "max and more"),  # whitespace at its end
+    ("The stick", " softing laermo"),
+    ("x " * 300, " end of a context that does not fit"),
+    ("<|endoftext|>", " spelt out"),
+]
+
+
+def ask(kind: str, *arguments: tuple) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
+
+
+def alone(lm: PackedLM, tokens: list[int], scored: int) -> tuple[float, bool]:
+    """One document in a pass of its own, token by token in float64."""
+    tokens = tokens[-(LENGTH + 1) :]
+    logits = lm.model(torch.tensor(tokens[:-1]), PackedLayout.from_lengths([len(tokens) - 1])).double()
+    total, greedy = 0.0, True
+    for i in range(len(tokens) - 1 - scored, len(tokens) - 1):
+        total += float(logits[i].log_softmax(-1)[tokens[i + 1]])
+        greedy = greedy and int(logits[i].argmax()) == tokens[i + 1]
+    return total, greedy
+
+
+def split_as_hugging_face(lm: PackedLM, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    stripped = context.rstrip()
+    before = [lm.text.bos_id, *lm.text.encode(stripped)]
+    whole = [lm.text.bos_id, *lm.text.encode(context + continuation)]
+    return before, whole[len(before) :]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 150, 100_000])
+def test_packed_log_likelihoods_equal_single_documents(model, tokenizer, batch_tokens):
+    lm = PackedLM(model, tokenizer, LENGTH, batch_tokens=batch_tokens)
+    for (context, continuation), got in zip(PAIRS, lm.loglikelihood(ask("loglikelihood", *PAIRS)), strict=True):
+        before, after = split_as_hugging_face(lm, context, continuation)
+        value, greedy = alone(lm, before + after, len(after))
+        assert got[0] == pytest.approx(value, rel=1e-5)
+        assert got[1] == greedy
+
+
+def test_every_path_begins_with_bos(lm, monkeypatch):
+    seen = []
+    monkeypatch.setattr(lm, "model", Recorder(lm.model, seen))
+    lm.loglikelihood(ask("loglikelihood", ("", " stick"), ("The", " stick")))
+    lm.loglikelihood_rolling(ask("loglikelihood_rolling", ("The stick",)))
+    lm.generate_until(ask("generate_until", ("The stick", {"until": [], "max_gen_toks": 1})))
+    assert len(seen) == 4
+    text = lm.text.encode("The stick")
+    whole = [lm.text.bos_id, *text]
+    assert sorted(map(len, seen)) == sorted([len(lm.text.encode(" stick")), len(whole) - 1, len(whole) - 1, len(whole)])
+    for document in seen:
+        assert document[0] == lm.text.bos_id
+        assert lm.text.bos_id not in document[1:]
+
+
+class Recorder(torch.nn.Module):
+    """Keeps the documents that a model is given."""
+
+    def __init__(self, model, seen):
+        super().__init__()
+        self.model, self.seen, self.groups, self.config = model, seen, model.groups, model.config
+
+    def forward(self, tokens, layout):
+        bounds = layout.cu_seqlens.tolist()
+        self.seen += [tokens[a:b].tolist() for a, b in pairwise(bounds)]
+        return self.model(tokens, layout)
+
+
+def test_an_empty_context_and_rolling_agree(lm):
+    text = "The stick is breaking."
+    (value, _), rolling = (
+        lm.loglikelihood(ask("loglikelihood", ("", text)))[0],
+        lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))[0],
+    )
+    assert rolling == pytest.approx(value, rel=1e-6)
+
+
+def test_rolling_scores_every_token_once(lm):
+    text = "stick breaking softmax, lamo tirane. " * 30
+    tokens = lm.text.encode(text)
+    assert len(tokens) > 2 * LENGTH
+    whole = [lm.text.bos_id, *tokens]
+    expected = alone(lm, whole[: LENGTH + 1], LENGTH)[0]
+    for first in range(LENGTH, len(tokens), LENGTH):
+        last = min(first + LENGTH, len(tokens))
+        window = whole[last - LENGTH : last + 1]
+        expected += alone(lm, window, last - first)[0]
+    assert lm.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_generation_gives_is_greedy(lm):
+    context = "The stick"
+    text = lm.generate_until(ask("generate_until", (context, {"until": ["\n"], "max_gen_toks": 8})))[0]
+    assert "\n" not in text
+    tokens = lm.tok_encode(context)
+    from ssscale.model.generate import generate
+
+    best = generate(lm.model, [tokens], 5)[0]
+    other = [*best[:-1], (best[-1] + 1) % 400]
+    pairs = [(("", ""), tokens, best), (("", ""), tokens, other)]
+    assert [greedy for _, greedy in lm._loglikelihood_tokens(pairs)] == [True, False]
+
+
+def test_generation_stops_at_a_string_and_ignores_its_neighbours(lm):
+    contexts = ["The stick", "", "Softmax and la"]
+    settings = {"until": [], "max_gen_toks": 10}
+    texts = lm.generate_until(ask("generate_until", *((context, settings) for context in contexts)))
+    for context, text in zip(contexts, texts, strict=True):
+        assert lm.generate_until(ask("generate_until", (context, settings)))[0] == text
+        end = text[len(text) // 2]
+        cut = lm.generate_until(ask("generate_until", (context, settings | {"until": [end]})))[0]
+        assert cut == text.split(end)[0]
+
+
+def test_impossible_requests(lm):
+    with pytest.raises(UserError, match="no tokens of its own"):
+        lm.loglikelihood(ask("loglikelihood", ("The stick", "")))
+    with pytest.raises(UserError, match="the model takes 128"):
+        lm.loglikelihood(ask("loglikelihood", ("The stick", " softmax" * 300)))
+    with pytest.raises(UserError, match="generates 128 tokens"):
+        lm.generate_until(ask("generate_until", ("The", {"until": [], "max_gen_toks": 128})))
+
+
+def test_pack_bounds_batches_and_loses_nothing():
+    lengths = [5, 30, 7, 7, 1, 12, 3]
+    batches = list(pack(lengths, 15))
+    assert sorted(index for batch in batches for index in batch) == list(range(7))
+    assert all(len(batch) == 1 or sum(lengths[i] for i in batch) <= 15 for batch in batches)
+    assert batches[0] == [1]
+    assert list(pack([], 15)) == []
