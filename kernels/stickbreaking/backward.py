@@ -48,14 +48,14 @@ def _block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop
 
 @triton.jit
 def _dq_tiles(
-    dq, carry, behind, row_tile, q, do, k_ptrs, v_ptrs, carry_ptrs, behind_ptrs, k_step, v_step, scratch_step, first, last, position, num_keys,
+    dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptrs, behind_ptrs, k_step, v_step, scratch_step, first, last, position, num_keys,
     logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
     for t in range(first, last):
-        k_tile = k_ptrs + t * k_step
-        v_tile = v_ptrs + t * v_step
+        k_tile = k_ptr + t * k_step + k_offsets
+        v_tile = v_ptr + t * v_step + v_offsets
         if MASKED:
             inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
             k = tl.load(k_tile, mask=inside, other=0.0)
@@ -133,8 +133,10 @@ def dq_kernel(
 
     kv_head = head // KV_GROUP
     column_key = tile.key_of_column(BN)
-    k_ptrs = k_ptr + (k_start + column_key).to(tl.int64)[:, None] * sk_t + kv_head * sk_n + dims[None, :]
-    v_ptrs = v_ptr + (k_start + column_key).to(tl.int64)[:, None] * sv_t + kv_head * sv_n + dims[None, :]
+    k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
+    v_ptr += k_start.to(tl.int64) * sv_t + kv_head * sv_n
+    k_offsets = column_key[:, None] * sk_t + dims[None, :]
+    v_offsets = column_key[:, None] * sv_t + dims[None, :]
     scratch = tl.full([], 1, tl.int64) * head * num_tiles * scratch_rows + slice_slot * ROWS + local
     position = tl.minimum(offset + row, k_len)
     end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
@@ -146,11 +148,11 @@ def dq_kernel(
     tile_step = tl.full([], BN, tl.int64)
     dq = tl.zeros([ROWS, BH], tl.float32)
     dq, carry, behind = _dq_tiles(
-        dq, carry, behind, row_tile, q, do, k_ptrs, v_ptrs, carry_ptr + scratch, behind_ptr + scratch, tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
+        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch, tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
         stop, unmasked, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, False, PRECISION,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
-        dq, carry, behind, row_tile, q, do, k_ptrs, v_ptrs, carry_ptr + scratch, behind_ptr + scratch, tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
+        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch, tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
         tl.maximum(stop, unmasked), end, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, True, PRECISION,
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
@@ -178,25 +180,29 @@ def _list_live(
 
 @triton.jit
 def _dkv_tiles(
-    dk, dv, k, v, q_ptrs, do_ptrs, sq_t, sq_n, so_t, so_n, carry_ptrs, behind_ptrs, scratch_head, list_ptr, count, t, offset, q_len, num_keys,
+    dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, list_ptr, count, t, offset, q_len, num_keys,
     logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, MASKED: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
     local = tl.arange(0, ROWS)
+    q_offsets = local[:, None] * sq_t + dims[None, :]
+    do_offsets = local[:, None] * so_t + dims[None, :]
     for n in range(count):
         entry = tl.load(list_ptr + n)
         head = entry // MAX_BLOCKS
-        row = entry % MAX_BLOCKS * ROWS + local
-        in_rows = (row < q_len)[:, None] & (dims < H)[None, :]
-        row64 = row.to(tl.int64)
-        q = tl.load(q_ptrs + row64[:, None] * sq_t + head * sq_n, mask=in_rows, other=0.0)
-        do = tl.load(do_ptrs + row64[:, None] * so_t + head * so_n, mask=in_rows, other=0.0)
-        carry = tl.load(carry_ptrs + head * scratch_head + row64, mask=row < q_len, other=-1e30)
-        behind = tl.load(behind_ptrs + head * scratch_head + row64, mask=row < q_len, other=0.0)
+        first_row = entry % MAX_BLOCKS * ROWS
+        first64 = first_row.to(tl.int64)
+        row_ok = local < q_len - first_row
+        in_rows = row_ok[:, None] & (dims < H)[None, :]
+        q = tl.load(q_ptr + (first64 * sq_t + head * sq_n) + q_offsets, mask=in_rows, other=0.0)
+        do = tl.load(do_ptr + (first64 * so_t + head * so_n) + do_offsets, mask=in_rows, other=0.0)
+        scratch = head * scratch_head + first64
+        carry = tl.load(carry_ptr + scratch + local, mask=row_ok, other=-1e30)
+        behind = tl.load(behind_ptr + scratch + local, mask=row_ok, other=0.0)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
         if MASKED:
-            position = tl.minimum(offset + row, num_keys)
+            position = tl.minimum(offset + first_row + local, num_keys)
             z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
         u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
         rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
@@ -259,8 +265,8 @@ def dkv_kernel(
     k = tl.load(k_ptr + token[:, None] * sk_t + kv_head * sk_n + dims[None, :], mask=in_keys, other=0.0)
     v = tl.load(v_ptr + token[:, None] * sv_t + kv_head * sv_n + dims[None, :], mask=in_keys, other=0.0)
     first_head = kv_head * KV_GROUP
-    q_ptrs = q_ptr + q_start.to(tl.int64) * sq_t + first_head * sq_n + dims[None, :]
-    do_ptrs = do_ptr + q_start.to(tl.int64) * so_t + first_head * so_n + dims[None, :]
+    q_ptr += q_start.to(tl.int64) * sq_t + first_head * sq_n
+    do_ptr += q_start.to(tl.int64) * so_t + first_head * so_n
     scratch_head = tl.full([], 1, tl.int64) * num_tiles * scratch_rows
     scratch = first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (sequence_slot - first_slot) * DQ_ROWS
     live = list_ptr + (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * MAX_BLOCKS)
@@ -269,8 +275,8 @@ def dkv_kernel(
     # List entries count blocks from the slice's first, so that they fit the scratch of one slice.
     base = row_first // ROWS
     row_base = base * ROWS
-    q_ptrs += row_base.to(tl.int64) * sq_t
-    do_ptrs += row_base.to(tl.int64) * so_t
+    q_ptr += row_base.to(tl.int64) * sq_t
+    do_ptr += row_base.to(tl.int64) * so_t
     scratch += row_base
 
     dk = tl.zeros([BN, BH], tl.float32)
@@ -284,11 +290,11 @@ def dkv_kernel(
     )  # fmt: skip
     tl.debug_barrier()
     dk, dv = _dkv_tiles(
-        dk, dv, k, v, q_ptrs, do_ptrs, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live, in_part, t,
+        dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live, in_part, t,
         offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, True, MAX_BLOCKS, PRECISION,
     )  # fmt: skip
     dk, dv = _dkv_tiles(
-        dk, dv, k, v, q_ptrs, do_ptrs, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live + in_part,
+        dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live + in_part,
         total - in_part, t, offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, MAX_BLOCKS,
         PRECISION,
     )  # fmt: skip

@@ -43,8 +43,10 @@ def split_kernel(
     token = (q_start + row).to(tl.int64)
     q = tl.load(q_ptr + (token * sq_t + head * sq_n)[:, None] + dims[None, :], mask=in_rows, other=0.0)
     column_key = tile.key_of_column(BN)
-    k_ptrs = k_ptr + (k_start + column_key).to(tl.int64)[:, None] * sk_t + kv_head * sk_n + dims[None, :]
-    v_ptrs = v_ptr + (k_start + column_key).to(tl.int64)[:, None] * sv_t + kv_head * sv_n + dims[None, :]
+    k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
+    v_ptr += k_start.to(tl.int64) * sv_t + kv_head * sv_n
+    k_offsets = column_key[:, None] * sk_t + dims[None, :]
+    v_offsets = column_key[:, None] * sv_t + dims[None, :]
     tile_step = tl.full([], BN, tl.int64)
 
     position = tl.minimum(offset + row, k_len)
@@ -59,14 +61,14 @@ def split_kernel(
     acc = tl.zeros([ROWS, BH], tl.float32)
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
     acc, carry, _, _ = walk_tiles(
-        acc, carry, carry, row_tile, q, k_ptrs, v_ptrs, tile_step * sk_t, tile_step * sv_t, last - 1, last - unmasked, position, k_len,
+        acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, last - 1, last - unmasked, position, k_len,
         logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, True, PRECISION,
     )  # fmt: skip
     t = unmasked - 1
     while (t >= first) & (tl.max(carry, 0) >= threshold):
         count = tl.minimum(t + 1 - first, CHUNK)
         acc, carry, _, _ = walk_tiles(
-            acc, carry, carry, row_tile, q, k_ptrs, v_ptrs, tile_step * sk_t, tile_step * sv_t, t, count, position, k_len,
+            acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, t, count, position, k_len,
             logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, False, PRECISION,
         )  # fmt: skip
         t -= count

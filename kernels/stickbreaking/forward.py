@@ -30,7 +30,7 @@ def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
 
 @triton.jit
 def walk_tiles(
-    acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, first, count, position, num_keys, logit_scale, floor,
+    acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, first, count, position, num_keys, logit_scale, floor,
     nearer, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`count` tiles from tile `first` outwards (to lower indices)."""
@@ -40,8 +40,8 @@ def walk_tiles(
         alive = carry > floor
         row_carry = tl.where(alive, carry, row_carry)
         row_tile = tl.where(alive, t, row_tile)
-        k_tile = k_ptrs + t * k_step
-        v_tile = v_ptrs + t * v_step
+        k_tile = k_ptr + t * k_step + k_offsets
+        v_tile = v_ptr + t * v_step + v_offsets
         if MASKED:
             inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
             k = tl.load(k_tile, mask=inside, other=0.0)
@@ -94,8 +94,10 @@ def forward_kernel(
     q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
     kv_head = head // KV_GROUP
     column_key = tile.key_of_column(BN)
-    k_ptrs = k_ptr + (k_start + column_key).to(tl.int64)[:, None] * sk_t + kv_head * sk_n + dims[None, :]
-    v_ptrs = v_ptr + (k_start + column_key).to(tl.int64)[:, None] * sv_t + kv_head * sv_n + dims[None, :]
+    k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
+    v_ptr += k_start.to(tl.int64) * sv_t + kv_head * sv_n
+    k_offsets = column_key[:, None] * sk_t + dims[None, :]
+    v_offsets = column_key[:, None] * sv_t + dims[None, :]
     k_step = tl.full([], BN, tl.int64) * sk_t
     v_step = tl.full([], BN, tl.int64) * sv_t
 
@@ -117,7 +119,7 @@ def forward_kernel(
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
 
     acc, carry, row_carry, row_tile = walk_tiles(
-        acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, end - 1, end - unmasked, position, k_len, logit_scale,
+        acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, end - 1, end - unmasked, position, k_len, logit_scale,
         floor, nearer, dims, ROWS, BN, H, BH, True, PRECISION,
     )  # fmt: skip
     # The exit is tested once a chunk: a loop that tests it at every tile is not pipelined.
@@ -125,7 +127,7 @@ def forward_kernel(
     while (t >= 0) & (tl.max(carry, 0) >= threshold):
         count = tl.minimum(t + 1, CHUNK)
         acc, carry, row_carry, row_tile = walk_tiles(
-            acc, carry, row_carry, row_tile, q, k_ptrs, v_ptrs, k_step, v_step, t, count, position, k_len, logit_scale,
+            acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, t, count, position, k_len, logit_scale,
             floor, nearer, dims, ROWS, BN, H, BH, False, PRECISION,
         )  # fmt: skip
         t -= count

@@ -95,8 +95,13 @@ def group_sums(x, triangle, PRECISION: tl.constexpr):
     if triangle.shape[0] == x.shape[1]:
         return tl.dot(high, triangle, input_precision=PRECISION)
     else:
-        low = (x - high.to(tl.float32)).to(triangle.dtype)
-        return tl.dot(beside(high, low, x.shape[0], 2 * x.shape[1]), triangle, input_precision=PRECISION)
+        if triangle.dtype == tl.bfloat16:
+            # Cutting the bits off is exact and cheap; rounding and converting back runs at an eighth of the rate.
+            cut = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+            both = beside(cut, x - cut, x.shape[0], 2 * x.shape[1]).to(triangle.dtype)
+        else:
+            both = beside(high, (x - high.to(tl.float32)).to(triangle.dtype), x.shape[0], 2 * x.shape[1])
+        return tl.dot(both, triangle, input_precision=PRECISION)
 
 
 @triton.jit
