@@ -17,6 +17,8 @@ class Resources(NamedTuple):
     shared_bytes: int
     wgmma: int
     async_copies: int
+    # Loads and stores of local memory in each loop that multiplies matrices, in program order.
+    spills_in_loops: tuple[int, ...]
 
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> CompiledKernel:
@@ -24,18 +26,44 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, 
     integers named in upper-case type ("I32") as multiples of 16, which is what a launch finds out by itself."""
     names = kernel.arg_names
     signature = {name: types[name].lower() if name in types else "constexpr" for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or types.get(name) == "I32"}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name][0] == "*" or types.get(name) == "I32"
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def resources(compiled: CompiledKernel) -> Resources:
-    """What ptxas made of it. A stack frame is where spilled registers go."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    """What ptxas made of it."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+        usage, sass = (
+            subprocess.run([tool, flag, cubin.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
     registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))  # type: ignore[index]
     ptx = compiled.asm["ptx"]
-    return Resources(registers, stack, compiled.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("cp.async.c"))
+    return Resources(
+        registers,
+        stack,
+        compiled.metadata.shared,
+        ptx.count("wgmma.mma_async"),
+        ptx.count("cp.async.c"),
+        _spills_in_loops(sass),
+    )
+
+
+def _spills_in_loops(sass: str) -> tuple[int, ...]:
+    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", sass)]
+    spills = []
+    for address, text in code:
+        target = re.search(r"BRA.*0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < address:
+            body = [line for at, line in code if int(target[1], 16) <= at <= address]
+            if any("HGMMA" in line for line in body):
+                spills.append(sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body))
+    return tuple(spills)

@@ -29,15 +29,19 @@ def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
     key_block = forward_config(head_dim, dtype).key_block
     if dtype == torch.float32:
         return BackwardConfig(Config(64, key_block, 4, 1), Config(64, key_block, 4, 1))
+    if head_dim <= 32:
+        return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 2, 168))
     if head_dim <= 64:
-        return BackwardConfig(Config(64, key_block, 4, 2), Config(64, key_block, 4, 2))
-    return BackwardConfig(Config(128, key_block, 8, 2), Config(64, key_block, 8, 2))
+        return BackwardConfig(Config(64, key_block, 4, 4), Config(64, key_block, 4, 2))
+    return BackwardConfig(Config(128, key_block, 8, 2), Config(128, key_block, 8, 2))
 
 
 @triton.jit
 def _block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS: tl.constexpr):
     """The farthest tile that forward visited for any granule of these row blocks. `block` may be a vector."""
-    base = block_stop_ptr + head * num_stop_slots + tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
+    base = (
+        block_stop_ptr + head * num_stop_slots + tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
+    )
     first = block * (ROWS // tile.STOP_ROWS)
     stop = tl.load(base + first, mask=first * tile.STOP_ROWS < q_len, other=tile.NEVER)
     for i in tl.static_range(1, ROWS // tile.STOP_ROWS):
@@ -268,7 +272,9 @@ def dkv_kernel(
     q_ptr += q_start.to(tl.int64) * sq_t + first_head * sq_n
     do_ptr += q_start.to(tl.int64) * so_t + first_head * so_n
     scratch_head = tl.full([], 1, tl.int64) * num_tiles * scratch_rows
-    scratch = first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (sequence_slot - first_slot) * DQ_ROWS
+    scratch = (
+        first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (sequence_slot - first_slot) * DQ_ROWS
+    )
     live = list_ptr + (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * MAX_BLOCKS)
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
     farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)

@@ -23,9 +23,12 @@ class Config(NamedTuple):
 
 
 def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
+    """Measured on an H200 (README.md). Registers are capped where that fits a third program on a multiprocessor."""
     if dtype == torch.float32:
         return Config(64, 64, 4, 1)
-    return Config(64, 64, 4, 3) if head_dim <= 64 else Config(128, 64, 8, 2)
+    if head_dim <= 32:
+        return Config(64, 64, 4, 3, 128)
+    return Config(64, 64, 4, 3, 168) if head_dim <= 64 else Config(128, 64, 8, 3)
 
 
 @triton.jit
@@ -134,7 +137,9 @@ def forward_kernel(
 
     # A longest key sequence that was given too short would leave backward's scratch too small: say so in the result.
     acc = tl.where(k_len > max_keys, float("nan"), acc)
-    tl.store(o_ptr + (token[:, None] * num_heads + head) * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows)
+    tl.store(
+        o_ptr + (token[:, None] * num_heads + head) * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows
+    )
     tl.store(log_rest_ptr + token * num_heads + head, (carry * tile.LN_2).to(tl.float32), mask=row_ok)
     if SAVE:
         saved = head.to(tl.int64) * num_tokens + token
@@ -145,7 +150,9 @@ def forward_kernel(
         granule = block * (ROWS // tile.STOP_ROWS) + tl.arange(0, ROWS // tile.STOP_ROWS)
         first_granule = tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
         stop_ptrs = block_stop_ptr + head * num_stop_slots + first_granule + granule
-        tl.store(stop_ptrs, tl.full([ROWS // tile.STOP_ROWS], 0, tl.int32) + stop, mask=granule * tile.STOP_ROWS < q_len)
+        tl.store(
+            stop_ptrs, tl.full([ROWS // tile.STOP_ROWS], 0, tl.int32) + stop, mask=granule * tile.STOP_ROWS < q_len
+        )
 
 
 def log2_threshold(skip_below: float) -> float:
@@ -193,7 +200,7 @@ def forward(
     scale: float,
     skip_below: float,
     config: Config | None = None,
-    chunk: int = 4,
+    chunk: int = 8,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape

@@ -8,7 +8,10 @@ from . import ops
 MAX_HEAD_DIM = 128
 # Up to this many queries × heads a key head, without gradients, the keys are split instead of the queries.
 MAX_DECODE_ROWS = 64
-DTYPES = {"cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
+DTYPES = {
+    "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32),
+}
 
 
 def stickbreaking_attention(
@@ -94,16 +97,27 @@ def _check(
         raise ValueError(f"q, k, v must share one of {DTYPES[device]} on {device}, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not 0 <= skip_below < 1:
         raise ValueError(f"skip_below is a share of the stick, 0 <= skip_below < 1, got {skip_below}")
-    others = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "q_offsets": q_offsets, "log_rest_in": log_rest_in}
+    others = {
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "q_offsets": q_offsets,
+        "log_rest_in": log_rest_in,
+    }
     for name, x in others.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}")
     _check_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
     if log_rest_in is not None and (log_rest_in.shape != q.shape[:2] or not log_rest_in.is_floating_point()):
-        raise ValueError(f"log_rest_in must be {tuple(q.shape[:2])} in floating point, got {tuple(log_rest_in.shape)} {log_rest_in.dtype}")
+        raise ValueError(
+            f"log_rest_in must be {tuple(q.shape[:2])} in floating point, got {tuple(log_rest_in.shape)} {log_rest_in.dtype}"
+        )
 
 
-def _check_layout(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q_offsets: Tensor | None) -> None:
+def _check_layout(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, q_offsets: Tensor | None
+) -> None:
     integers = (torch.int32, torch.int64)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x is not None and (x.dim() != 1 or x.shape[0] < 2 or x.dtype not in integers):
@@ -112,6 +126,10 @@ def _check_layout(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_
     if cu_seqlens_k is None and num_sequences != 1 and k.shape[0] != q.shape[0]:
         raise ValueError(f"{q.shape[0]} queries in {num_sequences} sequences over {k.shape[0]} keys need cu_seqlens_k")
     if cu_seqlens_k is not None and cu_seqlens_k.shape[0] != num_sequences + 1:
-        raise ValueError(f"cu_seqlens_k describes {cu_seqlens_k.shape[0] - 1} sequences and cu_seqlens_q {num_sequences}")
+        raise ValueError(
+            f"cu_seqlens_k describes {cu_seqlens_k.shape[0] - 1} sequences and cu_seqlens_q {num_sequences}"
+        )
     if q_offsets is not None and (q_offsets.shape != (num_sequences,) or q_offsets.dtype not in integers):
-        raise ValueError(f"q_offsets must be [{num_sequences}] in int32 or int64, got {tuple(q_offsets.shape)} {q_offsets.dtype}")
+        raise ValueError(
+            f"q_offsets must be [{num_sequences}] in int32 or int64, got {tuple(q_offsets.shape)} {q_offsets.dtype}"
+        )

@@ -23,11 +23,15 @@ def starts(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     """The boundaries as integers. ValueError unless they ascend (equal neighbours are empty sequences) from 0 to `total`."""
     values: list[int] = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] != total or any(a > b for a, b in zip(values, values[1:])):
-        raise ValueError(f"{name} must ascend from 0 to {total}, got {values if len(values) < 20 else [*values[:10], '...', *values[-9:]]}")
+        raise ValueError(
+            f"{name} must ascend from 0 to {total}, got {values if len(values) < 20 else [*values[:10], '...', *values[-9:]]}"
+        )
     return values
 
 
-def _host_layout(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None) -> tuple[list[int], list[int], list[int]]:
+def _host_layout(
+    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None
+) -> tuple[list[int], list[int], list[int]]:
     starts_q = starts("cu_seqlens_q", cu_q, q.shape[0])
     starts_k = starts("cu_seqlens_k", cu_k, k.shape[0])
     offsets = [0] * (len(starts_q) - 1) if q_offsets is None else q_offsets.tolist()
@@ -56,7 +60,13 @@ def forward_op(
     announce("the CPU: plain torch, exact (nothing is skipped)")
     layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
     o, log_rest = torch_path.forward(q, k, v, log_rest_in, *layout, scale)
-    return o, log_rest, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.int32), q.new_empty(0, dtype=torch.int32)
+    return (
+        o,
+        log_rest,
+        q.new_empty(0, dtype=torch.float32),
+        q.new_empty(0, dtype=torch.int32),
+        q.new_empty(0, dtype=torch.int32),
+    )
 
 
 @torch.library.custom_op("stickbreaking::decode", mutates_args=(), device_types="cpu")
@@ -113,7 +123,9 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
     from . import decode
 
     announce(f"{q.device}: Triton split-KV decoding, {q.dtype}, skipping below {skip_below:g}")
-    return decode.decode(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below)
+    return decode.decode(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below
+    )
 
 
 @backward_op.register_kernel("cuda")
@@ -124,11 +136,26 @@ def _(  # type: ignore[no-untyped-def]
     from . import backward
 
     return backward.backward(
-        grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, row_carry, row_tile, block_stop, max_seqlen_q, max_seqlen_k, scale
+        grad_o,
+        grad_log_rest,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        q_offsets,
+        row_carry,
+        row_tile,
+        block_stop,
+        max_seqlen_q,
+        max_seqlen_k,
+        scale,
     )
 
 
-def aux_shapes(num_tokens: int, num_heads: int, num_sequences: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+def aux_shapes(
+    num_tokens: int, num_heads: int, num_sequences: int
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """Shapes of row_carry, row_tile and block_stop. Blocks of 64 rows, one spare a sequence: see forward.py's `locate`."""
     rows = (num_heads, num_tokens)
     return rows, rows, (num_heads, num_tokens // 64 + num_sequences)
@@ -176,7 +203,19 @@ def _backward(ctx, grad_o, grad_log_rest, *_unused):  # type: ignore[no-untyped-
         grad_o = torch.zeros_like(q)
     dq, dk, dv, d_entering = backward_op(grad_o, grad_log_rest, q, *rest, ctx.max_q, ctx.max_k, ctx.scale)
     log_rest_in = rest[5]
-    return dq, dk, dv, None, None, None, None if log_rest_in is None else d_entering.to(log_rest_in.dtype), None, None, None, None
+    return (
+        dq,
+        dk,
+        dv,
+        None,
+        None,
+        None,
+        None if log_rest_in is None else d_entering.to(log_rest_in.dtype),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

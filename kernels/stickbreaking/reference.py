@@ -47,7 +47,11 @@ def stickbreaking_reference(
 
         log_keep = torch.where(visible, logsigmoid(-z), 0.0)  # ln(1 − β)
         # An explicit zero column: subtracting log_keep from the inclusive sum would cancel when it is huge.
-        log_keep = torch.cat([log_keep, torch.zeros_like(log_keep[..., :1])], -1) if z.shape[2] else z.new_zeros(*z.shape[:2], 1)
+        log_keep = (
+            torch.cat([log_keep, torch.zeros_like(log_keep[..., :1])], -1)
+            if z.shape[2]
+            else z.new_zeros(*z.shape[:2], 1)
+        )
         suffix = log_keep.flip(-1).cumsum(-1).flip(-1)
         rest = suffix[..., 0]
         if log_rest_in is not None:

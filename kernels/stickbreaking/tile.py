@@ -27,16 +27,18 @@ def log2(x):
     # tl.log2 is a polynomial of a dozen instructions.
     if INTERPRETED:
         return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def reciprocal(x):
     if INTERPRETED:
         return 1.0 / x
-    else:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -84,8 +86,7 @@ def triangle(BN: tl.constexpr, NEARER: tl.constexpr, PARTS: tl.constexpr, dtype:
     column = tl.arange(0, BN // GROUP)[None, :]
     if NEARER:
         return (row > column).to(dtype)
-    else:
-        return (row < column).to(dtype)
+    return (row < column).to(dtype)
 
 
 @triton.jit
@@ -94,14 +95,13 @@ def group_sums(x, triangle, PRECISION: tl.constexpr):
     high = x.to(triangle.dtype)
     if triangle.shape[0] == x.shape[1]:
         return tl.dot(high, triangle, input_precision=PRECISION)
+    if triangle.dtype == tl.bfloat16:
+        # Cutting the bits off is exact and cheap; rounding and converting back runs at an eighth of the rate.
+        cut = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        both = beside(cut, x - cut, x.shape[0], 2 * x.shape[1]).to(triangle.dtype)
     else:
-        if triangle.dtype == tl.bfloat16:
-            # Cutting the bits off is exact and cheap; rounding and converting back runs at an eighth of the rate.
-            cut = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-            both = beside(cut, x - cut, x.shape[0], 2 * x.shape[1]).to(triangle.dtype)
-        else:
-            both = beside(high, (x - high.to(tl.float32)).to(triangle.dtype), x.shape[0], 2 * x.shape[1])
-        return tl.dot(both, triangle, input_precision=PRECISION)
+        both = beside(high, (x - high.to(tl.float32)).to(triangle.dtype), x.shape[0], 2 * x.shape[1])
+    return tl.dot(both, triangle, input_precision=PRECISION)
 
 
 @triton.jit
@@ -141,7 +141,9 @@ def spend(z, ROWS: tl.constexpr, BN: tl.constexpr):
     # 1 + w drops what is under 2^-24, and many keys of low logits would add up to a visible part of the stick.
     series = w * (LOG2_E - w * (LOG2_E / 2 - w * (LOG2_E / 3)))
     capped = tl.where(w < 2**-8, series, log2(1.0 + w))
-    over = (tl.maximum(z0, LOGIT_CAP) + tl.maximum(z1, LOGIT_CAP)) + (tl.maximum(z2, LOGIT_CAP) + tl.maximum(z3, LOGIT_CAP))
+    over = (tl.maximum(z0, LOGIT_CAP) + tl.maximum(z1, LOGIT_CAP)) + (
+        tl.maximum(z2, LOGIT_CAP) + tl.maximum(z3, LOGIT_CAP)
+    )
     return u0, u1, u2, u3, w, capped, capped + (over - 4 * LOGIT_CAP)
 
 

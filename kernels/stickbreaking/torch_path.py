@@ -33,7 +33,9 @@ class Tile(NamedTuple):
 
 def _windows(x: Tensor, start: int, length: int, batch: int, stride: int) -> Tensor:
     shape, strides = x.shape[1:], x.stride()
-    return x.as_strided((batch, length, *shape), (stride * strides[0], *strides), x.storage_offset() + start * strides[0])
+    return x.as_strided(
+        (batch, length, *shape), (stride * strides[0], *strides), x.storage_offset() + start * strides[0]
+    )
 
 
 def _tiles(starts_q: list[int], starts_k: list[int], offsets: list[int], num_heads: int) -> Iterator[Tile]:
@@ -52,7 +54,9 @@ def _tiles(starts_q: list[int], starts_k: list[int], offsets: list[int], num_hea
             yield Tile(batch, starts_q[first] + row, rows, starts_k[first], visible, num_rows, num_keys, offset + row)
 
 
-def _weights(q: Tensor, k: Tensor, position: int, log_rest_in: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(
+    q: Tensor, k: Tensor, position: int, log_rest_in: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, K, G, C, H], k [B, K, 1, S, H] → weights [B, K, G, C, S], log_rest [B, K, G, C], logits"""
     z = scale * (q @ k.transpose(-1, -2))
     num_rows, num_keys = z.shape[-2:]
@@ -83,7 +87,14 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, log_rest_in: Tensor | None, starts_q: list[int], starts_k: list[int], offsets: list[int], scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_rest_in: Tensor | None,
+    starts_q: list[int],
+    starts_k: list[int],
+    offsets: list[int],
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     dtype = _compute_dtype(q)
     o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)

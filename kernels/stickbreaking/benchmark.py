@@ -1,0 +1,169 @@
+"""python -m kernels.stickbreaking.benchmark: checks, then times forward and backward beside PyTorch's attention kernels. Needs a CUDA GPU."""
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable
+from datetime import date
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
+
+# (batch, query heads, length, head dim): the 1b, 3b and 350m shapes, a long one and a wide one.
+SHAPES = [(4, 24, 4096, 64), (4, 36, 4096, 64), (8, 32, 2048, 32), (1, 24, 16384, 64), (4, 16, 4096, 128)]
+SETS = 3
+
+
+def starts(batch: int, length: int) -> Tensor:
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device="cuda")
+
+
+def make(batch: int, num_heads: int, length: int, head_dim: int, spent: bool) -> list[Tensor]:
+    """q, k, v, dO [T, N, H]. Dense: logits so low that no stick is ever spent. Spent: unit normal, as at initialisation."""
+    q, k, v, grad = (torch.randn(batch * length, num_heads, head_dim, device="cuda") for _ in range(4))
+    if not spent:
+        q, k = 1 + q.abs() / 2, -1.5 * (64 / head_dim) ** 0.5 * (1 + k.abs() / 2)
+    return [x.bfloat16() for x in (q, k, v, grad)]
+
+
+def median_ms(calls: list[Callable[[], object]]) -> float:
+    """Inputs rotate, so that no run finds the previous one's in the cache."""
+    rotating = itertools.cycle(calls)
+    return float(triton.testing.do_bench(lambda: next(rotating)(), warmup=50, rep=200, return_mode="median"))
+
+
+def forward_and_backward(function: Callable[..., Tensor], inputs: list[list[Tensor]]) -> tuple[float, float]:
+    def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Callable[[], object]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = function(*leaves)
+        return lambda: torch.autograd.grad(o, leaves, grad, retain_graph=True)
+
+    with torch.no_grad():
+        forward = median_ms([lambda s=s: function(*s[:3]) for s in inputs])  # type: ignore[misc]
+    return forward, median_ms([gradients(*s) for s in inputs])
+
+
+def check() -> None:
+    """Values and gradients against float64, within twice the error of float32 torch on the same inputs."""
+    for head_dim, skip_below in itertools.product((32, 64, 128), (0.0, 2**-12)):
+        generator = torch.Generator("cuda").manual_seed(0)
+        q, k, v, grad = (
+            torch.randn(1100, n, head_dim, device="cuda", generator=generator).bfloat16() for n in (4, 2, 2, 4)
+        )
+        cu = torch.tensor([0, 1, 1, 400, 1100], dtype=torch.int32, device="cuda")
+
+        def run(function: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, **kwargs: float) -> list[Tensor]:
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]  # noqa: B023
+            o, _ = function(*leaves, cu_seqlens_q=cu, **kwargs)  # noqa: B023
+            return [o, *torch.autograd.grad(o, leaves, grad.to(dtype))]  # noqa: B023
+
+        ours = run(stickbreaking_attention, torch.bfloat16, skip_below=skip_below)
+        plain, exact = run(stickbreaking_reference, torch.bfloat16), run(stickbreaking_reference, torch.float64)
+        for name, a, p, e in zip(("o", "dq", "dk", "dv"), ours, plain, exact):
+            error, allowed, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, e))
+            limit = 2 * allowed + (1e-5 + 2 * skip_below) * size
+            if not error <= limit:
+                raise SystemExit(
+                    f"{name} at head dim {head_dim}, skip_below {skip_below:g}: error {error:.2e}, allowed {limit:.2e}"
+                )
+    print("values and gradients within twice the rounding of torch, head dims 32, 64, 128, with and without skipping")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--decode", action="store_true", help="also time decoding")
+    arguments = parser.parse_args()
+    print(
+        f"{date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; ms, forward / backward"
+    )
+    check()
+    print(
+        "| shape | FA2 | cuDNN | ours, dense | ours, spent | dense against FA2 | TFLOP/s, dense |\n|---|---|---|---|---|---|---|"
+    )
+    for shape in SHAPES:
+        batch, num_heads, length, head_dim = shape
+        cu = starts(batch, length)
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return stickbreaking_attention(q, k, v, cu_seqlens_q=cu, max_seqlen_q=length, max_seqlen_k=length)[0]  # noqa: B023
+
+        def sdpa(backend: SDPBackend) -> tuple[float, float]:
+            inputs = [
+                [x.unflatten(0, (batch, length)).transpose(1, 2) for x in make(*shape, spent=True)] for _ in range(SETS)
+            ]
+            with sdpa_kernel(backend):
+                return forward_and_backward(
+                    lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), inputs
+                )
+
+        times = [sdpa(SDPBackend.FLASH_ATTENTION), sdpa(SDPBackend.CUDNN_ATTENTION)]
+        times += [
+            forward_and_backward(ours, [make(*shape, spent=spent) for _ in range(SETS)]) for spent in (False, True)
+        ]
+        # Useful operations as for softmax: two products forward and five backward, causal half.
+        tflops = 3.5 * 2 * batch * num_heads * length**2 * head_dim / sum(times[2]) / 1e9
+        cells = " | ".join(f"{a:.2f} / {b:.2f}" for a, b in times)
+        print(
+            f"| {'×'.join(map(str, shape))} | {cells} | {sum(times[2]) / sum(times[0]):.2f} | {tflops:.0f} |",
+            flush=True,
+        )
+    memory()
+    if arguments.decode:
+        decode()
+
+
+def memory() -> None:
+    """Extra bytes at the peak of forward + backward beside inputs, outputs and their gradients, a token and head."""
+    for length in (16384, 65536):
+        q, k, v, grad = make(1, 8, length, 64, spent=False)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(stickbreaking_attention(*leaves)[0], leaves, grad)
+        torch.cuda.synchronize()
+        extra = torch.cuda.max_memory_allocated() - before
+        print(
+            f"peak extra memory at {length} tokens, 8 heads of 64: {extra / 2**20:.0f} MiB, {extra / length / 8:.0f} bytes a token and head"
+        )
+
+
+def decode() -> None:
+    """One token a sequence, 24 heads over 8 key heads of 64, against SDPA with the same grouping."""
+    print("| decode: cache, batch | ours, dense µs | ours, spent µs | SDPA µs |\n|---|---|---|---|")
+    for length, batch in itertools.product((1024, 8192, 32768, 131072), (1, 32)):
+        if length * batch > 2**21:
+            continue
+        cells = []
+        cu_q, cu_k = starts(batch, 1), starts(batch, length)
+        offsets = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        for spent in (False, True):
+            q, _, _, _ = make(batch, 24, 1, 64, spent)
+            _, k, v, _ = make(batch, 8, length, 64, spent)
+
+            def ours() -> object:
+                return stickbreaking_attention(
+                    q,
+                    k,
+                    v,
+                    cu_seqlens_q=cu_q,
+                    cu_seqlens_k=cu_k,
+                    max_seqlen_q=1,
+                    max_seqlen_k=length,
+                    q_offsets=offsets,  # noqa: B023
+                )
+
+            with torch.no_grad():
+                cells.append(statistics.median(triton.testing.do_bench(ours, warmup=20, rep=60, return_mode="all")))
+        q4, k4, v4 = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
+        cells.append(median_ms([lambda: scaled_dot_product_attention(q4, k4, v4, enable_gqa=True)]))  # noqa: B023
+        print(f"| {length}, {batch} | " + " | ".join(f"{1e3 * x:.0f}" for x in cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

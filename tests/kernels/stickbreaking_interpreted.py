@@ -1,0 +1,134 @@
+"""Runs the Triton kernels under Triton's interpreter, which must be chosen before Triton is imported: a process of its own.
+
+Prints one JSON object a case: errors against float64, and those of float32 torch with inputs and outputs in the same dtype.
+"""
+
+import json
+import os
+import warnings
+
+os.environ["TRITON_INTERPRET"] = "1"
+warnings.simplefilter("ignore")
+
+import torch
+
+from kernels.stickbreaking import stickbreaking_reference
+from kernels.stickbreaking.backward import backward
+from kernels.stickbreaking.decode import decode
+from kernels.stickbreaking.forward import forward
+
+# name: (query lengths, key lengths, offsets, heads, key heads, head dim, standard deviation of q, bytes of scratch a row)
+CASES = {
+    "plain": ([130], None, None, 2, 1, 16, 1.0, 512),
+    "huge": ([100], None, None, 1, 1, 16, 30.0, 512),
+    "low": ([100], None, None, 1, 1, 16, -20.0, 512),
+    "one": ([1], None, None, 2, 2, 16, 1.0, 512),
+    "packed": ([1, 0, 65, 20], None, None, 1, 1, 24, 1.0, 512),
+    "slices": ([140, 65], None, None, 1, 1, 16, 1.0, 8),
+    "offset": ([20, 10], [70, 65], [50, 70], 1, 1, 16, 1.0, 512),
+}
+
+
+def starts(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def differentiate(dtype, q, k, v, entering, grad_o, grad_rest, layout):
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    entering = entering.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    o, rest = stickbreaking_reference(*leaves, log_rest_in=entering, **layout)
+    grads = torch.autograd.grad([o, rest], [*leaves, entering], [grad_o.to(o.dtype), grad_rest.to(rest.dtype)])
+    return [x.detach().double() for x in (o, rest, *grads)]
+
+
+def run(name, dtype):
+    lengths_q, lengths_k, offsets, num_heads, num_kv_heads, head_dim, std, scratch = CASES[name]
+    lengths_k = lengths_k or lengths_q
+    num_tokens, num_keys, scale = sum(lengths_q), sum(lengths_k), head_dim**-0.5
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad_o = (
+        torch.randn(n, h, head_dim, generator=generator)
+        for n, h in (
+            (num_tokens, num_heads),
+            (num_keys, num_kv_heads),
+            (num_keys, num_kv_heads),
+            (num_tokens, num_heads),
+        )
+    )
+    if std < 0:
+        q, k = std * q.abs() / head_dim, k.abs()
+    else:
+        q = q * std
+    q, k, v, grad_o = (x.to(dtype) for x in (q, k, v, grad_o))
+    entering, grad_rest = (
+        -torch.rand(num_tokens, num_heads, generator=generator),
+        torch.randn(num_tokens, num_heads, generator=generator),
+    )
+    cu_q, cu_k = starts(lengths_q), starts(lengths_k)
+    offsets = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets}
+
+    o, rest, *saved = forward(q, k, v, cu_q, cu_k, offsets, entering, max(lengths_k), scale, 0.0)
+    grads = backward(
+        grad_o,
+        grad_rest,
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        offsets,
+        *saved,
+        max(lengths_q),
+        max(lengths_k),
+        scale,
+        scratch_bytes_per_row=scratch,
+    )
+    inputs = (q, k, v, entering, grad_o, grad_rest, layout)
+    exact, torch_same = differentiate(torch.float64, *inputs), differentiate(dtype, *inputs)
+    return report(("o", "log_rest", "dq", "dk", "dv", "d_log_rest_in"), (o, rest, *grads), exact, torch_same)
+
+
+def report(names, ours, exact, torch_same):
+    return {
+        n: ((a.double() - e).abs().max().item(), (t - e).abs().max().item(), e.abs().max().item())
+        for n, a, e, t in zip(names, ours, exact, torch_same)
+    }
+
+
+def run_skip(dtype):
+    q, k, v = (torch.randn(260, 1, 16, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3))
+    cu = starts([260])
+    o, rest, _, _, stop = forward(2 * q, k, v, cu, cu, None, None, 260, 0.25, 2**-12, chunk=1)
+    exact, exact_rest = stickbreaking_reference(2 * q.double(), k.double(), v.double())
+    same, _ = stickbreaking_reference(2 * q, k, v)
+    bound = 2**-12 * v.abs().max().item()
+    return {
+        "o": ((o.double() - exact).abs().max().item(), (same - exact).abs().max().item(), exact.abs().max().item()),
+        "allowed": bound,
+        "stop": stop[0, :5].tolist(),
+        # Skipped keys can only lower what is left of the stick.
+        "rest_is_upper_bound": bool((rest.double() >= exact_rest - 1e-3 * exact_rest.abs() - 1e-3).all()),
+    }
+
+
+def run_decode(dtype):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 16, generator=generator).to(dtype) for n, h in ((5, 4), (300, 2), (300, 2)))
+    cu_q, cu_k, offsets = starts([2, 0, 3]), starts([100, 50, 150]), torch.tensor([98, 3, 140], dtype=torch.int32)
+    layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets, "scale": 0.25}
+    exact = stickbreaking_reference(q.double(), k.double(), v.double(), **layout)
+    same = stickbreaking_reference(q, k, v, **layout)
+    results = {}
+    for splits in (1, 3, 7):
+        ours = decode(q, k, v, cu_q, cu_k, offsets, None, 3, 150, 0.25, 0.0, num_splits=splits)
+        results |= {f"{n}/{splits}": r for n, r in report(("o", "log_rest"), ours, exact, same).items()}
+    return results
+
+
+if __name__ == "__main__":
+    for dtype in (torch.float16, torch.float32):
+        for name in CASES:
+            print(json.dumps({"case": f"{name}-{dtype}"} | run(name, dtype)), flush=True)
+        print(json.dumps({"case": f"skip-{dtype}"} | run_skip(dtype)), flush=True)
+        print(json.dumps({"case": f"decode-{dtype}"} | run_decode(dtype)), flush=True)

@@ -1,0 +1,129 @@
+"""The Triton kernels without a GPU: their results under the interpreter, and what ptxas makes of them for Hopper."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from kernels.stickbreaking import backward as B
+from kernels.stickbreaking import decode as D
+from kernels.stickbreaking import forward as F
+from kernels.testing import Resources, compile_for_hopper, resources
+
+CASES = [
+    f"{name}-torch.{dtype}"
+    for dtype in ("float16", "float32")
+    for name in ("plain", "huge", "low", "one", "packed", "slices", "offset", "decode")
+]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    script = Path(__file__).with_name("stickbreaking_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "2"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {result.pop("case"): result for result in map(json.loads, done.stdout.splitlines())}
+
+
+def budget(torch_error: float, magnitude: float, dtype: str) -> float:
+    # Half a unit in the last place of float16's subnormals, and float32 rounding of sums as large as the result.
+    return 2 * torch_error + (2e-7 if "16" in dtype else 0.0) + 1e-5 * magnitude
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_float64(interpreted, case):
+    for name, (error, torch_error, magnitude) in interpreted[case].items():
+        assert error <= budget(torch_error, magnitude, case), (name, error, torch_error, magnitude)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_skipping_stays_within_its_bound(interpreted, dtype):
+    result = interpreted[f"skip-torch.{dtype}"]
+    error, torch_error, magnitude = result["o"]
+    assert error <= budget(torch_error, magnitude, dtype) + result["allowed"]
+    assert result["rest_is_upper_bound"]
+    assert max(result["stop"]) > 0, "nothing was skipped"
+
+
+def types(kernel, constants, **special):
+    """Argument types by this package's naming: *_ptr, strides s?_?, everything else an int32."""
+    named = {}
+    for name in kernel.arg_names:
+        if name.endswith("_ptr"):
+            named[name] = "*fp32"
+        elif len(name) == 4 and name[0] == "s" and name[2] == "_":
+            named[name] = "I32"
+        else:
+            named[name] = "fp32" if name in ("scale", "logit_scale", "threshold") else "i32"
+    for name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"):
+        named[name] = "*bf16"
+    for name in ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr"):
+        named[name] = "*i32"
+    return {name: (named | special)[name] for name in kernel.arg_names if name not in constants}
+
+
+def compiled(kernel, config, head_dim, with_farther, **constants) -> Resources:
+    sums = F.sum_types(torch.bfloat16, config.key_block)
+    constants |= {
+        "H": head_dim,
+        "BH": head_dim,
+        "ROWS": config.row_block,
+        "BN": config.key_block,
+        "KV_GROUP": 1,
+        "HAS_OFFSET": False,
+        "offset_ptr": None,
+    }
+    constants |= {"NEARER": sums.nearer, "NEARER_PARTS": sums.nearer_parts, "PRECISION": sums.dot}
+    if with_farther:
+        constants |= {"FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts}
+    signature = types(kernel, constants, scratch_rows="I32")
+    return resources(compile_for_hopper(kernel, signature, constants, **F.launch(config)))
+
+
+# Local-memory accesses allowed in any one loop over tiles. Where it is not 0, a configuration without spills was measured slower.
+ALLOWED_SPILLS = {("dkv", 32): 48, ("dq", 128): 32, ("dkv", 128): 56}
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
+def test_compiles_for_hopper_without_spilling(which, head_dim):
+    config = B.backward_config(head_dim, torch.bfloat16)
+    if which == "forward":
+        found = compiled(
+            F.forward_kernel,
+            F.forward_config(head_dim, torch.bfloat16),
+            head_dim,
+            False,
+            CHUNK=8,
+            HAS_REST=False,
+            SAVE=True,
+            log_rest_in_ptr=None,
+        )
+    elif which == "dq":
+        found = compiled(B.dq_kernel, config.dq, head_dim, True, HAS_REST=False, d_rest_ptr=None)
+    else:
+        found = compiled(
+            B.dkv_kernel, config.dkv, head_dim, True, DQ_ROWS=config.dq.row_block, MAX_BLOCKS=64, ADD=False
+        )
+    assert found.wgmma > 0, "the dots miss wgmma"
+    assert found.async_copies > 0, "the loads are not pipelined"
+    assert len(found.spills_in_loops) >= 2
+    assert max(found.spills_in_loops) <= ALLOWED_SPILLS.get((which, head_dim), 0), found
+
+
+def test_decode_compiles_for_hopper():
+    found = compiled(D.split_kernel, F.Config(16, 64, 4, 3), 64, False, CHUNK=4)
+    assert found.registers < 255
+    assert found.async_copies > 0
