@@ -87,7 +87,7 @@ def _finish(figure: plt.Figure, losses: Axes, rates: Axes, title: str, file: Pat
     rates.set_ylim(bottom=0)
     rates.set_xlim(left=0)
     losses.set_title(title, fontsize=13, loc="left", pad=22)
-    losses.legend(fontsize=10, frameon=False, loc="upper right")
+    losses.legend(fontsize=10, framealpha=1, edgecolor="none", loc="upper right")
     temporary = file.with_name(f".{file.name}")
     figure.savefig(temporary, dpi=DPI, format="png")
     temporary.replace(file)

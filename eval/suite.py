@@ -1,6 +1,7 @@
 """lm-eval's tasks by name, ours (eval/tasks/) and its own, run on our harness."""
 
 import difflib
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +12,8 @@ from lm_eval.tasks import TaskManager
 
 from eval.harness import PackedLM
 from ssscale.errors import UserError
+
+logger = logging.getLogger("ssscale")
 
 TASKS = Path(__file__).parent / "tasks"
 BOOTSTRAP = 100  # resamplings for the standard error of metrics that are no mean; a mean's is exact
@@ -42,7 +45,7 @@ def find_tasks(names: list[str], metadata: dict[str, Any]) -> TaskManager:
     if not unknown:
         return manager
     ours = manager.all_tasks
-    # lm-eval has thousands of tasks and takes many seconds to list them.
+    logger.warning("looking through lm-eval's thousands of tasks (up to a minute)")
     manager = TaskManager(include_path=str(TASKS), metadata=metadata)
     for name in unknown:
         if name not in manager.all_tasks:

@@ -67,17 +67,18 @@ def evaluate(
     checkpoint: Path, names: list[str], valid: bool, baseline: bool | None, data_path: str | None, console: Console
 ) -> None:
     """Everything that was asked for, printed and added to the results file of the checkpoint."""
-    from eval.results import add_results, results_file
+    from eval.results import add_results, read_results, results_file
     from eval.text import TextTokenizer
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_for_inference
 
+    file = results_file(checkpoint)
+    read_results(file)  # a broken file is better said before the work than after it
     groups = initialize()
     model, config = load_for_inference(checkpoint, groups)
     needed = valid or "cloze" in names
     held_out = open_data(config, "valid", data_path) if needed else None
     tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
-    file = results_file(checkpoint)
     results: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "parameters": model.num_parameters(),

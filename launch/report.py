@@ -163,8 +163,8 @@ def _loss(loss: dict[str, float]) -> str:
 def compare(runs: "list[Run]", console: Console) -> None:
     """The runs side by side."""
     table = Table(box=ASCII)
-    table.add_column("run", overflow="fold")
-    for column in ("tokens", "training", "validation", "bits/byte", "bigram", "cloze", "tokens/s"):
+    table.add_column("run", overflow="fold", min_width=12)
+    for column in ("tokens", "training", "valid", "bits/byte", "bigram", "cloze"):
         table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         valid = run.results.get("valid")
@@ -177,7 +177,6 @@ def compare(runs: "list[Run]", console: Console) -> None:
             f"{valid['bits_per_byte']:.4f}" if valid else "-",
             "-" if run.bigram is None else f"{run.bigram:.4f}",
             f"{cloze['value']:.3f}" if cloze else "-",
-            f"{run.tokens_per_second:,.0f}",
         )
     console.print(table)
 

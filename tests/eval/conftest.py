@@ -54,7 +54,7 @@ class Weights:
 @pytest.fixture(scope="session")
 def documents() -> dict[str, list[str]]:
     """Held-out documents by source."""
-    return {"notes": make_documents(60, 1), "tales": make_documents(30, 2)}
+    return {"notes": make_documents(40, 1), "tales": make_documents(20, 2)}
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,3 @@
-import functools
 import json
 import shutil
 import subprocess
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eval import suite
-from eval.results import newest_results, results_file
+from eval.results import add_results, newest_results, results_file
 from eval.validation import model_loss
 from launch.evaluate import main as evaluate
 from launch.report import main as report
@@ -25,7 +24,7 @@ def test_evaluate_and_report(run, model, valid, capsys):
     results = newest_results(run)
     cloze = results["tasks"]["cloze"]
     assert cloze["chance"] == 0.25
-    assert cloze["items"] == len((run / "eval" / "cloze.jsonl").read_text().splitlines()) >= 100
+    assert cloze["items"] == len((run / "eval" / "cloze.jsonl").read_text().splitlines()) >= 60
     assert cloze["stderr"] == pytest.approx((cloze["value"] * (1 - cloze["value"]) / (cloze["items"] - 1)) ** 0.5)
     loss = model_loss(model, valid, 4, False)
     assert results["valid"]["nats_per_token"] == pytest.approx(loss.nats_per_token, rel=1e-6)
@@ -49,14 +48,14 @@ def test_evaluate_and_report(run, model, valid, capsys):
 
 
 def test_results_of_several_evaluations_are_merged(run):
-    evaluate([f"checkpoint={run}", "tasks=none", "baseline=false"])
-    first = newest_results(run)
-    assert first["tasks"] == {}
-    assert "baseline" not in first
-    evaluate([f"checkpoint={run / 'checkpoints' / 'step-00000010'}", "tasks=cloze", "valid=false"])
-    assert newest_results(run).keys() == first.keys()
-    assert newest_results(run)["valid"] == first["valid"]
-    assert newest_results(run)["tasks"].keys() == {"cloze"}
+    checkpoint = run / "checkpoints" / "step-00000010"
+    add_results(results_file(checkpoint), {"tasks": {"one": {"value": 1}}, "baseline": {"targets": 2}})
+    add_results(results_file(checkpoint), {"tasks": {"two": {"value": 2}}})
+    evaluate([f"checkpoint={checkpoint}", "tasks=none", "baseline=false"])
+    results = newest_results(run)
+    assert results["tasks"] == {"one": {"value": 1}, "two": {"value": 2}}
+    assert results["baseline"] == {"targets": 2}
+    assert results["valid"]["nats_per_token"] > 0
 
 
 def test_report_without_an_evaluation_and_of_two_runs(run, config, capsys):
@@ -86,14 +85,12 @@ def test_report_without_an_evaluation_and_of_two_runs(run, config, capsys):
 )
 def test_bad_evaluations(run, monkeypatch, arguments, words):
     # lm-eval takes many seconds to list its thousands of tasks.
-    monkeypatch.setattr(suite, "TaskManager", lambda **given: TaskManager(**given | {"include_defaults": False}))
+    ours = suite.TaskManager
+    monkeypatch.setattr(suite, "TaskManager", lambda **given: ours(**given | {"include_defaults": False}))
     with pytest.raises(UserError) as error:
         evaluate([argument.format(run=run) for argument in arguments])
     assert words in str(error.value)
     assert not (run / "eval").exists()
-
-
-TaskManager = functools.partial(suite.TaskManager)
 
 
 def test_a_checkpoint_without_tokenizer_and_broken_results(run):
@@ -102,6 +99,7 @@ def test_a_checkpoint_without_tokenizer_and_broken_results(run):
     results_file(checkpoint).write_text("{")
     with pytest.raises(UserError, match=r"step-00000010.json is broken"):
         evaluate([f"checkpoint={run}", "tasks=none", "baseline=false"])
+    results_file(checkpoint).unlink()
     (checkpoint / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"has no tokenizer.json"):
         evaluate([f"checkpoint={run}", "tasks=none"])
