@@ -22,7 +22,8 @@ class Resources(NamedTuple):
 
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> CompiledKernel:
-    """`types` names the type of every argument that is no constant ("*bf16", "i32", "fp32"); pointers count as 16-byte aligned and
+    """`types` names the type of every argument that is no constant ("*bf16", "i32", "fp32"); pointers count as 16-byte
+    aligned and
     integers named in upper-case type ("I32") as multiples of 16, which is what a launch finds out by itself."""
     names = kernel.arg_names
     signature = {name: types[name].lower() if name in types else "constexpr" for name in names}

@@ -52,8 +52,10 @@ def _block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop
 
 @triton.jit
 def _dq_tiles(
-    dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptrs, behind_ptrs, k_step, v_step, scratch_step, first, last, position, num_keys,
-    logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr,
+    dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptrs, behind_ptrs, k_step, v_step,
+    scratch_step, first, last, position, num_keys,
+    logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
@@ -96,12 +98,14 @@ def _dq_tiles(
 
 @triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, carry_ptr, behind_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, carry_ptr,
+    behind_ptr,
     cu_q_ptr, cu_k_ptr, offset_ptr,
     num_tokens, num_keys_total, num_sequences, first_slot, num_slots, num_stop_slots, num_tiles, scratch_rows,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER:
+    tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slice_slot = tl.num_programs(0) - 1 - tl.program_id(0)
     slot = first_slot + slice_slot
@@ -152,11 +156,13 @@ def dq_kernel(
     tile_step = tl.full([], BN, tl.int64)
     dq = tl.zeros([ROWS, BH], tl.float32)
     dq, carry, behind = _dq_tiles(
-        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch, tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
+        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
+        tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
         stop, unmasked, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, False, PRECISION,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
-        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch, tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
+        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
+        tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
         tl.maximum(stop, unmasked), end, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, True, PRECISION,
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
@@ -169,7 +175,8 @@ def _list_live(
     list_ptr, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first, last, t, q_len, num_stop_slots,
     ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the (head of the group, row block) pairs in [first, last) that tile t is alive for, and returns how many: a loop over
+    """Writes the (head of the group, row block) pairs in [first, last) that tile t is alive for, and returns how many: a
+    loop over
     a list keeps its loads pipelined, a test inside the loop does not."""
     count = 0
     for i in range(KV_GROUP):
@@ -184,7 +191,8 @@ def _list_live(
 
 @triton.jit
 def _dkv_tiles(
-    dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, list_ptr, count, t, offset, q_len, num_keys,
+    dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, list_ptr, count, t, offset,
+    q_len, num_keys,
     logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, MASKED: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -228,11 +236,13 @@ def _dkv_tiles(
 
 @triton.jit
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
+    offset_ptr,
     num_tokens, num_keys_total, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots, num_tiles, scratch_rows,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
+    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
@@ -251,7 +261,8 @@ def dkv_kernel(
     sequence_slot = tl.load(cu_q_ptr + sequence).to(tl.int32) // DQ_ROWS + sequence
     row_first = tl.maximum((first_slot - sequence_slot) * DQ_ROWS, 0)
     row_last = tl.minimum((last_slot - sequence_slot) * DQ_ROWS, q_len)
-    end_block = tl.cdiv(row_last, ROWS)
+    # The list has room for the longest sequence that was announced; forward has marked any longer one as NaN.
+    end_block = tl.minimum(tl.cdiv(row_last, ROWS), row_first // ROWS + MAX_BLOCKS)
     first_row = tl.maximum(tl.maximum(t * BN + 1 - offset, 0), row_first)
     first_block = first_row // ROWS
     whole_from = tl.maximum(tl.cdiv(tl.maximum((t + 1) * BN - offset, 0), ROWS), first_block)
@@ -288,20 +299,26 @@ def dkv_kernel(
     dk = tl.zeros([BN, BH], tl.float32)
     dv = tl.zeros([BN, BH], tl.float32)
     in_part = _list_live(
-        live, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first_block, whole_from, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS,
+        live, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first_block, whole_from, t, q_len, num_stop_slots, ROWS,
+        KV_GROUP, MAX_BLOCKS,
     )  # fmt: skip
     total = in_part + _list_live(
-        live + in_part, block_stop_ptr, cu_q_ptr, sequence, first_head, base, whole_from, end_block, t, q_len, num_stop_slots, ROWS, KV_GROUP,
+        live + in_part, block_stop_ptr, cu_q_ptr, sequence, first_head, base, whole_from, end_block, t, q_len,
+        num_stop_slots, ROWS, KV_GROUP,
         MAX_BLOCKS,
     )  # fmt: skip
     tl.debug_barrier()
     dk, dv = _dkv_tiles(
-        dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live, in_part, t,
-        offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, True, MAX_BLOCKS, PRECISION,
+        dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live,
+        in_part, t,
+        offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, True, MAX_BLOCKS,
+        PRECISION,
     )  # fmt: skip
     dk, dv = _dkv_tiles(
-        dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live + in_part,
-        total - in_part, t, offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, MAX_BLOCKS,
+        dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head,
+        live + in_part,
+        total - in_part, t, offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H,
+        False, MAX_BLOCKS,
         PRECISION,
     )  # fmt: skip
     dk *= scale
@@ -351,7 +368,7 @@ def backward(
     scratch_rows = slice_slots * rows
     carry, behind = torch.empty((2, num_heads, num_tiles, scratch_rows), dtype=torch.float32, device=q.device)
     num_key_slots = num_keys // key_block + num_sequences
-    max_blocks = triton.cdiv(min(scratch_rows, max(1, max_queries)), dkv_config.row_block) + 1
+    max_blocks = triton.cdiv(min(scratch_rows, max(1, max_queries)), dkv_config.row_block)
     max_blocks = triton.next_power_of_2(max_blocks)
     group = num_heads // num_kv_heads
     live = torch.empty((num_kv_heads, num_key_slots, group * max_blocks), dtype=torch.int32, device=q.device)
@@ -361,20 +378,25 @@ def backward(
     sums = sum_types(q.dtype, key_block)
     strides = [s for x in (q, k, v, grad_o) for s in (x.stride(0), x.stride(1))]
     logit_scale = scale * 1.4426950408889634
-    common = dict(
-        H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), BN=key_block, KV_GROUP=group, HAS_OFFSET=q_offsets is not None,
-        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, FARTHER=sums.farther, FARTHER_PARTS=sums.farther_parts, PRECISION=sums.dot,
-    )  # fmt: skip
+    common = {
+        "H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "BN": key_block, "KV_GROUP": group, "HAS_OFFSET": q_offsets is not
+        None,
+        "NEARER": sums.nearer, "NEARER_PARTS": sums.nearer_parts, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts,
+        "PRECISION": sums.dot,
+    }  # fmt: skip
     for first in range(0, num_slots, slice_slots):
         last = min(first + slice_slots, num_slots)
         dq_kernel[(last - first, num_heads)](
-            q, k, v, grad_o, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind, cu_q, cu_k, q_offsets,
-            num_tokens, num_keys, num_sequences, first, num_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
+            q, k, v, grad_o, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind, cu_q, cu_k,
+            q_offsets,
+            num_tokens, num_keys, num_sequences, first, num_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides,
+            scale, logit_scale,
             ROWS=rows, HAS_REST=grad_log_rest is not None, **launch(dq_config), **common,
         )  # fmt: skip
         dkv_kernel[(num_key_slots, num_kv_heads)](
             q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
-            num_tokens, num_keys, num_sequences, first, last, num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale,
+            num_tokens, num_keys, num_sequences, first, last, num_key_slots, block_stop.shape[1], num_tiles, scratch_rows,
+            *strides, scale,
             logit_scale, ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
             **launch(dkv_config), **common,
         )  # fmt: skip

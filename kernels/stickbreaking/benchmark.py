@@ -1,4 +1,5 @@
-"""python -m kernels.stickbreaking.benchmark: checks, then times forward and backward beside PyTorch's attention kernels. Needs a CUDA GPU."""
+# ruff: noqa: B023 (every closure is called within its own turn of the loop)
+"""python -m kernels.stickbreaking.benchmark: checks, then times forward and backward beside PyTorch's. Needs a CUDA GPU."""
 
 import argparse
 import itertools
@@ -58,9 +59,9 @@ def check() -> None:
         cu = torch.tensor([0, 1, 1, 400, 1100], dtype=torch.int32, device="cuda")
 
         def run(function: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, **kwargs: float) -> list[Tensor]:
-            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]  # noqa: B023
-            o, _ = function(*leaves, cu_seqlens_q=cu, **kwargs)  # noqa: B023
-            return [o, *torch.autograd.grad(o, leaves, grad.to(dtype))]  # noqa: B023
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            o, _ = function(*leaves, cu_seqlens_q=cu, **kwargs)
+            return [o, *torch.autograd.grad(o, leaves, grad.to(dtype))]
 
         ours = run(stickbreaking_attention, torch.bfloat16, skip_below=skip_below)
         plain, exact = run(stickbreaking_reference, torch.bfloat16), run(stickbreaking_reference, torch.float64)
@@ -90,7 +91,7 @@ def main() -> None:
         cu = starts(batch, length)
 
         def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return stickbreaking_attention(q, k, v, cu_seqlens_q=cu, max_seqlen_q=length, max_seqlen_k=length)[0]  # noqa: B023
+            return stickbreaking_attention(q, k, v, cu_seqlens_q=cu, max_seqlen_q=length, max_seqlen_k=length)[0]
 
         def sdpa(backend: SDPBackend) -> tuple[float, float]:
             inputs = [
@@ -155,13 +156,13 @@ def decode() -> None:
                     cu_seqlens_k=cu_k,
                     max_seqlen_q=1,
                     max_seqlen_k=length,
-                    q_offsets=offsets,  # noqa: B023
+                    q_offsets=offsets,
                 )
 
             with torch.no_grad():
                 cells.append(statistics.median(triton.testing.do_bench(ours, warmup=20, rep=60, return_mode="all")))
         q4, k4, v4 = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
-        cells.append(median_ms([lambda: scaled_dot_product_attention(q4, k4, v4, enable_gqa=True)]))  # noqa: B023
+        cells.append(median_ms([lambda: scaled_dot_product_attention(q4, k4, v4, enable_gqa=True)]))
         print(f"| {length}, {batch} | " + " | ".join(f"{1e3 * x:.0f}" for x in cells) + " |", flush=True)
 
 

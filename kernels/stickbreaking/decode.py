@@ -1,7 +1,8 @@
 """Decoding: one to a few new tokens a sequence against its cache, split over the keys and merged in order.
 
 A split starts with a whole stick, stops early when its rows have spent it, and leaves (o, log rest); the merge walks the splits
-from the nearest, scaling each by what the nearer ones left. All query heads of a key head share one tile, so K and V are read once.
+from the nearest, scaling each by what the nearer ones left. All query heads of a key head share one tile,
+so K and V are read once.
 """
 
 import torch
@@ -61,14 +62,16 @@ def split_kernel(
     acc = tl.zeros([ROWS, BH], tl.float32)
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
     acc, carry, _, _ = walk_tiles(
-        acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, last - 1, last - unmasked, position, k_len,
+        acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, last - 1,
+        last - unmasked, position, k_len,
         logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, True, PRECISION,
     )  # fmt: skip
     t = unmasked - 1
     while (t >= first) & (tl.max(carry, 0) >= threshold):
         count = tl.minimum(t + 1 - first, CHUNK)
         acc, carry, _, _ = walk_tiles(
-            acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, t, count, position, k_len,
+            acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, t, count,
+            position, k_len,
             logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, False, PRECISION,
         )  # fmt: skip
         t -= count
@@ -133,10 +136,12 @@ def decode(
         num_tokens, k.shape[0], num_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=padded, ROWS=max(16, triton.next_power_of_2(max_queries * group)), BN=key_block, KV_GROUP=group, CHUNK=4,
-        HAS_OFFSET=q_offsets is not None, NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot, num_warps=4, num_stages=3,
+        HAS_OFFSET=q_offsets is not None, NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     merge_kernel[(num_tokens * num_heads,)](
-        part, part_rest, None if log_rest_in is None else log_rest_in.contiguous(), o, log_rest, num_tokens * num_heads, num_splits,
+        part, part_rest, None if log_rest_in is None else log_rest_in.contiguous(), o, log_rest, num_tokens * num_heads,
+        num_splits,
         H=head_dim, BH=padded, HAS_REST=log_rest_in is not None, num_warps=1,
     )  # fmt: skip
     return o, log_rest

@@ -33,8 +33,10 @@ def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
 
 @triton.jit
 def walk_tiles(
-    acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, first, count, position, num_keys, logit_scale, floor,
-    nearer, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, first, count, position, num_keys,
+    logit_scale, floor,
+    nearer, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`count` tiles from tile `first` outwards (to lower indices)."""
     column_key = tile.key_of_column(BN)
@@ -58,7 +60,7 @@ def walk_tiles(
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
         if MASKED:
             z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
-        u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
+        u0, u1, u2, u3, _, capped, spent = tile.spend(z, ROWS, BN)
         rest = carry.to(tl.float32)[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         carry -= tl.sum(spent, 1)
@@ -69,11 +71,13 @@ def walk_tiles(
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
-    num_tokens, num_keys_total, num_sequences, num_slots, num_stop_slots, max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
+    q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
+    cu_k_ptr, offset_ptr,
+    num_tokens, num_keys_total, num_sequences, num_slots, num_stop_slots, max_queries, max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
     logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot = tile.heaviest_first(tl.program_id(0), num_slots, num_sequences)
     head = tl.program_id(1)
@@ -122,7 +126,8 @@ def forward_kernel(
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
 
     acc, carry, row_carry, row_tile = walk_tiles(
-        acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, end - 1, end - unmasked, position, k_len, logit_scale,
+        acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, end - 1, end - unmasked,
+        position, k_len, logit_scale,
         floor, nearer, dims, ROWS, BN, H, BH, True, PRECISION,
     )  # fmt: skip
     # The exit is tested once a chunk: a loop that tests it at every tile is not pipelined.
@@ -130,13 +135,14 @@ def forward_kernel(
     while (t >= 0) & (tl.max(carry, 0) >= threshold):
         count = tl.minimum(t + 1, CHUNK)
         acc, carry, row_carry, row_tile = walk_tiles(
-            acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, t, count, position, k_len, logit_scale,
+            acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, t, count, position,
+            k_len, logit_scale,
             floor, nearer, dims, ROWS, BN, H, BH, False, PRECISION,
         )  # fmt: skip
         t -= count
 
-    # A longest key sequence that was given too short would leave backward's scratch too small: say so in the result.
-    acc = tl.where(k_len > max_keys, float("nan"), acc)
+    # Maxima that were given too small would leave backward's scratch too small: say so in the result.
+    acc = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), acc)
     tl.store(
         o_ptr + (token[:, None] * num_heads + head) * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows
     )
@@ -170,7 +176,8 @@ class SumTypes(NamedTuple):
 
 
 def sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
-    """fp16 rounds eight times finer than bf16, which is enough for bf16 results; fp16 results need a second part, and a product over
+    """fp16 rounds eight times finer than bf16, which is enough for bf16 results; fp16 results need a second part, and a
+    product over
     fewer than 16 columns does not exist. Gradients may lie far under fp16's range: two bf16 parts."""
     if dtype == torch.float32:
         return SumTypes(tl.float32, 1, tl.float32, 1, "tf32x3")
@@ -201,6 +208,7 @@ def forward(
     skip_below: float,
     config: Config | None = None,
     chunk: int = 8,
+    max_queries: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape
@@ -220,10 +228,12 @@ def forward(
     grid = (triton.cdiv(num_slots, num_sequences) * num_sequences, num_heads)
     forward_kernel[grid](
         q, k, v, o, log_rest_in, log_rest, row_carry, row_tile, block_stop, cu_q, cu_k, q_offsets,
-        num_tokens, k.shape[0], num_sequences, num_slots, stops[1], max_keys, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        num_tokens, k.shape[0], num_sequences, num_slots, stops[1], max_queries or num_tokens, max_keys, q.stride(0), q.stride(1), k.stride(0),
+        k.stride(1),
         v.stride(0), v.stride(1), scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
-        KV_GROUP=num_heads // k.shape[1], CHUNK=chunk, HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
+        KV_GROUP=num_heads // k.shape[1], CHUNK=chunk, HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None,
+        SAVE=True,
         NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot, **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop

@@ -37,7 +37,8 @@ def stickbreaking_attention(
     q [T, N, H]; k, v [S, K, H] with N a multiple of K and H ≤ 128; bfloat16, float16, float32 (float64 too on the CPU).
     cu_seqlens_q, cu_seqlens_k [num_sequences + 1]: boundaries of the packed sequences, int32; equal neighbours are empty
         sequences. None: one sequence; for the keys, those of the queries.
-    max_seqlen_q, max_seqlen_k: upper bounds of the sequence lengths; T and S unless given. They size backward's scratch and choose
+    max_seqlen_q,
+    max_seqlen_k: upper bounds of the sequence lengths; T and S unless given. They size backward's scratch and choose
         the decoding kernels; on a GPU a sequence of more keys than max_seqlen_k comes out as NaN.
     q_offsets [num_sequences] int32: position of a sequence's first query relative to its first key; query r of a sequence
         sees its keys 0 .. q_offset + r − 1. None: 0, plain causal.

@@ -1,5 +1,6 @@
 """The registered operators: torch.compile and autograd see these, and each device has one implementation behind them."""
 
+import itertools
 import logging
 
 import torch
@@ -22,7 +23,7 @@ def announce(path: str) -> None:
 def starts(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     """The boundaries as integers. ValueError unless they ascend (equal neighbours are empty sequences) from 0 to `total`."""
     values: list[int] = cu_seqlens.tolist()
-    if values[0] != 0 or values[-1] != total or any(a > b for a, b in zip(values, values[1:])):
+    if values[0] != 0 or values[-1] != total or any(a > b for a, b in itertools.pairwise(values)):
         raise ValueError(
             f"{name} must ascend from 0 to {total}, got {values if len(values) < 20 else [*values[:10], '...', *values[-9:]]}"
         )
@@ -115,7 +116,19 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
     from . import forward  # here, because a machine without a GPU need not have Triton
 
     announce(f"{q.device}: Triton kernels, {q.dtype}, skipping below {skip_below:g}")
-    return forward.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_k, scale, skip_below)
+    return forward.forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        q_offsets,
+        log_rest_in,
+        max_seqlen_k,
+        scale,
+        skip_below,
+        max_queries=max_seqlen_q,
+    )
 
 
 @decode_op.register_kernel("cuda")
@@ -130,7 +143,8 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
 
 @backward_op.register_kernel("cuda")
 def _(  # type: ignore[no-untyped-def]
-    grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop, max_seqlen_q,
+    grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop,
+    max_seqlen_q,
     max_seqlen_k, scale,
 ):  # fmt: skip
     from . import backward

@@ -26,24 +26,25 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def log2(x):
     # tl.log2 is a polynomial of a dozen instructions.
     if INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
 
 
 @triton.jit
 def reciprocal(x):
     if INTERPRETED:
-        return 1.0 / x
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
 
 
 @triton.jit
 def locate(cu_seqlens, slot, num_sequences, ROWS: tl.constexpr):
-    """Which sequence and which block of it slot `slot` is. Sequence i owns the slots from cu_seqlens[i] // ROWS + i on: enough for
+    """Which sequence and which block of it slot `slot` is. Sequence i owns the slots from cu_seqlens[i] // ROWS + i on:
+    enough for
     its blocks wherever it starts, at one spare slot a sequence, and found without a table."""
     low = 0
     high = num_sequences
@@ -80,28 +81,32 @@ def key_of_column(BN: tl.constexpr):
 
 @triton.jit
 def triangle(BN: tl.constexpr, NEARER: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """x @ triangle sums, for every group, the groups strictly nearer to the query (or strictly farther from it). PARTS copies lie one
+    """x @ triangle sums, for every group, the groups strictly nearer to the query (or strictly farther from it). PARTS
+    copies lie one
     under the other, for an x that is split into as many rounded parts."""
     row = (tl.arange(0, PARTS * (BN // GROUP)) % (BN // GROUP))[:, None]
     column = tl.arange(0, BN // GROUP)[None, :]
     if NEARER:
-        return (row > column).to(dtype)
-    return (row < column).to(dtype)
+        ones = row > column
+    else:
+        ones = row < column
+    return ones.to(dtype)
 
 
 @triton.jit
 def group_sums(x, triangle, PRECISION: tl.constexpr):
     """x @ triangle, with x in as many parts of the triangle's type as the triangle has copies."""
-    high = x.to(triangle.dtype)
+    # Triton resolves a constant condition only in if and else: an early return would be compiled as well.
     if triangle.shape[0] == x.shape[1]:
-        return tl.dot(high, triangle, input_precision=PRECISION)
-    if triangle.dtype == tl.bfloat16:
+        parts = x.to(triangle.dtype)
+    elif triangle.dtype == tl.bfloat16:
         # Cutting the bits off is exact and cheap; rounding and converting back runs at an eighth of the rate.
-        cut = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        both = beside(cut, x - cut, x.shape[0], 2 * x.shape[1]).to(triangle.dtype)
+        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        parts = beside(high, x - high, x.shape[0], 2 * x.shape[1]).to(triangle.dtype)
     else:
-        both = beside(high, (x - high.to(tl.float32)).to(triangle.dtype), x.shape[0], 2 * x.shape[1])
-    return tl.dot(both, triangle, input_precision=PRECISION)
+        high = x.to(triangle.dtype)
+        parts = beside(high, (x - high.to(tl.float32)).to(triangle.dtype), x.shape[0], 2 * x.shape[1])
+    return tl.dot(parts, triangle, input_precision=PRECISION)
 
 
 @triton.jit

@@ -92,7 +92,8 @@ def compiled(kernel, config, head_dim, with_farther, **constants) -> Resources:
     return resources(compile_for_hopper(kernel, signature, constants, **F.launch(config)))
 
 
-# Local-memory accesses allowed in any one loop over tiles. Where it is not 0, a configuration without spills was measured slower.
+# Local-memory accesses allowed in any one loop over tiles. Where it is not 0, a configuration without spills was measured
+# slower.
 ALLOWED_SPILLS = {("dkv", 32): 48, ("dq", 128): 32, ("dkv", 128): 56}
 
 
