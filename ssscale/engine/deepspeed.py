@@ -21,10 +21,15 @@ from ssscale.schema import Config
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 # A ZeRO group is one flat tensor and one optimizer call; this many elements keep its indices well inside 32 bits.
 GROUP_ELEMENTS = 2**30
+ALIGNED_ELEMENTS = 8  # 16 bytes of bf16
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """AdamW's groups: weight decay on parameters of rank 2 and more, the width transfer's learning rate on matrices."""
+    """AdamW's groups: weight decay on parameters of rank 2 and more, the width transfer's learning rate on matrices.
+
+    ZeRO lays the weights of a group one behind the other, and kernels assume that each starts on 16 bytes: one with an odd
+    number of elements (SSMax's s for 36 heads) gets a group of its own.
+    """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for name, weight in model.named_parameters():
@@ -32,8 +37,9 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
         decay = config.optimizer.weight_decay if matrix else 0.0
         inner = matrix and not name.startswith(("embedding.", "head."))
         scale = 1.0 / config.model.width.matrix_lr_divisor if inner else 1.0
+        aligned = weight.numel() % ALIGNED_ELEMENTS == 0
         sizes[decay, scale] = sizes.get((decay, scale), 0) + weight.numel()
-        key = (decay, scale, sizes[decay, scale] // GROUP_ELEMENTS)
+        key = (decay, scale, sizes[decay, scale] // GROUP_ELEMENTS if aligned else name)
         group = groups.setdefault(key, {"params": [], "weight_decay": decay, "lr_scale": scale})
         group["params"].append(weight)
     return list(groups.values())

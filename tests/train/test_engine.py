@@ -1,7 +1,29 @@
 """bf16 with fp32 master weights, as GPUs train, against float32."""
 
+import pytest
+import torch
+
+from ssscale.config import load_config
+from ssscale.engine.deepspeed import ALIGNED_ELEMENTS, GROUP_ELEMENTS, parameter_groups
+from ssscale.model.decoder import Decoder
+from ssscale.parallel.groups import Groups
 from tests.distributed.test_training import MODELS
 from tests.pool import Pool
+
+
+
+@pytest.mark.parametrize("name", ["3b_ssmax", "162m_ssmax_bias", "1b_sb"])
+def test_every_weight_starts_on_16_bytes_and_only_matrices_decay(name: str, groups: Groups) -> None:
+    config = load_config([f"config={name}"])
+    with torch.device("meta"):
+        decoder = Decoder(config.model, groups, config.data.length)
+    made = parameter_groups(decoder, config)
+    assert sum(len(group["params"]) for group in made) == len(list(decoder.parameters()))
+    for group in made:
+        sizes = [weight.numel() for weight in group["params"]]
+        assert all(sum(sizes[:i]) % ALIGNED_ELEMENTS == 0 for i in range(len(sizes)))
+        assert len(sizes) == 1 or sum(sizes) <= GROUP_ELEMENTS + max(sizes)
+        assert all((weight.dim() >= 2) == (group["weight_decay"] == 0.1) for weight in group["params"])
 
 
 def test_bf16_training_follows_fp32(pool1: Pool) -> None:
