@@ -379,7 +379,8 @@ def backward(
     strides = [s for x in (q, k, v, grad_o) for s in (x.stride(0), x.stride(1))]
     logit_scale = scale * 1.4426950408889634
     common = {
-        "H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "BN": key_block, "KV_GROUP": group, "HAS_OFFSET": q_offsets is not
+        "H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "BN": key_block, "KV_GROUP": group,
+        "HAS_OFFSET": q_offsets is not
         None,
         "NEARER": sums.nearer, "NEARER_PARTS": sums.nearer_parts, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts,
         "PRECISION": sums.dot,

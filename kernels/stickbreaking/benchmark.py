@@ -79,13 +79,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--decode", action="store_true", help="also time decoding")
     arguments = parser.parse_args()
-    print(
-        f"{date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; ms, forward / backward"
-    )
+    versions = f"torch {torch.__version__}, Triton {triton.__version__}"
+    print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}; ms, forward / backward")
     check()
-    print(
-        "| shape | FA2 | cuDNN | ours, dense | ours, spent | dense against FA2 | TFLOP/s, dense |\n|---|---|---|---|---|---|---|"
-    )
+    print("| shape | FA2 | cuDNN | ours, dense | ours, spent | dense against FA2 | TFLOP/s, dense |")
+    print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:
         batch, num_heads, length, head_dim = shape
         cu = starts(batch, length)
@@ -119,7 +117,7 @@ def main() -> None:
 
 
 def memory() -> None:
-    """Extra bytes at the peak of forward + backward beside inputs, outputs and their gradients, a token and head."""
+    """Bytes at the peak of forward + backward above the inputs: o, log_rest, gradients and scratch."""
     for length in (16384, 65536):
         q, k, v, grad = make(1, 8, length, 64, spent=False)
         leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -129,9 +127,8 @@ def memory() -> None:
         torch.autograd.grad(stickbreaking_attention(*leaves)[0], leaves, grad)
         torch.cuda.synchronize()
         extra = torch.cuda.max_memory_allocated() - before
-        print(
-            f"peak extra memory at {length} tokens, 8 heads of 64: {extra / 2**20:.0f} MiB, {extra / length / 8:.0f} bytes a token and head"
-        )
+        share = f"{extra / 2**20:.0f} MiB, {extra / length / 8:.0f} bytes a token and head"
+        print(f"peak extra memory at {length} tokens, 8 heads of 64: {share}")
 
 
 def decode() -> None:

@@ -73,7 +73,8 @@ def walk_tiles(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
     cu_k_ptr, offset_ptr,
-    num_tokens, num_keys_total, num_sequences, num_slots, num_stop_slots, max_queries, max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
+    num_tokens, num_keys_total, num_sequences, num_slots, num_stop_slots, max_queries, max_keys, sq_t, sq_n, sk_t, sk_n,
+    sv_t, sv_n,
     logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr, CHUNK: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
@@ -219,7 +220,8 @@ def forward(
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
     row_carry = torch.empty(rows, dtype=carry_dtype(q.dtype), device=q.device)
     row_tile = torch.empty(tiles, dtype=torch.int32, device=q.device)
-    block_stop = torch.empty(stops, dtype=torch.int32, device=q.device)
+    # Zeros: spare slots are never written, and operator checks compare every element.
+    block_stop = torch.zeros(stops, dtype=torch.int32, device=q.device)
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
@@ -228,7 +230,8 @@ def forward(
     grid = (triton.cdiv(num_slots, num_sequences) * num_sequences, num_heads)
     forward_kernel[grid](
         q, k, v, o, log_rest_in, log_rest, row_carry, row_tile, block_stop, cu_q, cu_k, q_offsets,
-        num_tokens, k.shape[0], num_sequences, num_slots, stops[1], max_queries or num_tokens, max_keys, q.stride(0), q.stride(1), k.stride(0),
+        num_tokens, k.shape[0], num_sequences, num_slots, stops[1], max_queries or num_tokens, max_keys, q.stride(0),
+        q.stride(1), k.stride(0),
         k.stride(1),
         v.stride(0), v.stride(1), scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,

@@ -43,9 +43,10 @@ def reciprocal(x):
 
 @triton.jit
 def locate(cu_seqlens, slot, num_sequences, ROWS: tl.constexpr):
-    """Which sequence and which block of it slot `slot` is. Sequence i owns the slots from cu_seqlens[i] // ROWS + i on:
-    enough for
-    its blocks wherever it starts, at one spare slot a sequence, and found without a table."""
+    """Which sequence and which block of it slot `slot` is.
+
+    Sequence i owns the slots from cu_seqlens[i] // ROWS + i on: enough for its blocks wherever it starts, at one spare slot a
+    sequence, and found without a table."""
     low = 0
     high = num_sequences
     while high - low > 1:
@@ -81,9 +82,9 @@ def key_of_column(BN: tl.constexpr):
 
 @triton.jit
 def triangle(BN: tl.constexpr, NEARER: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """x @ triangle sums, for every group, the groups strictly nearer to the query (or strictly farther from it). PARTS
-    copies lie one
-    under the other, for an x that is split into as many rounded parts."""
+    """x @ triangle sums, for every group, the groups strictly nearer to the query (or strictly farther from it).
+
+    PARTS copies lie one under the other, for an x that is split into as many rounded parts."""
     row = (tl.arange(0, PARTS * (BN // GROUP)) % (BN // GROUP))[:, None]
     column = tl.arange(0, BN // GROUP)[None, :]
     if NEARER:
