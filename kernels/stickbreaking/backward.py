@@ -84,10 +84,7 @@ def _dq_tiles(
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
-        a0 *= d0
-        a1 *= d1
-        a2 *= d2
-        a3 *= d3
+        a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
         g = (a0 + a1) + (a2 + a3)
         before = behind[:, None] + tile.group_sums(g, farther, PRECISION)
         behind += tl.sum(g, 1)
@@ -223,10 +220,7 @@ def _dkv_tiles(
         dv = tl.dot(tl.trans(weights), do, dv, input_precision=PRECISION)
         da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
-        a0 *= d0
-        a1 *= d1
-        a2 *= d2
-        a3 *= d3
+        a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
         before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
         dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
