@@ -1,6 +1,8 @@
 """What the commands of this folder share: their arguments and how a mistake of the user ends."""
 
+import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -36,6 +38,10 @@ def run(main: Callable[[list[str]], None], usage: str | None = None) -> NoReturn
     try:
         main(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") != "0":
+            # Mostly all ranks meet the same mistake. The main one says it; the launcher ends the others meanwhile, and what
+            # only this rank has met is still said.
+            time.sleep(5)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     sys.exit(0)

@@ -1,6 +1,6 @@
 """Pretrain a model: torchrun --nproc_per_node=8 launch/pretrain.py config=3b_sb [key=value ...]
 
-The same command continues a run that was stopped. One process a GPU, started by torchrun or by Slurm (one task a GPU).
+The same command continues a run that was stopped. torchrun starts one process a GPU; plain python runs one process.
 """
 
 import logging

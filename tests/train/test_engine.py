@@ -11,7 +11,6 @@ from tests.distributed.test_training import MODELS
 from tests.pool import Pool
 
 
-
 @pytest.mark.parametrize("name", ["3b_ssmax", "162m_ssmax_bias", "1b_sb"])
 def test_every_weight_starts_on_16_bytes_and_only_matrices_decay(name: str, groups: Groups) -> None:
     config = load_config([f"config={name}"])

@@ -17,27 +17,18 @@ from ssscale.train.metrics import read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small data folder in tiny_sb's form, from this repository's own texts."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for source, pattern in (("code", "ssscale/**/*.py"), ("docs", "docs/*.md")):
-        (folder / source).mkdir()
-        for path in sorted(ROOT.glob(pattern)):
-            (folder / source / f"{path.stem}_{path.parent.name}.txt").write_text(path.read_text())
-    sources = [f"--source={source}={folder / source}" for source in ("code", "docs")]
-    options = ["--train-vocab-size=1024", "--length=256", "--valid-fraction=0.2"]
-    command = [sys.executable, "-m", "data_prep", "pack", "--out", str(folder / "data"), *options, *sources]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return folder / "data"
-
-
 def start(arguments: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     command += ["launch/pretrain.py", "config=tiny_sb", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 

@@ -1,0 +1,74 @@
+"""A mistake ends in one sentence that names what to mend, and leaves the run folder as it was."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.pretrain import main
+from ssscale.errors import UserError
+from ssscale.parallel.groups import Groups
+from tests.train.test_kill import ROOT, free_port
+
+TINY = ["config=tiny_sb", "model.num_layers=1", "train.max_steps=1", "train.eval_every=0", "data.num_workers=0"]
+
+
+def run(*arguments: str) -> None:
+    main([*TINY, *arguments])
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+CASES = [
+    (["data.path=nowhere"], r"nowhere does not exist.*python -m data_prep pack --out nowhere --length 256"),
+    (["model.vocab_size=2048"], r"vocabulary of 1,024, but model.vocab_size=2048"),
+    (["data.length=128"], r"rows of 256 tokens, but data.length=128"),
+    (["train.batch_size=15"], r"train.batch_size=15 is not a multiple"),
+    (["model.attention.core=stickbreaking", "model.position.method=rope"], r"position"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), CASES)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], sentence: str, corpus: Path, tmp_path: Path, groups: Groups
+) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(UserError, match=sentence):
+        run(f"run_dir={run_dir}", f"data.path={corpus}", *arguments)
+    assert not run_dir.exists()
+
+
+def test_a_run_folder_is_never_overwritten(corpus: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    good = [*TINY, f"run_dir={run_dir}", f"data.path={corpus}"]
+    command = [sys.executable, "launch/pretrain.py"]
+    subprocess.run([*command, *good], cwd=ROOT, check=True, capture_output=True)
+    before = snapshot(run_dir)
+    for wrong, sentence in (
+        ("model.hidden_size=64", "model.hidden_size was 128 and is now 64"),
+        ("data.shuffle_seed=5", "data.shuffle_seed was 0 and is now 5"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            main([*good, wrong])
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="something that is not a run"):
+        main([*TINY, f"run_dir={other}", f"data.path={corpus}"])
+    assert snapshot(run_dir) == before
+    assert snapshot(other) == {str(other / "thesis.txt"): b"years of work"}
+
+
+def test_under_torchrun_the_sentence_comes_without_a_traceback_of_ours() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    command += ["launch/pretrain.py", "config=tiny_sbb"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.stderr.count("error: config=tiny_sbb: there is no configs/tiny_sbb.yaml") == 1
+    assert "exitcode  : 2" in result.stderr
+    assert result.stderr.count("Traceback") == 1  # torchrun's own, about its worker
+    assert 'launch/pretrain.py", line' not in result.stderr
