@@ -6,7 +6,7 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 # One process a GPU where there are any, else two on the CPU.
-PROCESSES ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); echo $$((gpus == 0 ? 2 : gpus > 2 ? 2 : gpus)))
+PROCESSES ?= $(shell gpus=$$({ nvidia-smi -L 2>/dev/null || true; } | wc -l); echo $$((gpus == 0 ? 2 : gpus > 2 ? 2 : gpus)))
 RUN ?= runs/tiny_sb
 BIN := .venv/bin
 STAMP := .venv/installed

@@ -105,6 +105,12 @@ def save_checkpoint(
     return final
 
 
+def rng_states() -> dict[str, Tensor]:
+    """torch's random number generators of this rank, as bytes."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
+
+
 def _collect(engine: Engine, groups: Groups) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """This rank's pieces on the CPU, and what each of them is."""
     weights = dict(engine.module.named_parameters())
@@ -134,6 +140,7 @@ def _collect(engine: Engine, groups: Groups) -> tuple[dict[str, Tensor], dict[st
             if split_dim(weight) is not None
             else None,
         }
+    pieces |= {f"rng/{device}": state for device, state in rng_states().items()}
     index = {"tensor_rank": groups.tensor_rank, "tensor_size": groups.tensor_size, "weights": layout, "pieces": entries}
     return pieces, index
 
@@ -158,7 +165,8 @@ class CheckpointReader:
         try:
             state = json.loads((path / "state.json").read_text())
             self.state = TrainState(**{key: state[key] for key in TrainState.__dataclass_fields__})
-            indices = [json.loads((path / f"rank-{rank:05d}.json").read_text()) for rank in range(state["ranks"])]
+            self.ranks: int = state["ranks"]
+            indices = [json.loads((path / f"rank-{rank:05d}.json").read_text()) for rank in range(self.ranks)]
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{path} is not a whole checkpoint: {error}") from error
         self.tensor_size: int = indices[0]["tensor_size"]
@@ -173,6 +181,16 @@ class CheckpointReader:
                 ranges = index["weights"][entry["name"]]["ranges"]
                 piece = _Piece(file, entry["key"], entry["start"], entry["numel"], ranges)
                 self._pieces.setdefault((entry["name"], entry["state"]), []).append(piece)
+
+    def restore_rng(self, groups: Groups) -> None:
+        """Set this rank's random number generators, where the checkpoint has as many ranks as the job."""
+        file = self.path / f"rank-{groups.rank:05d}.safetensors"
+        if self.ranks != groups.world_size:
+            return
+        with safe_open(file, framework="pt") as saved:
+            for device, restore in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+                if f"rng/{device}" in saved.keys() and (device == "cpu" or torch.cuda.is_available()):  # noqa: SIM118
+                    restore(saved.get_tensor(f"rng/{device}"))
 
     def whole(self, name: str, state: str) -> Tensor:
         """A whole weight (or moment) in fp32 on the CPU, in the shape it had when saved (padded vocabulary included)."""
@@ -256,8 +274,9 @@ def load_weights(reader: CheckpointReader, model: nn.Module, groups: Groups) -> 
 
 @torch.no_grad()
 def load_training_state(reader: CheckpointReader, engine: Engine, groups: Groups) -> None:
-    """Fill the fp32 master weights and the optimizer's moments of a model whose weights are loaded already."""
+    """Fill the fp32 master weights and the optimizer's moments of a model whose weights are loaded; set the generators."""
     engine.restore(reader.state.applied_steps)
+    reader.restore_rng(groups)
     weights = dict(engine.module.named_parameters())
     for fragment in engine.fragments():
         shape = engine.local_shape(fragment.name)

@@ -104,10 +104,11 @@ def train(
     save: str | None = None,
     load: str | None = None,
     bf16: bool = False,
+    lr: float = 0.01,
 ) -> dict[str, Any]:
     """Losses and gradient norms of a few steps; optionally resumed from, and ending in, a checkpoint."""
     engine, groups = make_engine(model, tensor, sequence, zero, microbatch, load, bf16)
-    results = [train_step(engine, groups, step, microbatch, 0.01) for step in range(first_step, first_step + steps)]
+    results = [train_step(engine, groups, step, microbatch, lr) for step in range(first_step, first_step + steps)]
     if save:
         state = TrainState(step=first_step + steps, applied_steps=first_step + steps)
         save_checkpoint(Path(save), engine, groups, state, {}, keep=2)

@@ -80,14 +80,24 @@ LAYOUTS = {
 }
 
 
+KNOWN: dict[str, dict[str, Any]] = {}
+
+
+def one_process(name: str, pool1: Pool) -> dict[str, Any]:
+    """50 steps of one process, once for all layouts."""
+    if name not in KNOWN:
+        (KNOWN[name],) = pool1.run(TRAIN, model=MODELS[name], microbatch=2, steps=50, lr=0.003)
+    return KNOWN[name]
+
+
 CASES = [(layout, name) for layout in LAYOUTS for name in ("ssmax", "stickbreaking")]
 CASES += [(layout, name) for layout in ("tp2_sp", "zero3") for name in ("softmax", "ssmax_pn")]
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_two_processes_train_like_one(layout: str, name: str, pool1: Pool, pool2: Pool) -> None:
-    (one,) = pool1.run(TRAIN, model=MODELS[name], microbatch=2)
-    for two in pool2.run(TRAIN, model=MODELS[name], **LAYOUTS[layout]):
+    one = one_process(name, pool1)
+    for two in pool2.run(TRAIN, model=MODELS[name], steps=50, lr=0.003, **LAYOUTS[layout]):
         assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
         if layout != "zero0":  # DeepSpeed's stage 0 says no gradient norm
-            assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+            assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
