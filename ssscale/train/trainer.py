@@ -169,7 +169,7 @@ class Trainer:
         num_targets = max(int(counted), 1)
         total = torch.zeros((), device=groups.device)
         for batch in batches:
-            batch = batch.to(groups.device)
+            batch = batch.to(groups.device, non_blocking=True)  # page-locked by the loader
             losses = self.engine.forward_backward(batch.tokens, batch.layout, batch.labels, num_targets)
             total += losses.sum()
         tokens = self.state.tokens + config.tokens_per_step
