@@ -24,9 +24,9 @@ PARAMETERS = {
     "3b_softmax": 3_513_473_280,
     "3b_ssmax": 3_513_473_280 + 40 * 36,
     "3b_sb": 3_513_473_280,
-    "tiny_softmax": 935_040,
-    "tiny_ssmax": 935_040 + 4 * 4,
-    "tiny_sb": 935_040,
+    "tiny_softmax": 734_080,
+    "tiny_ssmax": 734_080 + 3 * 2,
+    "tiny_sb": 734_080,
 }
 
 CONFIGS = {name: load_config([f"config={name}"]) for name in PARAMETERS}

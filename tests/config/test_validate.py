@@ -51,7 +51,8 @@ def refusal(name, *overrides, world_size=None, gpu=False):
     ],
 )  # fmt: skip
 def test_tiny_sb_refuses(overrides, expected):
-    assert expected in refusal("tiny_sb", *overrides)
+    fixed = ["model.num_heads=4", "train.batch_size=32"]  # the sentences name them, whatever tiny_sb is tuned to
+    assert expected in refusal("tiny_sb", *fixed, *overrides)
 
 
 def test_the_ffn_of_350m_bounds_tensor_parallelism():
