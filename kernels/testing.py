@@ -17,7 +17,7 @@ class Resources(NamedTuple):
     shared_bytes: int
     wgmma: int
     async_copies: int
-    # Loads and stores of local memory in each loop that multiplies matrices, in program order.
+    # Loads and stores of local memory in each innermost loop that multiplies matrices, in program order.
     spills_in_loops: tuple[int, ...]
 
 
@@ -60,11 +60,18 @@ def resources(compiled: CompiledKernel) -> Resources:
 
 def _spills_in_loops(sass: str) -> tuple[int, ...]:
     code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", sass)]
-    spills = []
+    loops = []
     for address, text in code:
         target = re.search(r"BRA.*0x([0-9a-f]+)", text)
         if target and int(target[1], 16) < address:
             body = [line for at, line in code if int(target[1], 16) <= at <= address]
             if any("HGMMA" in line for line in body):
-                spills.append(sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body))
-    return tuple(spills)
+                loops.append(
+                    (int(target[1], 16), address, sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body))
+                )
+    # A loop around another one runs once a run of tiles, not once a tile.
+    return tuple(
+        spills
+        for first, last, spills in loops
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b, _ in loops)
+    )

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tile
-from .forward import Config, forward_config, last_contiguous, launch, sum_types
+from .forward import COUNTS, Config, forward_config, last_contiguous, launch, sum_types
 
 # Scratch a query and head: 8 bytes for each key tile, in slices of rows that keep it under this many bytes a row of the whole.
-SCRATCH_BYTES_PER_ROW = 512
+SCRATCH_BYTES_PER_ROW = 2048
 
 
 class BackwardConfig(NamedTuple):
@@ -30,9 +30,9 @@ def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
     if dtype == torch.float32:
         return BackwardConfig(Config(64, key_block, 4, 1), Config(64, key_block, 4, 1))
     if head_dim <= 32:
-        return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 2, 168))
+        return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 3))
     if head_dim <= 64:
-        return BackwardConfig(Config(64, key_block, 4, 4), Config(64, key_block, 4, 2))
+        return BackwardConfig(Config(64, key_block, 4, 4), Config(64, key_block, 4, 3))
     return BackwardConfig(Config(128, key_block, 8, 2), Config(128, key_block, 8, 2))
 
 
@@ -93,7 +93,7 @@ def _dq_tiles(
     return dq, carry, behind
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, carry_ptr,
     behind_ptr,
@@ -168,21 +168,30 @@ def dq_kernel(
 
 
 @triton.jit
-def _list_live(
+def _list_runs(
     list_ptr, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first, last, t, q_len, num_stop_slots,
     ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the (head of the group, row block) pairs in [first, last) that tile t is alive for, and returns how many: a
-    loop over
-    a list keeps its loads pipelined, a test inside the loop does not."""
+    """Writes the runs of row blocks in [first, last) that tile t is alive for, head by head, as their first and last
+    (head of the group · MAX_BLOCKS + block − base), and returns how many runs there are.
+
+    Inside a run the addresses follow from a counter, so that its loads are pipelined; behind a test, or an index that is
+    itself loaded, they would be issued when they are needed."""
     count = 0
     for i in range(KV_GROUP):
         for start in range(first, last, 64):
             block = start + tl.arange(0, 64)
-            stop = _block_stop(block_stop_ptr, cu_q_ptr, sequence, first_head + i, block, q_len, num_stop_slots, ROWS)
-            live = ((stop <= t) & (block < last)).to(tl.int32)
-            tl.store(list_ptr + count + tl.cumsum(live, 0) - 1, i * MAX_BLOCKS + block - base, mask=live > 0)
-            count += tl.sum(live, 0)
+            stops = (block_stop_ptr, cu_q_ptr, sequence, first_head + i)
+            live = (block < last) & (_block_stop(*stops, block, q_len, num_stop_slots, ROWS) <= t)
+            earlier = _block_stop(*stops, tl.maximum(block - 1, first), q_len, num_stop_slots, ROWS)
+            later = _block_stop(*stops, block + 1, q_len, num_stop_slots, ROWS)
+            opens = live & ((block == first) | (earlier > t))
+            closes = live & ((block + 1 >= last) | (later > t))
+            run = 2 * (count + tl.cumsum(opens.to(tl.int32), 0) - 1)
+            entry = i * MAX_BLOCKS + block - base
+            tl.store(list_ptr + run, entry, mask=opens)
+            tl.store(list_ptr + run + 1, entry, mask=closes)
+            count += tl.sum(opens.to(tl.int32), 0)
     return count
 
 
@@ -198,37 +207,39 @@ def _dkv_tiles(
     q_offsets = local[:, None] * sq_t + dims[None, :]
     do_offsets = local[:, None] * so_t + dims[None, :]
     for n in range(count):
-        entry = tl.load(list_ptr + n)
-        head = entry // MAX_BLOCKS
-        first_row = entry % MAX_BLOCKS * ROWS
-        first64 = first_row.to(tl.int64)
-        row_ok = local < q_len - first_row
-        in_rows = row_ok[:, None] & (dims < H)[None, :]
-        q = tl.load(q_ptr + (first64 * sq_t + head * sq_n) + q_offsets, mask=in_rows, other=0.0)
-        do = tl.load(do_ptr + (first64 * so_t + head * so_n) + do_offsets, mask=in_rows, other=0.0)
-        scratch = head * scratch_head + first64
-        carry = tl.load(carry_ptr + scratch + local, mask=row_ok, other=-1e30)
-        behind = tl.load(behind_ptr + scratch + local, mask=row_ok, other=0.0)
-        z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
-        if MASKED:
-            position = tl.minimum(offset + first_row + local, num_keys)
-            z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
-        u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
-        rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
-        a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
-        weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(do.dtype)
-        dv = tl.dot(tl.trans(weights), do, dv, input_precision=PRECISION)
-        da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
-        a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
-        before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
-        a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-        dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
-        dk = tl.dot(tl.trans(dz), q, dk, input_precision=PRECISION)
+        first = tl.load(list_ptr + 2 * n)
+        head = first // MAX_BLOCKS
+        last = tl.load(list_ptr + 2 * n + 1) - head * MAX_BLOCKS
+        for block in range(first % MAX_BLOCKS, last + 1):
+            first_row = block * ROWS
+            first64 = first_row.to(tl.int64)
+            row_ok = local < q_len - first_row
+            in_rows = row_ok[:, None] & (dims < H)[None, :]
+            q = tl.load(q_ptr + (first64 * sq_t + head * sq_n) + q_offsets, mask=in_rows, other=0.0)
+            do = tl.load(do_ptr + (first64 * so_t + head * so_n) + do_offsets, mask=in_rows, other=0.0)
+            scratch = head * scratch_head + first64
+            carry = tl.load(carry_ptr + scratch + local, mask=row_ok, other=-1e30)
+            behind = tl.load(behind_ptr + scratch + local, mask=row_ok, other=0.0)
+            z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
+            if MASKED:
+                position = tl.minimum(offset + first_row + local, num_keys)
+                z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
+            u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
+            rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
+            a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
+            weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(do.dtype)
+            dv = tl.dot(tl.trans(weights), do, dv, input_precision=PRECISION)
+            da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
+            a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
+            before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
+            a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
+            dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
+            dk = tl.dot(tl.trans(dz), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
     offset_ptr,
@@ -280,10 +291,10 @@ def dkv_kernel(
     scratch = (
         first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (sequence_slot - first_slot) * DQ_ROWS
     )
-    live = list_ptr + (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * MAX_BLOCKS)
+    live = list_ptr + (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
     farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
-    # List entries count blocks from the slice's first, so that they fit the scratch of one slice.
+    # Listed blocks count blocks from the slice's first, so that they fit the scratch of one slice.
     base = row_first // ROWS
     row_base = base * ROWS
     q_ptr += row_base.to(tl.int64) * sq_t
@@ -292,12 +303,12 @@ def dkv_kernel(
 
     dk = tl.zeros([BN, BH], tl.float32)
     dv = tl.zeros([BN, BH], tl.float32)
-    in_part = _list_live(
+    in_part = _list_runs(
         live, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first_block, whole_from, t, q_len, num_stop_slots, ROWS,
         KV_GROUP, MAX_BLOCKS,
     )  # fmt: skip
-    total = in_part + _list_live(
-        live + in_part, block_stop_ptr, cu_q_ptr, sequence, first_head, base, whole_from, end_block, t, q_len,
+    whole = _list_runs(
+        live + 2 * in_part, block_stop_ptr, cu_q_ptr, sequence, first_head, base, whole_from, end_block, t, q_len,
         num_stop_slots, ROWS, KV_GROUP,
         MAX_BLOCKS,
     )  # fmt: skip
@@ -310,8 +321,8 @@ def dkv_kernel(
     )  # fmt: skip
     dk, dv = _dkv_tiles(
         dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head,
-        live + in_part,
-        total - in_part, t, offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H,
+        live + 2 * in_part,
+        whole, t, offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H,
         False, MAX_BLOCKS,
         PRECISION,
     )  # fmt: skip
@@ -325,23 +336,10 @@ def dkv_kernel(
 
 
 def backward(
-    grad_o: Tensor,
-    grad_log_rest: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    q_offsets: Tensor | None,
-    row_carry: Tensor,
-    row_tile: Tensor,
-    block_stop: Tensor,
-    max_queries: int,
-    max_keys: int,
-    scale: float,
-    config: BackwardConfig | None = None,
-    scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
+    q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, max_queries: int, max_keys: int,
+    scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
     num_tokens, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
@@ -365,7 +363,7 @@ def backward(
     max_blocks = triton.cdiv(min(scratch_rows, max(1, max_queries)), dkv_config.row_block)
     max_blocks = triton.next_power_of_2(max_blocks)
     group = num_heads // num_kv_heads
-    live = torch.empty((num_kv_heads, num_key_slots, group * max_blocks), dtype=torch.int32, device=q.device)
+    live = torch.empty((num_kv_heads, num_key_slots, group * (max_blocks + 2)), dtype=torch.int32, device=q.device)
 
     several = slice_slots < num_slots
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))

@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tile
-from .forward import last_contiguous, log2_threshold, sum_types, walk_tiles
+from .forward import COUNTS, last_contiguous, log2_threshold, sum_types, walk_tiles
 
 # Enough programs to fill 132 multiprocessors four times; a split of fewer tiles than this is not worth its merge.
 TARGET_PROGRAMS = 528
 MIN_TILES = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def split_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, rest_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
     num_tokens, num_keys_total, num_heads, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, logit_scale, threshold,
@@ -137,7 +137,7 @@ def decode(
         scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=padded, ROWS=max(16, triton.next_power_of_2(max_queries * group)), BN=key_block, KV_GROUP=group, CHUNK=4,
         HAS_OFFSET=q_offsets is not None, NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=1 if q.dtype == torch.float32 else 3,
     )  # fmt: skip
     merge_kernel[(num_tokens * num_heads,)](
         part, part_rest, None if log_rest_in is None else log_rest_in.contiguous(), o, log_rest, num_tokens * num_heads,

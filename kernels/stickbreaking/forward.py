@@ -11,6 +11,12 @@ from torch import Tensor
 from . import tile
 from .ops import aux_shapes, carry_dtype
 
+# Arguments for which Triton must not compile once more when they happen to be 1 or a multiple of 16: batches vary.
+COUNTS = (
+    "num_tokens", "num_keys_total", "num_sequences", "num_slots", "num_stop_slots", "num_key_slots", "num_tiles", "first_slot",
+    "last_slot", "max_queries", "max_keys",
+)  # fmt: skip
+
 
 class Config(NamedTuple):
     """Tile sizes of one kernel. Forward and backward share key_block: carries are handed over at its multiples."""
@@ -25,7 +31,8 @@ class Config(NamedTuple):
 def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
     """Measured on an H200 (README.md). Registers are capped where that fits a third program on a multiprocessor."""
     if dtype == torch.float32:
-        return Config(64, 64, 4, 1)
+        # Wider tiles of 128 dims do not fit the shared memory in backward.
+        return Config(64, 64 if head_dim <= 64 else 32, 4, 1)
     if head_dim <= 32:
         return Config(64, 64, 4, 3, 128)
     return Config(64, 64, 4, 3, 168) if head_dim <= 64 else Config(128, 64, 8, 3)
@@ -69,7 +76,7 @@ def walk_tiles(
     return acc, carry, row_carry, row_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
     cu_k_ptr, offset_ptr,
@@ -181,7 +188,8 @@ def sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
     product over
     fewer than 16 columns does not exist. Gradients may lie far under fp16's range: two bf16 parts."""
     if dtype == torch.float32:
-        return SumTypes(tl.float32, 1, tl.float32, 1, "tf32x3")
+        parts = 2 if key_block < 64 else 1
+        return SumTypes(tl.float32, parts, tl.float32, parts, "tf32x3")
     parts = 2 if dtype == torch.float16 or key_block < 64 else 1
     # bf16 is wrong under the interpreter.
     farther = (tl.float32, 1) if triton.knobs.runtime.interpret else (tl.bfloat16, 2)

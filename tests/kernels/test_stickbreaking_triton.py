@@ -92,9 +92,9 @@ def compiled(kernel, config, head_dim, with_farther, **constants) -> Resources:
     return resources(compile_for_hopper(kernel, signature, constants, **F.launch(config)))
 
 
-# Local-memory accesses allowed in any one loop over tiles. Where it is not 0, a configuration without spills was measured
-# slower.
-ALLOWED_SPILLS = {("dkv", 32): 48, ("dq", 128): 32, ("dkv", 128): 56}
+# Local-memory accesses allowed in any one loop over tiles. Head dim 128 has no configuration without: of those that were
+# measured (README.md) the chosen ones are the fastest.
+ALLOWED_SPILLS = {("dq", 128): 32, ("dkv", 128): 56}
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])

@@ -1,0 +1,217 @@
+"""Stick-breaking attention on a trained model's own activations: live tiles, time with and without skipping, and softmax's.
+
+    python -m eval.stickbreaking_trained RUN DATA [--rows 4] [--lengths 4096,16384]
+
+RUN is the folder of a run made by launch/pretrain.py with `model.attention.core=stickbreaking`, DATA a packed data folder whose
+validation rows are joined to sequences of each length, every one read as one document. One forward and one backward pass
+collect q, k, v and dO of all layers; each layer is then timed on its own.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention, softplus
+
+from kernels.stickbreaking import stickbreaking_attention
+from ssscale.attention.stickbreaking import StickBreakingCore
+from ssscale.data.stream import PackedData
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.parallel.groups import initialize, shutdown
+from ssscale.train.build import load_for_inference
+
+THRESHOLD = 2**-12
+ROWS, KEYS = 128, 64  # the tile in which liveness is counted
+BASELINES = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+Times = tuple[float, float]
+
+
+def held_out(data: PackedData, length: int, rows: int) -> Tensor:
+    """At most `rows` sequences of `length` tokens, joined from validation rows spread over the split. [rows · length]"""
+    joined = length // data.length
+    if joined * data.length != length:
+        raise SystemExit(f"a length must be a multiple of the rows' {data.length} tokens, got {length}")
+    every = [(source, i) for source, count in data.sources.items() for i in range(count)]
+    rows = min(rows, len(every) // joined)
+    if rows == 0:
+        raise SystemExit(f"{len(every)} validation rows of {data.length} do not make one sequence of {length}")
+    step = len(every) // (rows * joined)
+    chosen = [data.row(*every[i * step]) for i in range(rows * joined)]
+    return torch.cat([torch.from_numpy(row.tokens.astype("int64")) for row in chosen])
+
+
+def cores(model: Decoder) -> list[StickBreakingCore]:
+    found = [block.attention.core for block in model.blocks]
+    if not all(isinstance(core, StickBreakingCore) for core in found):
+        raise SystemExit("the run's model has no stick-breaking attention")
+    return found
+
+
+def capture(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayout) -> list[list[Tensor]]:
+    """q, k, v and dO of every layer, dO for the mean of the losses."""
+    layers: list[list[Tensor]] = []
+
+    def recording(core: StickBreakingCore, *inputs: Any) -> Tensor:
+        o = type(core).forward(core, *inputs)
+        layer = [x.detach().contiguous() for x in inputs[:3]]
+        layers.append(layer)
+        o.register_hook(lambda grad: layer.append(grad.contiguous()))
+        return o
+
+    for core in cores(model):
+        core.forward = MethodType(recording, core)  # type: ignore[method-assign]
+    model.embedding.weight.requires_grad_(True)
+    try:
+        model(tokens, layout, labels).mean().backward()
+    finally:
+        for core in cores(model):
+            del core.forward
+        model.embedding.weight.requires_grad_(False).grad = None
+    return layers
+
+
+@torch.no_grad()
+def live_fraction(q: Tensor, k: Tensor, length: int, scale: float) -> float:
+    """Share of the causal tiles of ROWS queries × KEYS keys that some row enters with a stick of at least THRESHOLD."""
+    live = visible = 0
+    group = q.shape[1] // k.shape[1]
+    for first in range(0, q.shape[0], length):
+        k_all = k[first : first + length].transpose(0, 1).repeat_interleave(group, 0)
+        for start in range(0, length, 8 * ROWS):
+            end = min(start + 8 * ROWS, length)
+            z = (scale * (q[first + start : first + end].transpose(0, 1) @ k_all[:, :end].transpose(1, 2))).float()
+            position = torch.arange(start, end, device=q.device)[:, None]
+            seen = torch.arange(end, device=q.device) < position
+            spent = torch.where(seen, softplus(z), 0.0)
+            missing = -end % KEYS, start - end + -(-(end - start) // ROWS) * ROWS  # whole tiles: (keys, rows)
+            spent = torch.nn.functional.pad(spent, (0, missing[0], 0, missing[1])).unflatten(-1, (-1, KEYS)).sum(-1)
+            entering = spent.flip(-1).cumsum(-1).flip(-1) - spent  # by the nearer tiles
+            reaches = torch.arange(0, end, KEYS, device=q.device) < position
+            reaches = torch.nn.functional.pad(reaches, (0, 0, 0, missing[1]))
+            alive = reaches & ((-entering).exp() >= THRESHOLD)
+            live += int(alive.unflatten(1, (-1, ROWS)).any(2).sum())
+            visible += int(reaches.unflatten(0, (-1, ROWS)).any(1).sum()) * q.shape[1]
+    return live / visible
+
+
+def timed(function: Callable[..., Tensor], layer: list[Tensor]) -> Times:
+    """ms forward and backward: medians on a GPU, one call on the CPU."""
+    if layer[0].is_cuda:
+        from kernels.stickbreaking.benchmark import forward_and_backward
+
+        return forward_and_backward(function, [layer], warmup=10, rep=40)
+    leaves = [x.detach().requires_grad_() for x in layer[:3]]
+    start = time.perf_counter()
+    o = function(*leaves)
+    middle = time.perf_counter()
+    torch.autograd.grad(o, leaves, layer[3])
+    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def measure(layer: list[Tensor], length: int, scale: float) -> dict[str, Times]:
+    """Forward and backward ms of one layer: with skipping, dense, and softmax's on the same tensors."""
+    batch = layer[0].shape[0] // length
+    cu = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=layer[0].device)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, skip_below: float) -> Tensor:
+        return stickbreaking_attention(
+            q, k, v, cu_seqlens_q=cu, max_seqlen_q=length, max_seqlen_k=length, scale=scale, skip_below=skip_below
+        )[0]
+
+    times = {name: timed(partial(ours, skip_below=s), layer) for name, s in (("ours", THRESHOLD), ("dense", 0.0))}
+    four = [x.unflatten(0, (batch, length)).transpose(1, 2) for x in layer]
+    for name, backend in BASELINES.items() if layer[0].is_cuda else ():
+        with sdpa_kernel(backend):
+            times[name] = timed(softmax, four)
+    return times
+
+
+def report(model: Decoder, tokens: Tensor, length: int) -> None:
+    device = model.groups.device
+    tokens = tokens.to(device)
+    layout = PackedLayout.from_lengths([length] * (len(tokens) // length)).to(device)
+    labels = tokens.roll(-1)
+    labels[length - 1 :: length] = -100
+    layers = capture(model, tokens, labels, layout)
+    shape = "×".join(map(str, (len(tokens) // length, layers[0][0].shape[1], length, layers[0][0].shape[2])))
+    scale = cores(model)[0].scale or layers[0][0].shape[-1] ** -0.5
+    print(f"\n{shape} (batch, heads, length, head dim), {layers[0][0].dtype}, ms forward / backward")
+    rows = []
+    for number, layer in enumerate(layers):
+        live = live_fraction(layer[0], layer[1], length, scale)
+        times = measure(layer, length, scale)
+        if number == 0:
+            print("| layer | live tiles | " + " | ".join(times) + " | ours ÷ (live × dense) |")
+            print("|---|---|" + "---|" * (len(times) + 1))
+        rows.append((live, times))
+        _print_row(str(number), live, times)
+    live = statistics.mean(live for live, _ in rows)
+    sums = {name: (sum(t[name][0] for _, t in rows), sum(t[name][1] for _, t in rows)) for name in rows[0][1]}
+    _print_row("all", live, sums)
+    if "FA2" in sums:
+        ours = sum(sums["ours"])
+        against = ", ".join(f"{ours / sum(sums[name]):.2f} × {name}" for name in BASELINES)
+        print(f"whole model at {length}: {against}", flush=True)
+    evaluate(model, tokens, labels, layout)
+
+
+def _print_row(name: str, live: float, times: dict[str, Times]) -> None:
+    cells = " | ".join(f"{a:.3f} / {b:.3f}" for a, b in times.values())
+    ratio = sum(times["ours"]) / (live * sum(times["dense"]))
+    print(f"| {name} | {live:.3f} | {cells} | {ratio:.2f} |", flush=True)
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayout) -> None:
+    """Loss and time of the whole model's forward pass, with skipping and without."""
+    results = {}
+    for name, skip_below in (("on", THRESHOLD), ("off", 0.0)):
+        for core in cores(model):
+            core.skip_below = skip_below
+        seconds = []
+        for _ in range(8 if tokens.is_cuda else 1):
+            start = time.perf_counter()
+            loss = float(model(tokens, layout, labels).sum() / (labels >= 0).sum())  # waits for the GPU
+            seconds.append(time.perf_counter() - start)
+        results[name] = statistics.median(seconds)
+        print(f"evaluation, skipping {name}: {1e3 * results[name]:.1f} ms, {len(tokens)} tokens, loss {loss:.5f}")
+    for core in cores(model):
+        core.skip_below = THRESHOLD
+    print(f"skipping takes {1 - results['on'] / results['off']:.1%} off the evaluation", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("data")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="sequences at the shortest length; as many tokens at the others"
+    )
+    parser.add_argument("--lengths", default="4096,16384")
+    arguments = parser.parse_args()
+    lengths = [int(x) for x in arguments.lengths.split(",")]
+    groups = initialize()
+    model, _ = load_for_inference(arguments.run, groups)
+    data = PackedData.open(arguments.data, "valid")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{arguments.run.name}: {name}, torch {torch.__version__}")
+    for length in lengths:
+        report(model, held_out(data, length, max(1, arguments.rows * lengths[0] // length)), length)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
