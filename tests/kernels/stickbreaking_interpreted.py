@@ -11,9 +11,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 warnings.simplefilter("ignore")
 
 import torch
+import triton
+import triton.language as tl
 
 from kernels.stickbreaking import stickbreaking_reference
-from kernels.stickbreaking.backward import backward
+from kernels.stickbreaking.backward import _list_runs, backward
 from kernels.stickbreaking.decode import decode
 from kernels.stickbreaking.forward import forward
 
@@ -126,7 +128,39 @@ def run_decode(dtype):
     return results
 
 
+@triton.jit
+def list_runs_kernel(
+    count_ptr, list_ptr, stop_ptr, cu_ptr, base, first, last, q_len, num_slots, GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr
+):  # fmt: skip
+    count = _list_runs(
+        list_ptr, stop_ptr, cu_ptr, 0, 0, base, first, last, 5, q_len, num_slots, 64, GROUP, MAX_BLOCKS
+    )  # fmt: skip
+    tl.store(count_ptr, count)
+
+
+def run_lists():
+    """Runs of row blocks over several chunks of 64, against a loop."""
+    wrong = 0
+    for base, first, last, share in (
+        (0, 0, 199, 0.9),
+        (3, 5, 70, 0.5),
+        (0, 63, 65, 1.0),
+        (0, 1, 200, 1.0),
+        (2, 9, 9, 1.0),
+    ):
+        stop = torch.where(torch.rand(2, 201, generator=torch.Generator().manual_seed(last)) < share, 0, 9).int()
+        count, found = torch.zeros(1, dtype=torch.int32), torch.full((2 * 258,), -7, dtype=torch.int32)
+        cu = torch.tensor([0, 200 * 64 - 5], dtype=torch.int32)
+        list_runs_kernel[(1,)](count, found, stop, cu, base, first, last, 200 * 64 - 5, 201, 2, 256)
+        live = [(g * 256 + b - base, bool(stop[g, b] == 0)) for g in range(2) for b in range(first, last)]
+        alive = {entry for entry, is_live in live if is_live}
+        wanted = [x for e in sorted(alive) for x, end in ((e, e - 1), (e, e + 1)) if end not in alive]
+        wrong += found[: 2 * int(count)].tolist() != wanted or bool((found[len(wanted) :] != -7).any())
+    return {"wrong": wrong}
+
+
 if __name__ == "__main__":
+    print(json.dumps({"case": "runs"} | run_lists()), flush=True)
     for dtype in (torch.float16, torch.float32):
         for name in CASES:
             print(json.dumps({"case": f"{name}-{dtype}"} | run(name, dtype)), flush=True)

@@ -57,6 +57,10 @@ def test_skipping_stays_within_its_bound(interpreted, dtype):
     assert max(result["stop"]) > 0, "nothing was skipped"
 
 
+def test_runs_of_row_blocks(interpreted):
+    assert interpreted["runs"] == {"wrong": 0}
+
+
 def types(kernel, constants, **special):
     """Argument types by this package's naming: *_ptr, strides s?_?, everything else an int32."""
     named = {}
