@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
@@ -44,12 +45,19 @@ def make_batch(rows: list[int]) -> tuple[torch.Tensor, PackedLayout, torch.Tenso
     return torch.cat([p[0] for p in parts]), layout, torch.cat([p[2] for p in parts])
 
 
-def regroup(tensor: int) -> Groups:
-    """New process groups in a worker that may have had others."""
-    from megatron.core import parallel_state
+KNOWN_GROUPS: dict[int, tuple[Groups, dict[str, Any]]] = {}
 
-    parallel_state.destroy_model_parallel()
-    return initialize(tensor, distributed=int(os.environ["WORLD_SIZE"]) > 1)
+
+def regroup(tensor: int) -> Groups:
+    """Process groups for a tensor-parallel size, made once a worker: each gloo group costs threads for ever."""
+    state = vars(parallel_state)
+    if tensor not in KNOWN_GROUPS:
+        parallel_state.destroy_model_parallel()
+        groups = initialize(tensor, distributed=int(os.environ["WORLD_SIZE"]) > 1)
+        KNOWN_GROUPS[tensor] = (groups, {name: value for name, value in state.items() if name.isupper()})
+    groups, saved = KNOWN_GROUPS[tensor]
+    state.update(saved)  # Megatron-core keeps its groups in these globals
+    return groups
 
 
 def make_engine(
