@@ -4,12 +4,12 @@ import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ssscale.train.metrics import read_metrics
@@ -46,14 +46,26 @@ def finish(arguments: list[str]) -> None:
     assert process.returncode == 0, output[-3000:]
 
 
-def kill_at(step: int, arguments: list[str], run: Path) -> None:
-    """Start the run and kill -9 all its processes once a step has been logged."""
+def kill_at(step: int, arguments: list[str], run: Path) -> int:
+    """Start the run, kill -9 all its processes once it has logged a step itself; the last step that it logged."""
+    began = len(read_metrics(run / "metrics.jsonl"))
     process = start(arguments)
-    while process.poll() is None and not any(r["step"] >= step for r in read_metrics(run / "metrics.jsonl")):
+    everyone = psutil.Process(process.pid)
+
+    def reached() -> bool:
+        records = read_metrics(run / "metrics.jsonl")
+        fresh = began == 0 or len(records) != began  # a resumed run first cuts the records back
+        return fresh and any(record["step"] >= step for record in records)
+
+    while process.poll() is None and not reached():
         time.sleep(0.02)
     assert process.poll() is None, f"the run ended before step {step}"
-    os.killpg(process.pid, signal.SIGKILL)
+    # Workers are session leaders of their own: the launcher's process group does not have them.
+    for victim in [everyone, *everyone.children(recursive=True)]:
+        victim.kill()
     process.communicate()
+    last = read_metrics(run / "metrics.jsonl")[-1]["step"]
+    return last
 
 
 def weights_of(run: Path) -> dict[str, str]:
@@ -74,9 +86,10 @@ def compare(plain: Path, killed: Path) -> None:
 def run_and_compare(steps: int, save_every: int, arguments: list[str], folder: Path, rng: random.Random) -> list[int]:
     common = [*arguments, "train.log_every=1", f"train.save_every={save_every}"]
     finish([*common, f"run_dir={folder / 'plain'}"])
-    kills = sorted(rng.sample(range(2, steps), 2))
-    for step in kills:
+    kills = [
         kill_at(step, [*common, f"run_dir={folder / 'killed'}"], folder / "killed")
+        for step in sorted(rng.sample(range(2, steps), 2))
+    ]
     finish([*common, f"run_dir={folder / 'killed'}"])
     compare(folder / "plain", folder / "killed")
     return kills
@@ -85,8 +98,9 @@ def run_and_compare(steps: int, save_every: int, arguments: list[str], folder: P
 def test_a_killed_run_ends_bit_identical(corpus: Path, tmp_path: Path) -> None:
     small = ["model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_heads=1"]
     small += ["train.batch_size=4", "train.microbatch=1", "train.eval_every=100", "train.eval_rows=4"]
-    small += [f"data.path={corpus}", "train.max_steps=40"]
-    run_and_compare(40, 4, small, tmp_path, random.Random())
+    small += [f"data.path={corpus}", "train.max_steps=60"]
+    kills = run_and_compare(40, 4, small, tmp_path, random.Random())
+    assert max(kills) < 60
 
 
 @pytest.mark.slow
