@@ -100,4 +100,5 @@ def test_two_processes_train_like_one(layout: str, name: str, pool1: Pool, pool2
     for two in pool2.run(TRAIN, model=MODELS[name], steps=50, lr=0.003, **LAYOUTS[layout]):
         assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
         if layout != "zero0":  # DeepSpeed's stage 0 says no gradient norm
-            assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
+            assert two["norms"][:4] == pytest.approx(one["norms"][:4], rel=1e-5)
+            assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)  # rounding grows over 50 steps; seen: 3.2e-5

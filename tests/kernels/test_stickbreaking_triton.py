@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-
 from kernels.stickbreaking import backward as B
 from kernels.stickbreaking import decode as D
 from kernels.stickbreaking import forward as F
