@@ -149,7 +149,9 @@ class DataConfig:
     shuffle_seed: int = 0
     num_workers: int = 2
     prefetch: int = 4  # microbatches a worker prepares ahead
+    timeout: float = 600.0  # seconds to wait for a worker's microbatch before the run stops
     cache: str | None = None  # local folder for remote (s3://, gs://) data
+    accept_changed: bool = False  # go on with a checkpoint though the data is not what it was trained on
 
 
 @dataclass(frozen=True)

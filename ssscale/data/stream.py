@@ -60,7 +60,10 @@ class PackedData:
         manifest = manifests.read(file)
         _check(manifest, path, vocab_size, length)
         if fingerprint is not None and fingerprint != manifests.fingerprint(manifest):
-            raise UserError(f"{path} is not the data that the checkpoint was trained on: its fingerprint has changed")
+            raise UserError(
+                f"{path} is not the data that the checkpoint was trained on: its fingerprint has changed"
+                " (data.accept_changed=true goes on with it)"
+            )
         counts = manifest["splits"].get(split, {})
         stores = {
             source: RowStore(place, f"{split}/{source}", manifest["files"][f"{split}/{source}/{INDEX}"]["sha256"])
@@ -179,6 +182,11 @@ class _Microbatches(Dataset[_Rows | _Failure]):
         return sorted({self.data.stores[self.data.names[s.source]].shard_of(s.row) for s in samples})
 
 
+def make_order(data: PackedData, mixes: Sequence[tuple[int, Mix]], seed: int) -> Order:
+    """The order in which a run reads the data's rows. Raises UserError for a bad mix."""
+    return Order({name: store.shard_rows for name, store in data.stores.items()}, mixes, seed)
+
+
 def make_loader(
     data: PackedData,
     *,
@@ -204,7 +212,7 @@ def make_loader(
     """
     if batch_size % (microbatch * world_size):
         raise ValueError(f"batch_size={batch_size} is no multiple of microbatch={microbatch} · world_size={world_size}")
-    order = Order({name: store.shard_rows for name, store in data.stores.items()}, mixes, seed)
+    order = make_order(data, mixes, seed)
     plan = _Plan(first_sample, batch_size, microbatch, rank, world_size)
     dataset = _Microbatches(data, order, plan, num_samples // batch_size)
     loader = DataLoader(

@@ -2,17 +2,22 @@
 
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+
+from ssscale.data.batch import IGNORE, Batch
 
 logger = logging.getLogger("ssscale")
 
@@ -88,9 +93,35 @@ class Metrics:
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step":
                 self.tensorboard.add_scalar(name, value, record["step"])
+        shown = {name: value for name, value in record.items() if "/" not in name}  # without one figure a source
         self.progress.console.print(
-            "  ".join(f"{name} {_short(value)}" for name, value in record.items()), highlight=False
+            "  ".join(f"{name} {_short(value)}" for name, value in shown.items()), highlight=False
         )
+
+
+def sums_by_source(losses: Tensor, batch: Batch, num_sources: int) -> Tensor:
+    """[2, sources] float64: a microbatch's losses and its target tokens, summed by the source of each row.
+
+    losses: [T], zero where there is no target. Columns are those of `PackedData.names`.
+    """
+    rows = len(batch.sources)
+    per_row = torch.stack(
+        [losses.view(rows, -1).double().sum(1), (batch.labels != IGNORE).view(rows, -1).double().sum(1)]
+    )
+    # A product rather than index_add_, whose order of summation on a GPU changes from run to run.
+    return per_row @ torch.nn.functional.one_hot(batch.sources, num_sources).double()
+
+
+def mean_loss(sums: Tensor) -> float:
+    """Nats a token over all sources; NaN where there was no target."""
+    total, targets = sums.sum(1).tolist()
+    return total / targets if targets else math.nan
+
+
+def losses_by_source(sums: Tensor, names: Sequence[str], prefix: str) -> dict[str, float]:
+    """`prefix/source` → nats a token, from `sums_by_source` over all ranks; a source without targets is left out."""
+    pairs = zip(names, sums.T.tolist())
+    return {f"{prefix}/{name}": loss / targets for name, (loss, targets) in pairs if targets}
 
 
 class Stopwatch:

@@ -1,7 +1,6 @@
 """The training loop: batches → engine → metrics and checkpoints."""
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ssscale.config import to_yaml
 from ssscale.data.batch import Batch
-from ssscale.data.stream import PackedData, make_loader, valid_batches
+from ssscale.data.stream import PackedData, make_loader, make_order, valid_batches
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
@@ -30,7 +29,7 @@ from ssscale.train.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from ssscale.train.metrics import Metrics, Stopwatch
+from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, sums_by_source
 from ssscale.train.run_folder import check_folder, claim_folder
 from ssscale.train.schedule import learning_rate, stage_at, total_steps
 
@@ -57,8 +56,12 @@ class Trainer:
         check_folder(self.folder, config)
         found = list_checkpoints(self.folder / "checkpoints")
         self.reader = CheckpointReader(found[-1]) if found else None
-        self.data = self._open("train", self.reader.state.data_fingerprint if self.reader else None)
-        self.state = self.reader.state if self.reader else TrainState(data_fingerprint=self.data.fingerprint)
+        self.state = self.reader.state if self.reader else TrainState()
+        trained_on = self.state.data_fingerprint or None
+        self.data = self._open("train", None if config.data.accept_changed else trained_on)
+        if trained_on not in (None, self.data.fingerprint):
+            logger.warning("the data has changed since the checkpoint: going on at sample %d of it", self.state.samples)
+        self.order = make_order(self.data, stage_mixes(config), config.data.shuffle_seed)
         self.total_steps = total_steps(train.stages, config.tokens_per_step)
         if train.max_steps is not None:
             self.total_steps = min(self.total_steps, train.max_steps)
@@ -128,16 +131,16 @@ class Trainer:
         with metrics:
             watch = Stopwatch(self.state.step)
             for step, batches in enumerate(self._steps(), self.state.step + 1):
-                loss, num_targets, result, lr = self._train_step(step, batches)
+                sums, result, lr = self._train_step(step, batches)
                 if watch.step == step - 1 and not watch.laps:
                     logger.info("first step after %.1f s", time.perf_counter() - self.started)
                 if self._is_due(step, train.log_every):
-                    record = self._record(step, loss, num_targets, lr, result.grad_norm)
+                    record = self._record(step, sums, lr, result.grad_norm)
                     metrics.write(record | self._speed(watch.lap(step)))
                 metrics.advance(step)
                 with watch.paused():
                     if self._is_due(step, train.eval_every):
-                        metrics.write({"step": step, "tokens": self.state.tokens, "valid_loss": self.evaluate()})
+                        metrics.write({"step": step, "tokens": self.state.tokens, **self.evaluate()})
                     if self._is_due(step, train.save_every):
                         self.save()
 
@@ -158,20 +161,22 @@ class Trainer:
             world_size=self.groups.data_size,
             num_workers=config.data.num_workers,
             prefetch=config.data.prefetch,
+            timeout=config.data.timeout,
             one_document=config.data.one_document,
         )
 
-    def _train_step(self, step: int, batches: list[Batch]) -> tuple[Tensor, int, Any, float]:
-        """One optimizer step. Returns the sum of this rank's losses, the step's target tokens, the result and its lr."""
+    def _train_step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Any, float]:
+        """One optimizer step. Returns this rank's `sums_by_source`, the engine's result and the learning rate."""
         config, groups = self.config, self.groups
         counted = torch.tensor(sum(batch.num_targets for batch in batches))
         dist.all_reduce(counted, group=groups.data_group)
         num_targets = max(int(counted), 1)
-        total = torch.zeros((), device=groups.device)
+        num_sources = len(self.data.names)
+        sums = torch.zeros(2, num_sources, dtype=torch.float64, device=groups.device)
         for batch in batches:
             batch = batch.to(groups.device, non_blocking=True)  # page-locked by the loader
             losses = self.engine.forward_backward(batch.tokens, batch.layout, batch.labels, num_targets)
-            total += losses.sum()
+            sums += sums_by_source(losses, batch, num_sources)
         tokens = self.state.tokens + config.tokens_per_step
         lr = learning_rate(config.train.stages, config.train.batch_size, tokens)
         result = self.engine.step(lr)
@@ -182,18 +187,21 @@ class Trainer:
             samples=self.state.samples + config.train.batch_size,
             data_fingerprint=self.data.fingerprint,
         )
-        return total, num_targets, result, lr
+        return sums, result, lr
 
-    def _record(self, step: int, loss: Tensor, num_targets: int, lr: float, grad_norm: float | None) -> dict[str, Any]:
-        dist.all_reduce(loss, group=self.groups.data_group)
+    def _record(self, step: int, sums: Tensor, lr: float, grad_norm: float | None) -> dict[str, Any]:
+        dist.all_reduce(sums, group=self.groups.data_group)
+        names, seen = self.data.names, self.order.taken(self.state.samples)
         index, _ = stage_at(self.config.train.stages, self.state.tokens)
         return {
             "step": step,
             "tokens": self.state.tokens,
             "stage": self.config.train.stages[index].name,
-            "loss": loss.item() / num_targets,
+            "loss": mean_loss(sums),
             "lr": lr,
             "grad_norm": grad_norm,
+            **losses_by_source(sums, names, "loss"),
+            **{f"tokens/{name}": rows * self.config.data.length for name, rows in zip(names, seen)},
         }
 
     def _speed(self, seconds_per_step: float) -> dict[str, float]:
@@ -208,11 +216,11 @@ class Trainer:
         return speed
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss in nats a token over the first `eval_rows` rows of the validation split."""
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss in nats a token over `eval_rows` rows of the validation split, in all and by source."""
         config, groups = self.config, self.groups
         data = self._open("valid", self.data.fingerprint)
-        sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
+        sums = torch.zeros(2, len(data.names), dtype=torch.float64, device=groups.device)
         self.engine.module.eval()
         batches = valid_batches(
             data,
@@ -225,10 +233,10 @@ class Trainer:
         for batch in batches:
             batch = batch.to(groups.device)
             losses = self.engine.module(batch.tokens, batch.layout, batch.labels)
-            sums += torch.stack([losses.double().sum(), torch.tensor(float(batch.num_targets), device=groups.device)])
+            sums += sums_by_source(losses, batch, len(data.names))
         self.engine.module.train()
         dist.all_reduce(sums, group=groups.data_group)
-        return float(sums[0] / sums[1]) if sums[1] else math.nan
+        return {"valid_loss": mean_loss(sums), **losses_by_source(sums, data.names, "valid_loss")}
 
     def save(self) -> Path:
         """Write a checkpoint of this step."""

@@ -1,0 +1,59 @@
+"""Accounting by source, and data that changes under a checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ssscale.train.metrics import read_metrics
+from tests.pool import Pool
+
+SMALL = {
+    "model.num_layers": 1,
+    "model.hidden_size": 32,
+    "model.ffn_hidden_size": 32,
+    "model.num_heads": 2,
+    "train.batch_size": 32,
+    "train.microbatch": 8,
+    "train.log_every": 1,
+    "train.eval_every": 2,
+    "train.eval_rows": 24,
+    "train.save_every": 2,
+    "train.max_steps": 4,
+}
+
+
+def test_loss_and_tokens_by_source(corpus: Path, tmp_path: Path, pool1: Pool, pool2: Pool) -> None:
+    job = {"data": str(corpus), **SMALL}
+    (expected,) = pool1.run("tests.train.jobs:first_losses_by_source", run=str(tmp_path / "one"), **job)
+    assert pool2.run("tests.train.jobs:train", run=str(tmp_path / "two"), **job) == ["", ""]
+    records = read_metrics(tmp_path / "two" / "metrics.jsonl")
+    training = [record for record in records if "loss" in record]
+    assert len(training) == 4
+    assert set(expected) == {"code", "docs"}
+    for name, loss in expected.items():
+        assert training[0][f"loss/{name}"] == pytest.approx(loss, rel=1e-5)
+    for record in training:
+        assert record["tokens/code"] + record["tokens/docs"] == record["tokens"]
+        low, high = sorted(value for key, value in record.items() if key.startswith("loss/"))
+        assert low <= record["loss"] <= high
+    validation = [record for record in records if "valid_loss" in record]
+    assert {key for key in validation[-1] if "/" in key} == {"valid_loss/code", "valid_loss/docs"}
+
+
+def test_changed_data_wants_a_flag(corpus: Path, tmp_path: Path, pool1: Pool) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(corpus, data)
+    job = {"data": str(data), "run": str(run), **SMALL}
+    assert pool1.run("tests.train.jobs:train", **job | {"train.max_steps": 2}) == [""]
+    manifest = json.loads((data / "manifest.json").read_text())
+    del manifest["files"]["valid/docs/index.json"], manifest["splits"]["valid"]["docs"], manifest["checksum"]
+    from data_prep.write_shards import checksum
+
+    (data / "manifest.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
+    (error,) = pool1.run("tests.train.jobs:train", **job)
+    assert "is not the data that the checkpoint was trained on" in error
+    assert "data.accept_changed=true" in error
+    assert pool1.run("tests.train.jobs:train", **job | {"data.accept_changed": True}) == [""]
+    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == 4
