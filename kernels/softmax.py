@@ -10,15 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .exact import exact_attention
 
-def choose_backend(device: torch.device, dtype: torch.dtype, uniform: bool) -> str:
-    """Which kernel `softmax_attention` runs: `cudnn`, `varlen` (FlashAttention-2, ragged documents) or `sdpa`.
 
-    uniform: all documents of a batch have one length.
+def choose_backend(device: torch.device, dtype: torch.dtype, uniform: bool, window: int | None = None) -> str:
+    """Which kernel `softmax_attention` runs: `cudnn`, `varlen` (FlashAttention-2, ragged documents), `sdpa` or `exact`.
+
+    uniform: all documents of a batch have one length. window: a sliding one.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return "sdpa"
-    if not uniform:
+        return "sdpa" if window is None else "exact"
+    if not uniform or window is not None:
         return "varlen"
     return "cudnn" if torch.cuda.get_device_capability(device) >= (9, 0) else "sdpa"
 
@@ -31,21 +33,28 @@ def softmax_attention(
     cu_seqlens: Tensor,
     max_seqlen: int,
     uniform_length: int | None = None,
+    window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """o_i = Σ_{j ≤ i} softmax_j(scale · q_i·k_j) v_j within each document (arXiv:1706.03762, Eq. 1, causal).
 
     q: [T, N, H]; k, v: [T, K, H] with N a multiple of K. cu_seqlens: [num_documents + 1] int32 from 0 to T.
-    uniform_length: the documents' length where all have one. scale: 1 / sqrt(H) where None. Returns [T, N, H].
+    uniform_length: the documents' length where all have one. window: only the keys i − window < j. scale: 1 / sqrt(H)
+    where None. Returns [T, N, H].
     """
+    window = None if window is None or window >= max_seqlen else window
+    backend = choose_backend(q.device, q.dtype, uniform_length is not None, window)
+    if backend == "exact":
+        bounds = cu_seqlens.tolist()
+        return exact_attention(q, k, v, starts_q=bounds, starts_k=bounds, window=window, scale=scale)
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    backend = choose_backend(q.device, q.dtype, uniform_length is not None)
     if backend == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=(-1, 0))
+        reach = (-1 if window is None else window - 1, 0)
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=reach)
     if uniform_length is None:
         bounds = cu_seqlens.tolist()
         parts = [_dense(q[a:b], k[a:b], v[a:b], b - a, scale, backend) for a, b in pairwise(bounds) if b > a]

@@ -33,9 +33,10 @@ class PackedLayout:
         uniform = lengths[0] if len(set(lengths)) == 1 else None
         return cls(cu_seqlens, positions, max(max_seqlen or 0, max(lengths)), uniform)
 
-    def num_visible_keys(self) -> Tensor:
-        """[T] int32: how many keys each query sees under a causal mask, itself included."""
-        return self.positions + 1
+    def num_visible_keys(self, window: int | None = None) -> Tensor:
+        """[T] int32: how many keys each query sees under a causal mask, itself and cached ones included, at most `window`."""
+        n = self.positions + 1
+        return n if window is None else n.clamp(max=window)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same layout with its tensors on another device."""

@@ -27,16 +27,33 @@ class SSMaxVariant(StrEnum):
 class PositionMethod(StrEnum):
     """How a model tells positions apart."""
 
-    rope = "rope"
-    nope = "nope"
+    rope = "rope"  # arXiv:2104.09864
+    nope = "nope"  # none
+    alibi = "alibi"  # arXiv:2108.12409
+    fire = "fire"  # arXiv:2310.04418
 
 
-# What a core can be combined with. Stick-breaking takes the nearest keys first: its order is its position method.
+# What a core can be combined with. SSMax scales q, which would miss a bias that is added behind q·k; stick-breaking takes
+# the nearest keys first, so that its order is its position method.
 POSITIONS = {
-    Core.softmax: frozenset({PositionMethod.rope, PositionMethod.nope}),
+    Core.softmax: frozenset(PositionMethod),
     Core.ssmax: frozenset({PositionMethod.rope, PositionMethod.nope}),
     Core.stickbreaking: frozenset({PositionMethod.nope}),
 }
+WINDOWS = frozenset({Core.softmax, Core.ssmax})  # the cores that take a sliding window
+
+
+class RopeScaling(StrEnum):
+    """Rotary positions beyond the training length; `ssscale.position.rope` gives the formulas.
+
+    `linear` divides positions by `rope_factor`, `ntk` stretches the base by it; `dynamic_ntk` stretches the base only for
+    documents longer than `train_length`, by as much as they need.
+    """
+
+    none = "none"
+    linear = "linear"
+    ntk = "ntk"
+    dynamic_ntk = "dynamic_ntk"
 
 
 class ScheduleKind(StrEnum):
@@ -103,6 +120,10 @@ class AttentionConfig:
 class PositionConfig:
     method: PositionMethod = PositionMethod.rope
     rope_base: float = 10_000.0
+    rope_scaling: RopeScaling = RopeScaling.none
+    rope_factor: float = 1.0  # linear: 1 / the scale of positions; ntk: α; dynamic_ntk: f
+    train_length: int | None = None  # tokens; L of dynamic_ntk
+    window: int | None = None  # sliding window: keys that a query sees, itself included; None: all
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ from typing import Any
 from ssscale.errors import UserError
 from ssscale.schema import (
     POSITIONS,
+    WINDOWS,
     Compile,
     Config,
     Core,
     ModelConfig,
     PositionMethod,
     Precision,
+    RopeScaling,
     ScheduleKind,
     SSMaxVariant,
     StageConfig,
@@ -28,6 +30,7 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     _check_numbers(config)
     _check_model(config.model)
     _check_attention(config.model)
+    _check_position(config.model)
     names = [stage.name for stage in config.train.stages]
     if not names:
         raise UserError("train.stages is empty: a run needs at least one stage")
@@ -61,6 +64,9 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "model.attention.ssmax_scale": (ABOVE_0,),
     "model.attention.skip_below": (AT_LEAST_0, BELOW_1),
     "model.position.rope_base": (ABOVE_0,),
+    "model.position.rope_factor": (ABOVE_0,),
+    "model.position.train_length": (AT_LEAST_1,),
+    "model.position.window": (AT_LEAST_1,),
     "model.width.embedding_multiplier": (ABOVE_0,),
     "model.width.residual_multiplier": (ABOVE_0,),
     "model.width.logits_divisor": (ABOVE_0,),
@@ -142,13 +148,7 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_attention(model: ModelConfig) -> None:
-    attention, method = model.attention, model.position.method
-    allowed = POSITIONS[attention.core]
-    if method not in allowed:
-        raise UserError(
-            f"model.position.method={method.value} does not go with model.attention.core={attention.core.value}: "
-            f"use {_alternatives(sorted(m.value for m in allowed))}"
-        )
+    attention = model.attention
     if attention.core is not Core.ssmax and attention.ssmax is not SSMaxVariant.learned:
         raise UserError(
             f"model.attention.ssmax={attention.ssmax.value} needs model.attention.core=ssmax, "
@@ -164,6 +164,46 @@ def _check_attention(model: ModelConfig) -> None:
             "model.attention.remainder=true is stick-breaking's unspent stick: it needs "
             f"model.attention.core=stickbreaking, not {attention.core.value}"
         )
+
+
+def _check_position(model: ModelConfig) -> None:
+    core, position = model.attention.core, model.position
+    allowed = POSITIONS[core]
+    if position.method not in allowed:
+        raise UserError(
+            f"model.position.method={position.method.value} does not go with model.attention.core={core.value}: "
+            f"use {_alternatives(sorted(method.value for method in allowed))}; {_REASONS[core]}"
+        )
+    if position.window is not None and core not in WINDOWS:
+        raise UserError(
+            f"model.position.window={position.window} does not go with model.attention.core={core.value}, which spends its "
+            "stick on the nearest keys anyway: set model.position.window=null"
+        )
+    scaling, factor = position.rope_scaling, position.rope_factor
+    if scaling is not RopeScaling.none and position.method is not PositionMethod.rope:
+        raise UserError(
+            f"model.position.rope_scaling={scaling.value} needs model.position.method=rope, not {position.method.value}"
+        )
+    if scaling is RopeScaling.none and factor != 1.0:
+        raise UserError(
+            f"model.position.rope_factor={factor:g} has no effect under rope_scaling=none: "
+            "set model.position.rope_scaling=linear, ntk or dynamic_ntk"
+        )
+    if scaling in (RopeScaling.linear, RopeScaling.ntk) and factor == 1.0:
+        raise UserError(
+            f"model.position.rope_scaling={scaling.value} with rope_factor=1 changes nothing: set model.position.rope_factor"
+        )
+    if scaling is RopeScaling.dynamic_ntk and position.train_length is None:
+        raise UserError(
+            "model.position.rope_scaling=dynamic_ntk stretches what is longer than the training length, which it does not "
+            "have: set model.position.train_length to the row length of the training"
+        )
+
+
+_REASONS = {
+    Core.ssmax: "SSMax scales q, and would miss a bias that is added behind q·k",
+    Core.stickbreaking: "it takes the nearest keys first, which tells positions apart",
+}
 
 
 def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int) -> None:

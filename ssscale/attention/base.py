@@ -17,6 +17,7 @@ class AttentionCore(nn.Module):
     def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__()
         self.scale = config.width.attention_scale  # None: 1 / sqrt(H)
+        self.window = config.position.window
 
     def query_factor(self, layout: PackedLayout) -> Tensor | None:
         """[T, N] float32 by which q is multiplied, in float32 and before it is rounded; None for no factor."""

@@ -18,5 +18,6 @@ class SoftmaxCore(AttentionCore):
             cu_seqlens=layout.cu_seqlens,
             max_seqlen=layout.max_seqlen,
             uniform_length=layout.uniform_length,
+            window=self.window,
             scale=self.scale,
         )

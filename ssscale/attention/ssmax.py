@@ -33,7 +33,7 @@ class SSMaxCore(SoftmaxCore):
             mark_split(self.b, 0, (config.num_heads,))
 
     def query_factor(self, layout: PackedLayout) -> Tensor:
-        n = layout.num_visible_keys()
+        n = layout.num_visible_keys(self.window)
         if self.shared:
             p = replicated(self.shared[0], self.groups)
             base = p.float()[(n.clamp(max=p.numel()) - 1).long()]
