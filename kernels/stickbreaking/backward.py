@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tile
-from .forward import COUNTS, Config, forward_config, last_contiguous, launch, sum_types
+from .forward import COUNTS, GROUP_BYTES, Config, forward_config, head_group, last_contiguous, launch, sum_types
 
 # Scratch a query and head: 8 bytes for each key tile, in slices of rows that keep it under this many bytes a row of the whole.
 SCRATCH_BYTES_PER_ROW = 2048
@@ -32,7 +32,7 @@ def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
     if head_dim <= 32:
         return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 3))
     if head_dim <= 64:
-        return BackwardConfig(Config(64, key_block, 4, 4), Config(64, key_block, 4, 3))
+        return BackwardConfig(Config(64, key_block, 4, 4), Config(64, key_block, 4, 4))
     return BackwardConfig(Config(128, key_block, 8, 2), Config(128, key_block, 8, 2))
 
 
@@ -98,17 +98,18 @@ def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, carry_ptr,
     behind_ptr,
     cu_q_ptr, cu_k_ptr, offset_ptr,
-    num_tokens, num_keys_total, num_sequences, first_slot, num_slots, num_stop_slots, num_tiles, scratch_rows,
+    num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
+    scratch_rows,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER:
     tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    slice_slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
+    head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
+    slice_slot = tile.slot_at(place, last_slot - first_slot, num_sequences, True)
     slot = first_slot + slice_slot
-    head = tl.program_id(1)
-    num_heads = tl.num_programs(1)
-    if slot >= num_slots:
+    if slot >= last_slot:
         return
     sequence, block = tile.locate(cu_q_ptr, slot, num_sequences, ROWS)
     q_start, q_len = tile.bounds(cu_q_ptr, sequence, num_tokens)
@@ -173,10 +174,7 @@ def _list_runs(
     ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Writes the runs of row blocks in [first, last) that tile t is alive for, head by head, as their first and last
-    (head of the group · MAX_BLOCKS + block − base), and returns how many runs there are.
-
-    Inside a run the addresses follow from a counter, so that its loads are pipelined; behind a test, or an index that is
-    itself loaded, they would be issued when they are needed."""
+    (head of the group · MAX_BLOCKS + block − base), and returns how many runs there are."""
     count = 0
     for i in range(KV_GROUP):
         for start in range(first, last, 64):
@@ -196,46 +194,40 @@ def _list_runs(
 
 
 @triton.jit
-def _dkv_tiles(
-    dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, list_ptr, count, t, offset,
-    q_len, num_keys,
-    logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, MASKED: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+def _dkv_run(
+    dk, dv, k, v, q_ptr, do_ptr, q_step, do_step, q_offsets, do_offsets, carry_ptr, behind_ptr, first, last, t, offset, q_len,
+    num_keys, logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Row blocks first … last − 1 of one head. Their addresses follow from a counter, so that their loads are pipelined:
+    behind a test, or an index that is itself loaded, they would be issued when they are needed."""
     column_key = tile.key_of_column(BN)
     local = tl.arange(0, ROWS)
-    q_offsets = local[:, None] * sq_t + dims[None, :]
-    do_offsets = local[:, None] * so_t + dims[None, :]
-    for n in range(count):
-        first = tl.load(list_ptr + 2 * n)
-        head = first // MAX_BLOCKS
-        last = tl.load(list_ptr + 2 * n + 1) - head * MAX_BLOCKS
-        for block in range(first % MAX_BLOCKS, last + 1):
-            first_row = block * ROWS
-            first64 = first_row.to(tl.int64)
-            row_ok = local < q_len - first_row
-            in_rows = row_ok[:, None] & (dims < H)[None, :]
-            q = tl.load(q_ptr + (first64 * sq_t + head * sq_n) + q_offsets, mask=in_rows, other=0.0)
-            do = tl.load(do_ptr + (first64 * so_t + head * so_n) + do_offsets, mask=in_rows, other=0.0)
-            scratch = head * scratch_head + first64
-            carry = tl.load(carry_ptr + scratch + local, mask=row_ok, other=-1e30)
-            behind = tl.load(behind_ptr + scratch + local, mask=row_ok, other=0.0)
-            z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
-            if MASKED:
-                position = tl.minimum(offset + first_row + local, num_keys)
-                z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
-            u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
-            rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
-            a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
-            weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(do.dtype)
-            dv = tl.dot(tl.trans(weights), do, dv, input_precision=PRECISION)
-            da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
-            a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
-            before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
-            a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-            dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
-            dk = tl.dot(tl.trans(dz), q, dk, input_precision=PRECISION)
+    for block in range(first, last):
+        first_row = block * ROWS
+        first64 = first_row.to(tl.int64)
+        row_ok = local < q_len - first_row
+        in_rows = row_ok[:, None] & (dims < H)[None, :]
+        q = tl.load(q_ptr + first64 * q_step + q_offsets, mask=in_rows, other=0.0)
+        do = tl.load(do_ptr + first64 * do_step + do_offsets, mask=in_rows, other=0.0)
+        carry = tl.load(carry_ptr + first64 + local, mask=row_ok, other=-1e30)
+        behind = tl.load(behind_ptr + first64 + local, mask=row_ok, other=0.0)
+        z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
+        if MASKED:
+            position = tl.minimum(offset + first_row + local, num_keys)
+            z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
+        u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
+        rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
+        a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
+        weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(do.dtype)
+        dv = tl.dot(tl.trans(weights), do, dv, input_precision=PRECISION)
+        da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
+        a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
+        before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
+        a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
+        dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
+        dk = tl.dot(tl.trans(dz), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -243,16 +235,18 @@ def _dkv_tiles(
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
     offset_ptr,
-    num_tokens, num_keys_total, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots, num_tiles, scratch_rows,
-    sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
+    num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
     FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    num_kv_heads = tl.num_programs(1)
+    places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
+    kv_head, place = tile.assign(tl.program_id(0), num_kv_heads, head_group, places)
+    slot = tile.slot_at(place, num_key_slots, num_sequences, False)
+    if slot >= num_key_slots:
+        return
     sequence, t = tile.locate(cu_k_ptr, slot, num_sequences, BN)
     q_start, q_len = tile.bounds(cu_q_ptr, sequence, num_tokens)
     k_start, k_len = tile.bounds(cu_k_ptr, sequence, num_keys_total)
@@ -291,7 +285,7 @@ def dkv_kernel(
     scratch = (
         first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (sequence_slot - first_slot) * DQ_ROWS
     )
-    live = list_ptr + (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
+    list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
     farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
     # Listed blocks count blocks from the slice's first, so that they fit the scratch of one slice.
@@ -300,32 +294,39 @@ def dkv_kernel(
     q_ptr += row_base.to(tl.int64) * sq_t
     do_ptr += row_base.to(tl.int64) * so_t
     scratch += row_base
+    carry_ptr += scratch
+    behind_ptr += scratch
 
     dk = tl.zeros([BN, BH], tl.float32)
     dv = tl.zeros([BN, BH], tl.float32)
-    in_part = _list_runs(
-        live, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first_block, whole_from, t, q_len, num_stop_slots, ROWS,
-        KV_GROUP, MAX_BLOCKS,
-    )  # fmt: skip
-    whole = _list_runs(
-        live + 2 * in_part, block_stop_ptr, cu_q_ptr, sequence, first_head, base, whole_from, end_block, t, q_len,
-        num_stop_slots, ROWS, KV_GROUP,
-        MAX_BLOCKS,
-    )  # fmt: skip
+    stops = (block_stop_ptr, cu_q_ptr, sequence)
+    runs = _list_runs(
+        list_ptr, *stops, first_head, base, whole_from, end_block, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
+    )
+    local = tl.arange(0, ROWS)
+    q_offsets = local[:, None] * sq_t + dims[None, :]
+    do_offsets = local[:, None] * so_t + dims[None, :]
+    position = offset + row_base
+    rows = q_len - row_base
+    # The blocks that see this tile in part are one or two, unless offsets are at odds with the tiles.
+    for i in range(KV_GROUP):
+        for block in range(first_block, whole_from):
+            alive = _block_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS) <= t
+            dk, dv = _dkv_run(
+                dk, dv, k, v, q_ptr + i * sq_n, do_ptr + i * so_n, sq_t, so_t, q_offsets, do_offsets,
+                carry_ptr + i * scratch_head, behind_ptr + i * scratch_head, block - base, block - base + alive.to(tl.int32), t,
+                position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, True, PRECISION,
+            )  # fmt: skip
     tl.debug_barrier()
-    dk, dv = _dkv_tiles(
-        dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head, live,
-        in_part, t,
-        offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, True, MAX_BLOCKS,
-        PRECISION,
-    )  # fmt: skip
-    dk, dv = _dkv_tiles(
-        dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head,
-        live + 2 * in_part,
-        whole, t, offset + row_base, q_len - row_base, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H,
-        False, MAX_BLOCKS,
-        PRECISION,
-    )  # fmt: skip
+    for n in range(runs):
+        first = tl.load(list_ptr + 2 * n)
+        i = first // MAX_BLOCKS
+        last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
+        dk, dv = _dkv_run(
+            dk, dv, k, v, q_ptr + i * sq_n, do_ptr + i * so_n, sq_t, so_t, q_offsets, do_offsets,
+            carry_ptr + i * scratch_head, behind_ptr + i * scratch_head, first % MAX_BLOCKS, last + 1, t,
+            position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PRECISION,
+        )  # fmt: skip
     dk *= scale
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     if ADD:
@@ -339,6 +340,7 @@ def backward(
     grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
     q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, max_queries: int, max_keys: int,
     scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
+    group_bytes: int = GROUP_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
     num_tokens, num_heads, head_dim = q.shape
@@ -379,18 +381,18 @@ def backward(
     }  # fmt: skip
     for first in range(0, num_slots, slice_slots):
         last = min(first + slice_slots, num_slots)
-        dq_kernel[(last - first, num_heads)](
+        dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * num_heads,)](
             q, k, v, grad_o, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind, cu_q, cu_k,
             q_offsets,
-            num_tokens, num_keys, num_sequences, first, num_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides,
-            scale, logit_scale,
+            num_tokens, num_keys, num_heads, head_group(k, group, group_bytes), num_sequences, first, last, block_stop.shape[1],
+            num_tiles, scratch_rows, *strides, scale, logit_scale,
             ROWS=rows, HAS_REST=grad_log_rest is not None, **launch(dq_config), **common,
         )  # fmt: skip
-        dkv_kernel[(num_key_slots, num_kv_heads)](
+        dkv_kernel[(triton.cdiv(num_key_slots, num_sequences) * num_sequences * num_kv_heads,)](
             q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
-            num_tokens, num_keys, num_sequences, first, last, num_key_slots, block_stop.shape[1], num_tiles, scratch_rows,
-            *strides, scale,
-            logit_scale, ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
+            num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
+            num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
+            ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
             **launch(dkv_config), **common,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype), d_rest_in

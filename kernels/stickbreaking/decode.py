@@ -113,6 +113,8 @@ def decode(
     scale: float,
     skip_below: float,
     num_splits: int | None = None,
+    num_warps: int = 4,
+    num_stages: int = 3,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape
@@ -137,7 +139,7 @@ def decode(
         scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=padded, ROWS=max(16, triton.next_power_of_2(max_queries * group)), BN=key_block, KV_GROUP=group, CHUNK=4,
         HAS_OFFSET=q_offsets is not None, NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot,
-        num_warps=4, num_stages=1 if q.dtype == torch.float32 else 3,
+        num_warps=num_warps, num_stages=1 if q.dtype == torch.float32 else num_stages,
     )  # fmt: skip
     merge_kernel[(num_tokens * num_heads,)](
         part, part_rest, None if log_rest_in is None else log_rest_in.contiguous(), o, log_rest, num_tokens * num_heads,

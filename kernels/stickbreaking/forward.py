@@ -13,9 +13,14 @@ from .ops import aux_shapes, carry_dtype
 
 # Arguments for which Triton must not compile once more when they happen to be 1 or a multiple of 16: batches vary.
 COUNTS = (
-    "num_tokens", "num_keys_total", "num_sequences", "num_slots", "num_stop_slots", "num_key_slots", "num_tiles", "first_slot",
+    "num_tokens", "num_keys_total", "num_heads", "num_kv_heads", "head_group",
+    "num_sequences", "num_slots", "num_stop_slots", "num_key_slots", "num_tiles", "first_slot",
     "last_slot", "max_queries", "max_keys",
 )  # fmt: skip
+
+
+# Of the 50 MB of an H200's L2 cache.
+GROUP_BYTES = 24 << 20
 
 
 class Config(NamedTuple):
@@ -80,16 +85,17 @@ def walk_tiles(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
     cu_k_ptr, offset_ptr,
-    num_tokens, num_keys_total, num_sequences, num_slots, num_stop_slots, max_queries, max_keys, sq_t, sq_n, sk_t, sk_n,
-    sv_t, sv_n,
+    num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
+    sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
     logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr, FIRST_CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr,
+    NEARER_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    slot = tile.heaviest_first(tl.program_id(0), num_slots, num_sequences)
-    head = tl.program_id(1)
-    num_heads = tl.num_programs(1)
+    places = tl.cdiv(num_slots, num_sequences) * num_sequences
+    head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
+    slot = tile.slot_at(place, num_slots, num_sequences, True)
     if slot >= num_slots:
         return
     sequence, block = tile.locate(cu_q_ptr, slot, num_sequences, ROWS)
@@ -138,16 +144,23 @@ def forward_kernel(
         position, k_len, logit_scale,
         floor, nearer, dims, ROWS, BN, H, BH, True, PRECISION,
     )  # fmt: skip
-    # The exit is tested once a chunk: a loop that tests it at every tile is not pipelined.
+    # The exit is tested once a chunk, for a loop that tests it at every tile is not pipelined. A chunk is as long as the
+    # fullest stick will last at the rate at which the chunk before spent it.
     t = unmasked - 1
-    while (t >= 0) & (tl.max(carry, 0) >= threshold):
-        count = tl.minimum(t + 1, CHUNK)
+    fullest = tl.max(carry, 0).to(tl.float32)
+    ahead = FIRST_CHUNK
+    while (t >= 0) & (fullest >= threshold):
+        count = tl.minimum(t + 1, ahead)
         acc, carry, row_carry, row_tile = walk_tiles(
             acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, t, count, position,
             k_len, logit_scale,
             floor, nearer, dims, ROWS, BN, H, BH, False, PRECISION,
         )  # fmt: skip
         t -= count
+        left = tl.max(carry, 0).to(tl.float32)
+        lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
+        ahead = tl.minimum(lasts, CHUNK - 1.0).to(tl.int32) + 1
+        fullest = left
 
     # Maxima that were given too small would leave backward's scratch too small: say so in the result.
     acc = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), acc)
@@ -200,6 +213,12 @@ def launch(config: Config) -> dict[str, int | None]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
 
 
+def head_group(walked: Tensor, heads_each: int, group_bytes: int = GROUP_BYTES) -> int:
+    """How many of the launch's heads run side by side: as many as walk over no more than `group_bytes` of two such tensors."""
+    tokens, _, head_dim = walked.shape
+    return heads_each * max(1, group_bytes // (2 * tokens * head_dim * walked.element_size()))
+
+
 def last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -216,7 +235,9 @@ def forward(
     scale: float,
     skip_below: float,
     config: Config | None = None,
-    chunk: int = 8,
+    first_chunk: int = 2,
+    chunk: int = 16,
+    group_bytes: int = GROUP_BYTES,
     max_queries: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
@@ -235,16 +256,16 @@ def forward(
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
     sums = sum_types(q.dtype, config.key_block)
     num_slots = num_tokens // config.row_block + num_sequences
-    grid = (triton.cdiv(num_slots, num_sequences) * num_sequences, num_heads)
-    forward_kernel[grid](
+    heads = head_group(k, num_heads // k.shape[1], group_bytes)
+    forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
         q, k, v, o, log_rest_in, log_rest, row_carry, row_tile, block_stop, cu_q, cu_k, q_offsets,
-        num_tokens, k.shape[0], num_sequences, num_slots, stops[1], max_queries or num_tokens, max_keys, q.stride(0),
-        q.stride(1), k.stride(0),
+        num_tokens, k.shape[0], num_heads, heads, num_sequences, num_slots, stops[1], max_queries or num_tokens, max_keys,
+        q.stride(0), q.stride(1), k.stride(0),
         k.stride(1),
         v.stride(0), v.stride(1), scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
-        KV_GROUP=num_heads // k.shape[1], CHUNK=chunk, HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None,
-        SAVE=True,
+        KV_GROUP=num_heads // k.shape[1], FIRST_CHUNK=first_chunk, CHUNK=chunk,
+        HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
         NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot, **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop

@@ -60,10 +60,26 @@ def locate(cu_seqlens, slot, num_sequences, ROWS: tl.constexpr):
 
 
 @triton.jit
-def heaviest_first(program, num_slots, num_sequences):
-    """A permutation of the slots that visits the late blocks of every sequence first when the sequences are equally long."""
+def assign(program, num_heads, head_group, num_slots):
+    """Head and place in the order of slots of a program: slot by slot for the first `head_group` heads, then for the next.
+
+    Heads end at very different lengths; side by side, the short ones fill the time of the long. A group is no larger than the
+    L2 cache can serve."""
+    first = program // (head_group * num_slots) * head_group
+    inside = program - first * num_slots
+    width = tl.minimum(head_group, num_heads - first)
+    return first + inside % width, inside // width
+
+
+@triton.jit
+def slot_at(place, num_slots, num_sequences, LAST_FIRST: tl.constexpr):
+    """A permutation of the slots that takes every sequence's last (or first) block before any other's second, if the sequences
+    are equally long: the blocks with most to do start first."""
     blocks = tl.cdiv(num_slots, num_sequences)
-    return (program % num_sequences) * blocks + blocks - 1 - program // num_sequences
+    block = place // num_sequences
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return (place % num_sequences) * blocks + block
 
 
 @triton.jit
