@@ -59,7 +59,7 @@ def _dq_tiles(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
-    for t in range(first, last):
+    for t in tl.range(first, last, num_stages=1 if MASKED else None):
         k_tile = k_ptr + t * k_step + k_offsets
         v_tile = v_ptr + t * v_step + v_offsets
         if MASKED:
@@ -203,7 +203,7 @@ def _dkv_run(
     behind a test, or an index that is itself loaded, they would be issued when they are needed."""
     column_key = tile.key_of_column(BN)
     local = tl.arange(0, ROWS)
-    for block in range(first, last):
+    for block in tl.range(first, last, num_stages=1 if MASKED else None):
         first_row = block * ROWS
         first64 = first_row.to(tl.int64)
         row_ok = local < q_len - first_row

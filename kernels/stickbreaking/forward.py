@@ -52,7 +52,7 @@ def walk_tiles(
 ):  # fmt: skip
     """`count` tiles from tile `first` outwards (to lower indices)."""
     column_key = tile.key_of_column(BN)
-    for step in range(count):
+    for step in tl.range(count, num_stages=1 if MASKED else None):
         t = first - step
         alive = carry > floor
         row_carry = tl.where(alive, carry, row_carry)
