@@ -14,14 +14,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softplus
 
-from kernels.stickbreaking import stickbreaking_attention
+from kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 from ssscale.attention.stickbreaking import StickBreakingCore
 from ssscale.data.stream import PackedData
 from ssscale.layout import PackedLayout
@@ -31,6 +31,8 @@ from ssscale.train.build import load_for_inference
 
 THRESHOLD = 2**-12
 ROWS, KEYS = 128, 64  # the tile in which liveness is counted
+LONGEST_CHECKED = 4096  # float64 takes length² numbers
+FAINT = (2**-18, 2**-14, 2**-10)  # of a stick spent by any row of a tile
 BASELINES = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 Times = tuple[float, float]
 
@@ -79,10 +81,18 @@ def capture(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayout
     return layers
 
 
+class Tiles(NamedTuple):
+    """Shares of the causal tiles of ROWS queries × KEYS keys: those that some row enters with a stick of at least THRESHOLD,
+    and of these, those in which no row spends more than each of FAINT."""
+
+    live: float
+    faint: tuple[float, ...]
+
+
 @torch.no_grad()
-def live_fraction(q: Tensor, k: Tensor, length: int, scale: float) -> float:
-    """Share of the causal tiles of ROWS queries × KEYS keys that some row enters with a stick of at least THRESHOLD."""
+def count_tiles(q: Tensor, k: Tensor, length: int, scale: float) -> Tiles:
     live = visible = 0
+    faint = [0] * len(FAINT)
     group = q.shape[1] // k.shape[1]
     for first in range(0, q.shape[0], length):
         k_all = k[first : first + length].transpose(0, 1).repeat_interleave(group, 0)
@@ -97,10 +107,34 @@ def live_fraction(q: Tensor, k: Tensor, length: int, scale: float) -> float:
             entering = spent.flip(-1).cumsum(-1).flip(-1) - spent  # by the nearer tiles
             reaches = torch.arange(0, end, KEYS, device=q.device) < position
             reaches = torch.nn.functional.pad(reaches, (0, 0, 0, missing[1]))
-            alive = reaches & ((-entering).exp() >= THRESHOLD)
-            live += int(alive.unflatten(1, (-1, ROWS)).any(2).sum())
+            alive = (reaches & ((-entering).exp() >= THRESHOLD)).unflatten(1, (-1, ROWS)).any(2)
+            most = spent.unflatten(1, (-1, ROWS)).amax(2)
+            live += int(alive.sum())
+            faint = [count + int((alive & (most < bound)).sum()) for count, bound in zip(faint, FAINT, strict=True)]
             visible += int(reaches.unflatten(0, (-1, ROWS)).any(1).sum()) * q.shape[1]
-    return live / visible
+    return Tiles(live / visible, tuple(count / live for count in faint))
+
+
+def worst_error(layer: list[Tensor], length: int, scale: float) -> str:
+    """The first sequence's errors against float64 over those of float32 torch with inputs and outputs in the same dtype, for o,
+    dq, dk and dv, the worst of the heads."""
+    q, k, v, grad = (x[:length] for x in layer)
+    group = q.shape[1] // k.shape[1]
+    ratios = [0.0] * 4
+    for head in range(0, q.shape[1], group):
+        part = [q[:, head : head + 1], k[:, head // group, None], v[:, head // group, None], grad[:, head : head + 1]]
+
+        def run(function: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, part: list[Tensor]) -> list[Tensor]:
+            leaves = [x.to(dtype).requires_grad_() for x in part[:3]]
+            o = function(*leaves, scale=scale)[0]
+            return [o.detach(), *torch.autograd.grad(o, leaves, part[3].to(dtype))]
+
+        skipping = partial(stickbreaking_attention, skip_below=0.0)
+        ours, plain = run(skipping, q.dtype, part), run(stickbreaking_reference, q.dtype, part)
+        exact = run(stickbreaking_reference, torch.float64, part)
+        errors = [((a - e).abs().max(), (p - e).abs().max()) for a, p, e in zip(ours, plain, exact, strict=True)]
+        ratios = [max(r, float(a / p.clamp(min=1e-30))) for r, (a, p) in zip(ratios, errors, strict=True)]
+    return ", ".join(f"{name} {r:.2f}" for name, r in zip(("o", "dq", "dk", "dv"), ratios, strict=True))
 
 
 def timed(function: Callable[..., Tensor], layer: list[Tensor]) -> Times:
@@ -108,7 +142,7 @@ def timed(function: Callable[..., Tensor], layer: list[Tensor]) -> Times:
     if layer[0].is_cuda:
         from kernels.stickbreaking.benchmark import forward_and_backward
 
-        return forward_and_backward(function, [layer], warmup=10, rep=40)
+        return forward_and_backward(function, [layer], budget_ms=30)
     leaves = [x.detach().requires_grad_() for x in layer[:3]]
     start = time.perf_counter()
     o = function(*leaves)
@@ -151,16 +185,22 @@ def report(model: Decoder, tokens: Tensor, length: int) -> None:
     print(f"\n{shape} (batch, heads, length, head dim), {layers[0][0].dtype}, ms forward / backward")
     rows = []
     for number, layer in enumerate(layers):
-        live = live_fraction(layer[0], layer[1], length, scale)
+        tiles = count_tiles(layer[0], layer[1], length, scale)
         times = measure(layer, length, scale)
         if number == 0:
             print("| layer | live tiles | " + " | ".join(times) + " | ours ÷ (live × dense) |")
             print("|---|---|" + "---|" * (len(times) + 1))
-        rows.append((live, times))
-        _print_row(str(number), live, times)
-    live = statistics.mean(live for live, _ in rows)
+        rows.append((tiles, times))
+        _print_row(str(number), tiles.live, times)
+    live = statistics.mean(tiles.live for tiles, _ in rows)
     sums = {name: (sum(t[name][0] for _, t in rows), sum(t[name][1] for _, t in rows)) for name in rows[0][1]}
     _print_row("all", live, sums)
+    for number, bound in enumerate(FAINT):
+        shares = ", ".join(f"{tiles.faint[number]:.2f}" for tiles, _ in rows)
+        print(f"of the live tiles, no row spends more than {bound:.1e} in, layer by layer: {shares}")
+    if length <= LONGEST_CHECKED:
+        for number, layer in enumerate(layers):
+            print(f"layer {number}, error over float32 torch's: {worst_error(layer, length, scale)}", flush=True)
     if "FA2" in sums:
         ours = sum(sums["ours"])
         against = ", ".join(f"{ours / sum(sums[name]):.2f} × {name}" for name in BASELINES)

@@ -340,8 +340,9 @@ def backward(
     grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
     q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, max_queries: int, max_keys: int,
     scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
-    group_bytes: int = GROUP_BYTES,
+    group_bytes: int = GROUP_BYTES, entering: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """entering: log_rest_in was given, so that its gradient is wanted in float32."""
     q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
     num_tokens, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
@@ -376,9 +377,10 @@ def backward(
         "H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "BN": key_block, "KV_GROUP": group,
         "HAS_OFFSET": q_offsets is not
         None,
-        "NEARER": sums.nearer, "NEARER_PARTS": sums.nearer_parts, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts,
-        "PRECISION": sums.dot,
+        "NEARER": sums.nearer, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts, "PRECISION": sums.dot,
     }  # fmt: skip
+    # Weights that are rounded like bf16 results would show in a float32 gradient.
+    dq_parts = max(2, sums.nearer_parts) if entering and sums.nearer == tl.float16 else sums.nearer_parts
     for first in range(0, num_slots, slice_slots):
         last = min(first + slice_slots, num_slots)
         dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * num_heads,)](
@@ -386,13 +388,13 @@ def backward(
             q_offsets,
             num_tokens, num_keys, num_heads, head_group(k, group, group_bytes), num_sequences, first, last, block_stop.shape[1],
             num_tiles, scratch_rows, *strides, scale, logit_scale,
-            ROWS=rows, HAS_REST=grad_log_rest is not None, **launch(dq_config), **common,
+            ROWS=rows, HAS_REST=grad_log_rest is not None, NEARER_PARTS=dq_parts, **launch(dq_config), **common,
         )  # fmt: skip
         dkv_kernel[(triton.cdiv(num_key_slots, num_sequences) * num_sequences * num_kv_heads,)](
             q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
             num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
             num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
             ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
-            **launch(dkv_config), **common,
+            NEARER_PARTS=sums.nearer_parts, **launch(dkv_config), **common,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype), d_rest_in

@@ -4,8 +4,10 @@
 import argparse
 import itertools
 import statistics
+import sys
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 
 import torch
 import triton
@@ -32,23 +34,45 @@ def make(batch: int, num_heads: int, length: int, head_dim: int, spent: bool) ->
     return [x.bfloat16() for x in (q, k, v, grad)]
 
 
-def median_ms(calls: list[Callable[[], object]], warmup: int = 50, rep: int = 200) -> float:
-    """Inputs rotate, so that no run finds the previous one's in the cache. `warmup` and `rep` in ms."""
-    rotating = itertools.cycle(calls)
-    return float(triton.testing.do_bench(lambda: next(rotating)(), warmup=warmup, rep=rep, return_mode="median"))
+def graph_ms(calls: list[Callable[[], object]], budget_ms: float = 150) -> float:
+    """Median ms a call of what the GPU does, replayed as one CUDA graph: what Python takes to launch it is not in it.
+
+    The calls have inputs of their own, so that none finds the previous one's in the cache.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            for call in calls:
+                call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            kept = [call() for call in calls]
+        times: list[float] = []
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        while len(times) < 5 or (sum(times) < budget_ms and len(times) < 200):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    torch.cuda.synchronize()
+    del kept
+    return statistics.median(times) / len(calls)
 
 
 def forward_and_backward(
-    function: Callable[..., Tensor], inputs: list[list[Tensor]], warmup: int = 50, rep: int = 200
+    function: Callable[..., Tensor], inputs: list[list[Tensor]], budget_ms: float = 150
 ) -> tuple[float, float]:
-    def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Callable[[], object]:
+    """Median ms of the forward pass and, from both together, of the backward pass. inputs: q, k, v, dO of each set."""
+
+    def both(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> object:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        o = function(*leaves)
-        return lambda: torch.autograd.grad(o, leaves, grad, retain_graph=True)
+        return torch.autograd.grad(function(*leaves), leaves, grad)
 
     with torch.no_grad():
-        forward = median_ms([lambda s=s: function(*s[:3]) for s in inputs], warmup, rep)  # type: ignore[misc]
-    return forward, median_ms([gradients(*s) for s in inputs], warmup, rep)
+        forward = graph_ms([partial(function, *s[:3]) for s in inputs], budget_ms)
+    return forward, graph_ms([partial(both, *s) for s in inputs], budget_ms) - forward
 
 
 def check() -> None:
@@ -103,8 +127,9 @@ def check() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decode", action="store_true", help="also time decoding")
+    parser.add_argument("--reference", help="folder of the authors' kernels, patched as README.md says: timed last")
     arguments = parser.parse_args()
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}; ms, forward / backward")
@@ -112,35 +137,47 @@ def main() -> None:
     print("| shape | FA2 | cuDNN | ours, dense | ours, spent | dense against FA2 | TFLOP/s, dense |")
     print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:
-        batch, num_heads, length, head_dim = shape
-        cu = starts(batch, length)
-
-        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return stickbreaking_attention(q, k, v, cu_seqlens_q=cu, max_seqlen_q=length, max_seqlen_k=length)[0]
-
-        def sdpa(backend: SDPBackend) -> tuple[float, float]:
-            inputs = [
-                [x.unflatten(0, (batch, length)).transpose(1, 2) for x in make(*shape, spent=True)] for _ in range(SETS)
-            ]
-            with sdpa_kernel(backend):
-                return forward_and_backward(
-                    lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), inputs
-                )
-
-        times = [sdpa(SDPBackend.FLASH_ATTENTION), sdpa(SDPBackend.CUDNN_ATTENTION)]
-        times += [
-            forward_and_backward(ours, [make(*shape, spent=spent) for _ in range(SETS)]) for spent in (False, True)
-        ]
-        # Useful operations as for softmax: two products forward and five backward, causal half.
-        tflops = 3.5 * 2 * batch * num_heads * length**2 * head_dim / sum(times[2]) / 1e9
-        cells = " | ".join(f"{a:.2f} / {b:.2f}" for a, b in times)
-        print(
-            f"| {'×'.join(map(str, shape))} | {cells} | {sum(times[2]) / sum(times[0]):.2f} | {tflops:.0f} |",
-            flush=True,
-        )
+        _print_row(shape)
     memory()
     if arguments.decode:
         decode()
+    if arguments.reference:
+        sys.path.insert(0, arguments.reference)
+        for shape in SHAPES:
+            times = authors(shape)
+            print(f"authors' kernel, {'×'.join(map(str, shape))}: {times[0]:.2f} / {times[1]:.2f}", flush=True)
+
+
+def _print_row(shape: tuple[int, int, int, int]) -> None:
+    batch, num_heads, length, head_dim = shape
+    cu = starts(batch, length)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return stickbreaking_attention(q, k, v, cu_seqlens_q=cu, max_seqlen_q=length, max_seqlen_k=length)[0]
+
+    def sdpa(backend: SDPBackend) -> tuple[float, float]:
+        inputs = [[x.unflatten(0, (batch, length)).transpose(1, 2) for x in make(*shape, True)] for _ in range(SETS)]
+        with sdpa_kernel(backend):
+            return forward_and_backward(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), inputs)
+
+    times = [sdpa(SDPBackend.FLASH_ATTENTION), sdpa(SDPBackend.CUDNN_ATTENTION)]
+    times += [forward_and_backward(ours, [make(*shape, spent) for _ in range(SETS)]) for spent in (False, True)]
+    # Useful operations as for softmax: two products forward and five backward, causal half.
+    tflops = 3.5 * 2 * batch * num_heads * length**2 * head_dim / sum(times[2]) / 1e9
+    cells = " | ".join(f"{a:.2f} / {b:.2f}" for a, b in times)
+    against = sum(times[2]) / sum(times[0])
+    print(f"| {'×'.join(map(str, shape))} | {cells} | {against:.2f} | {tflops:.0f} |", flush=True)
+
+
+def authors(shape: tuple[int, int, int, int]) -> tuple[float, float]:
+    """The authors' kernel (README.md says which commit): heads first, a lock around dK and dV, nothing skipped."""
+    from stickbreaking_attention import sb_attn_varlen
+
+    batch, _, length, head_dim = shape
+    cu = starts(batch, length)[1:]
+    inputs = [[x.transpose(0, 1).contiguous() for x in make(*shape, False)] for _ in range(SETS)]
+    apply = partial(sb_attn_varlen, cu_seqlens=cu, max_seqlens=length, inv_temp=head_dim**-0.5, zero_start=False)
+    return forward_and_backward(lambda q, k, v: apply(q, k, v)[0], inputs)
 
 
 def memory() -> None:
@@ -161,32 +198,19 @@ def memory() -> None:
 def decode() -> None:
     """One token a sequence, 24 heads over 8 key heads of 64, against SDPA with the same grouping."""
     print("| decode: cache, batch | ours, dense µs | ours, spent µs | SDPA µs |\n|---|---|---|---|")
-    for length, batch in itertools.product((1024, 8192, 32768, 131072), (1, 32)):
-        if length * batch > 2**21:
-            continue
+    for length, batch in itertools.product((1024, 4096, 16384, 65536, 131072), (1, 32)):
         cells = []
         cu_q, cu_k = starts(batch, 1), starts(batch, length)
         offsets = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets}
         for spent in (False, True):
             q, _, _, _ = make(batch, 24, 1, 64, spent)
             _, k, v, _ = make(batch, 8, length, 64, spent)
-
-            def ours() -> object:
-                return stickbreaking_attention(
-                    q,
-                    k,
-                    v,
-                    cu_seqlens_q=cu_q,
-                    cu_seqlens_k=cu_k,
-                    max_seqlen_q=1,
-                    max_seqlen_k=length,
-                    q_offsets=offsets,
-                )
-
+            ours = partial(stickbreaking_attention, q, k, v, max_seqlen_q=1, max_seqlen_k=length, **layout)
             with torch.no_grad():
-                cells.append(statistics.median(triton.testing.do_bench(ours, warmup=20, rep=60, return_mode="all")))
+                cells.append(graph_ms([ours] * 8, 40))
         q4, k4, v4 = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
-        cells.append(median_ms([lambda: scaled_dot_product_attention(q4, k4, v4, enable_gqa=True)]))
+        cells.append(graph_ms([partial(scaled_dot_product_attention, q4, k4, v4, enable_gqa=True)] * 8, 40))
         print(f"| {length}, {batch} | " + " | ".join(f"{1e3 * x:.0f}" for x in cells) + " |", flush=True)
 
 

@@ -15,7 +15,7 @@ from .ops import aux_shapes, carry_dtype
 COUNTS = (
     "num_tokens", "num_keys_total", "num_heads", "num_kv_heads", "head_group",
     "num_sequences", "num_slots", "num_stop_slots", "num_key_slots", "num_tiles", "first_slot",
-    "last_slot", "max_queries", "max_keys",
+    "last_slot", "max_queries", "max_keys", "first_chunk", "chunk",
 )  # fmt: skip
 
 
@@ -87,9 +87,9 @@ def forward_kernel(
     cu_k_ptr, offset_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
-    logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr, FIRST_CHUNK: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr,
+    first_chunk, chunk, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr,
     NEARER_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,7 @@ def forward_kernel(
     # fullest stick will last at the rate at which the chunk before spent it.
     t = unmasked - 1
     fullest = tl.max(carry, 0).to(tl.float32)
-    ahead = FIRST_CHUNK
+    ahead = first_chunk
     while (t >= 0) & (fullest >= threshold):
         count = tl.minimum(t + 1, ahead)
         acc, carry, row_carry, row_tile = walk_tiles(
@@ -159,7 +159,7 @@ def forward_kernel(
         t -= count
         left = tl.max(carry, 0).to(tl.float32)
         lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
-        ahead = tl.minimum(lasts, CHUNK - 1.0).to(tl.int32) + 1
+        ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left
 
     # Maxima that were given too small would leave backward's scratch too small: say so in the result.
@@ -262,9 +262,9 @@ def forward(
         num_tokens, k.shape[0], num_heads, heads, num_sequences, num_slots, stops[1], max_queries or num_tokens, max_keys,
         q.stride(0), q.stride(1), k.stride(0),
         k.stride(1),
-        v.stride(0), v.stride(1), scale * 1.4426950408889634, log2_threshold(skip_below),
+        v.stride(0), v.stride(1), first_chunk, chunk, scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
-        KV_GROUP=num_heads // k.shape[1], FIRST_CHUNK=first_chunk, CHUNK=chunk,
+        KV_GROUP=num_heads // k.shape[1],
         HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
         NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot, **launch(config),
     )  # fmt: skip

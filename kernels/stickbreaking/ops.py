@@ -164,6 +164,7 @@ def _(  # type: ignore[no-untyped-def]
         max_seqlen_q,
         max_seqlen_k,
         scale,
+        entering=log_rest_in is not None,
     )
 
 

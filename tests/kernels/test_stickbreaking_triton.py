@@ -109,8 +109,6 @@ def test_compiles_for_hopper_without_spilling(which, head_dim):
             F.forward_config(head_dim, torch.bfloat16),
             head_dim,
             False,
-            FIRST_CHUNK=2,
-            CHUNK=16,
             HAS_REST=False,
             SAVE=True,
             log_rest_in_ptr=None,
