@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ssscale.errors import UserError
+from ssscale.errors import Stop, UserError
 
 
 def take_options(argv: list[str], options: Mapping[str, type]) -> tuple[dict[str, Any], list[str]]:
@@ -30,7 +30,7 @@ def take_options(argv: list[str], options: Mapping[str, type]) -> tuple[dict[str
 
 
 def run(main: Callable[[list[str]], None], usage: str | None = None) -> NoReturn:
-    """Call main(argv) and exit: 0, or 2 with one sentence on stderr after a UserError. --help prints `usage`."""
+    """Call main(argv) and exit: 0, or with one sentence on stderr 2 (UserError) or a Stop's code. --help prints `usage`."""
     argv = sys.argv[1:]
     if argv and argv[0] in ("-h", "--help"):
         print((usage or "").strip())
@@ -44,4 +44,8 @@ def run(main: Callable[[list[str]], None], usage: str | None = None) -> NoReturn
             time.sleep(5)
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except Stop as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"stopped: {stop}", file=sys.stderr, flush=True)
+        sys.exit(stop.code)
     sys.exit(0)

@@ -1,6 +1,8 @@
 """Pretrain a model: torchrun --nproc_per_node=8 launch/pretrain.py config=3b_sb [key=value ...]
 
-The same command continues a run that was stopped. torchrun starts one process a GPU; plain python runs one process.
+The same command continues a run that was stopped. torchrun starts one process a GPU, as srun does with one task a GPU;
+plain python runs one process. Exit codes: 0 finished, 2 bad input, 75 a signal asked to stop and the step is saved,
+76 a step took too long or a rank is gone, 77 losses stay NaN, 78 out of memory; 75 and 76 call for the same command again.
 """
 
 import logging
@@ -8,17 +10,32 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:  # started as a script: launch/ itself must not shadow packages named as its files
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.cli import run
+from launch.process import follow_launcher, rank_environment
+
+if TYPE_CHECKING:
+    from ssscale.train.signals import StopSignals
 
 
 def main(argv: list[str]) -> None:
+    from ssscale.train.signals import StopSignals
+
+    with StopSignals() as signals:  # before anything slow: a signal during the start must not lose its meaning
+        pretrain(argv, signals)
+
+
+def pretrain(argv: list[str], signals: "StopSignals") -> None:
+    follow_launcher()
+    os.environ |= rank_environment(os.environ)
     import torch
 
     from ssscale.config import load_config, validate
+    from ssscale.errors import Stop
 
     config = load_config(argv)
     rank = int(os.environ.get("RANK", "0"))
@@ -33,7 +50,11 @@ def main(argv: list[str]) -> None:
 
     distributed = "RANK" in os.environ
     groups = initialize(config.parallel.tensor, int(os.environ.get("LOCAL_RANK", "0")), distributed=distributed)
-    Trainer(config, groups).run()
+    try:
+        Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID")).run()
+    except Stop:
+        shutdown()  # all ranks stop together
+        raise
     shutdown()  # not after an error: the other ranks may be inside a collective, and the launcher ends them
 
 

@@ -1,5 +1,6 @@
 """Packed shards to batches: one data set (`PackedData`), the training loader and the validation batches."""
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -219,6 +220,7 @@ def make_loader(
         dataset,
         batch_size=None,
         collate_fn=_as_is,
+        worker_init_fn=_leave_signals_to_the_run,
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         timeout=timeout if num_workers else 0,
@@ -226,6 +228,12 @@ def make_loader(
         generator=torch.Generator().manual_seed(0),
     )
     return _steps(dataset, loader, one_document)
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    # Schedulers send theirs to every process of a job: the run needs its workers until it has saved.
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_is(rows: _Rows | _Failure) -> _Rows | _Failure:

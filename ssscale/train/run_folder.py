@@ -10,9 +10,12 @@ from ssscale.config import from_yaml, to_yaml
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
+from ssscale.train.lock import RunLock
 
 # A run cannot change these between a stop and its continuation: its weights or its data order would not fit.
 FIXED = ("model", "data.length", "data.one_document", "data.shuffle_seed", "train.batch_size", "train.seed")
+
+OURS = ("run.lock", "config.yaml.tmp")  # all that a start killed before config.yaml leaves
 
 
 def _value(config: Config, key: str) -> object:
@@ -44,20 +47,27 @@ def check_folder(folder: Path, config: Config) -> None:
                     f"{folder} holds a run with another configuration: {difference}; "
                     "give run_dir=FOLDER for a new run, or the old value to continue"
                 )
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(not path.name.startswith(OURS) for path in folder.iterdir()):
         raise UserError(f"run_dir={folder} holds something that is not a run; name an empty or a new folder")
 
 
-def claim_folder(folder: Path, config: Config, groups: Groups) -> None:
-    """Make the run's folder and record the merged configuration; `check_folder` has allowed it on every rank."""
+def claim_folder(folder: Path, config: Config, groups: Groups, slurm_job: str | None = None) -> RunLock | None:
+    """Make the run's folder, lock it and record the merged configuration; `check_folder` has allowed it on every rank.
+
+    Returns the main rank's lock. Raises UserError where another run is using the folder or it cannot be written.
+    """
     dist.barrier()  # no rank writes before all have checked
+    lock = None
     if groups.is_main:
         saved = folder / "config.yaml"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            lock = RunLock(folder, slurm_job)
+            lock.acquire()
             temporary = saved.with_name("config.yaml.tmp")
             temporary.write_text(to_yaml(config))
             os.replace(temporary, saved)
         except OSError as error:
             raise UserError(f"run_dir={folder} cannot be written: {error.strerror}") from error
     dist.barrier()
+    return lock

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from ssscale.config import to_yaml
 from ssscale.data.batch import Batch
 from ssscale.data.stream import PackedData, make_loader, make_order, valid_batches
 from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.errors import SAVED, Stop
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.model.init import initialize_weights
@@ -32,6 +33,7 @@ from ssscale.train.checkpoint import (
 from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, sums_by_source
 from ssscale.train.run_folder import check_folder, claim_folder
 from ssscale.train.schedule import learning_rate, stage_at, total_steps
+from ssscale.train.signals import StopSignals
 
 logger = logging.getLogger("ssscale")
 
@@ -48,9 +50,11 @@ def stage_mixes(config: Config) -> list[tuple[int, dict[str, float] | None]]:
 class Trainer:
     """A run: built from its configuration, resumed from its newest checkpoint, trained to its last stage's end."""
 
-    def __init__(self, config: Config, groups: Groups) -> None:
+    def __init__(
+        self, config: Config, groups: Groups, signals: StopSignals | None = None, slurm_job: str | None = None
+    ) -> None:
         self.started = time.perf_counter()
-        self.config, self.groups = config, groups
+        self.config, self.groups, self.signals = config, groups, signals
         self.folder = Path(config.folder)
         train = config.train
         check_folder(self.folder, config)
@@ -62,10 +66,11 @@ class Trainer:
         if trained_on not in (None, self.data.fingerprint):
             logger.warning("the data has changed since the checkpoint: going on at sample %d of it", self.state.samples)
         self.order = make_order(self.data, stage_mixes(config), config.data.shuffle_seed)
+        self.saved_step = self.state.step
         self.total_steps = total_steps(train.stages, config.tokens_per_step)
         if train.max_steps is not None:
             self.total_steps = min(self.total_steps, train.max_steps)
-        claim_folder(self.folder, config, groups)
+        self.lock = claim_folder(self.folder, config, groups, slurm_job)
         self._build()
 
     def _open(self, split: str, fingerprint: str | None) -> PackedData:
@@ -122,16 +127,29 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the end, saving, evaluating and logging at their intervals. Returns at once for a finished run."""
+        """Train to the end, saving, evaluating and logging at their intervals. Returns at once for a finished run.
+
+        Raises Stop where the run ends before its last step.
+        """
+        try:
+            if self.state.step >= self.total_steps:
+                logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.total_steps)
+            else:
+                self._run()
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def _run(self) -> None:
         train = self.config.train
-        if self.state.step >= self.total_steps:
-            logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.total_steps)
-            return
         metrics = Metrics(self.folder, self.state.step, self.total_steps, self.groups.is_main)
         with metrics:
             watch = Stopwatch(self.state.step)
             for step, batches in enumerate(self._steps(), self.state.step + 1):
-                sums, result, lr = self._train_step(step, batches)
+                num_targets, stop = self._agree(batches)
+                if stop:
+                    self._stop()
+                sums, result, lr = self._train_step(step, batches, num_targets)
                 if watch.step == step - 1 and not watch.laps:
                     logger.info("first step after %.1f s", time.perf_counter() - self.started)
                 if self._is_due(step, train.log_every):
@@ -165,12 +183,25 @@ class Trainer:
             one_document=config.data.one_document,
         )
 
-    def _train_step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Any, float]:
+    def _agree(self, batches: list[Batch]) -> tuple[int, bool]:
+        """What all ranks must know alike before a step: its target tokens, and whether any of them was asked to stop."""
+        asked = self.signals is not None and self.signals.received is not None
+        sums = torch.tensor([sum(batch.num_targets for batch in batches), asked])
+        dist.all_reduce(sums)
+        num_targets, stop = sums.tolist()
+        return max(num_targets // self.groups.tensor_size, 1), stop > 0
+
+    def _stop(self) -> NoReturn:
+        """Save the last step, if it is not saved, and leave."""
+        if self.state.step != self.saved_step:
+            self.save()
+        received = self.signals.received if self.signals else None
+        reason = received.name if received else "a signal to another rank"
+        raise Stop(f"{reason}; step {self.state.step} is saved, the same command goes on", SAVED)
+
+    def _train_step(self, step: int, batches: list[Batch], num_targets: int) -> tuple[Tensor, Any, float]:
         """One optimizer step. Returns this rank's `sums_by_source`, the engine's result and the learning rate."""
         config, groups = self.config, self.groups
-        counted = torch.tensor(sum(batch.num_targets for batch in batches))
-        dist.all_reduce(counted, group=groups.data_group)
-        num_targets = max(int(counted), 1)
         num_sources = len(self.data.names)
         sums = torch.zeros(2, num_sources, dtype=torch.float64, device=groups.device)
         for batch in batches:
@@ -242,4 +273,5 @@ class Trainer:
         """Write a checkpoint of this step."""
         files = {"config.yaml": to_yaml(self.config), "tokenizer.json": Path(self.data.tokenizer_file).read_text()}
         folder = self.folder / "checkpoints"
+        self.saved_step = self.state.step
         return save_checkpoint(folder, self.engine, self.groups, self.state, files, self.config.train.keep)

@@ -10,8 +10,9 @@ import pytest
 from launch.pretrain import main
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from tests.train.test_kill import ROOT, free_port
+from tests.train.ranks import free_port
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ["config=tiny_sb", "model.num_layers=1", "train.max_steps=1", "train.eval_every=0", "data.num_workers=0"]
 
 

@@ -1,0 +1,40 @@
+"""What a process learns from whoever started it: torchrun, Slurm's srun, or nobody."""
+
+import ctypes
+import os
+import re
+import signal
+from collections.abc import Mapping
+
+PR_SET_PDEATHSIG = 1
+
+
+def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """torch.distributed's variables for a task of srun (one a GPU, no torchrun between); empty for any other process.
+
+    A batch script has SLURM_PROCID too, but is no task: only srun sets SLURM_STEP_NUM_TASKS. The first host of the step
+    serves the rendezvous, on a port made of the job's number, unless MASTER_ADDR and MASTER_PORT say otherwise.
+    """
+    if "RANK" in environ or "SLURM_STEP_NUM_TASKS" not in environ:
+        return {}
+    job = int(environ.get("SLURM_JOB_ID", "0"))
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20_000 + job % 10_000),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's list notation: `gpu[003-006,9],login1` → `gpu003`."""
+    found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", nodes)
+    assert found is not None, nodes
+    return found.group(1) + (found.group(2) or "") + found.group(3)
+
+
+def follow_launcher() -> None:
+    """Under torchrun: get SIGTERM when it dies. A launcher that is killed alone would leave its workers training on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,120 @@
+"""One run at a time writes to a run folder."""
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ssscale.errors import UserError
+
+HEARTBEAT_S = 5.0
+SILENT_S = 3 * HEARTBEAT_S
+
+
+def _machine() -> str:
+    """Host and process-id namespace: within one of these a process id says which process is meant."""
+    return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class RunLock:
+    """`run.lock` in a run folder: JSON of who trains there, touched every HEARTBEAT_S seconds by a thread.
+
+    A lock is stale, and taken over, when its process is gone (same host), when it belongs to an earlier start of this
+    same Slurm job, or when nobody has touched it for SILENT_S seconds (another host; the clocks are not compared).
+    """
+
+    def __init__(self, folder: Path, slurm_job: str | None) -> None:
+        self.path = folder / "run.lock"
+        process = psutil.Process()
+        self.owner = {
+            "machine": _machine(),
+            "host": socket.gethostname(),
+            "pid": process.pid,
+            "started": process.create_time(),
+            "slurm_job": slurm_job,
+        }
+        self._released = threading.Event()
+
+    def acquire(self) -> None:
+        """Raises UserError, naming host and process, where another run is alive; OSError where nothing can be written."""
+        while not self._create():
+            other = self._read()
+            if other is None:
+                continue
+            if self._is_alive(other):
+                raise UserError(
+                    f"{self.path.parent} is in use by process {other['pid']} on {other['host']}: wait for it or stop it, "
+                    f"or give run_dir=FOLDER for another run"
+                )
+            self._remove(other)
+        threading.Thread(target=self._beat, name="run lock", daemon=True).start()
+
+    def release(self) -> None:
+        self._released.set()
+        if self._read() == self.owner:
+            self.path.unlink(missing_ok=True)
+
+    def _create(self) -> bool:
+        """Put our lock there, whole from the first moment, unless there is one."""
+        ours = self.path.with_name(f"run.lock.{self.owner['host']}.{self.owner['pid']}")
+        ours.write_text(json.dumps(self.owner))
+        try:
+            os.link(ours, self.path)
+        except FileExistsError:
+            return False
+        finally:
+            ours.unlink()
+        return True
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            return json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UserError(f"{self.path} is broken: remove it if no run is using the folder") from error
+
+    def _is_alive(self, other: dict[str, Any]) -> bool:
+        if other["machine"] == self.owner["machine"]:
+            try:
+                return psutil.Process(other["pid"]).create_time() == other["started"]
+            except psutil.NoSuchProcess:
+                return False
+        if other["slurm_job"] is not None and other["slurm_job"] == self.owner["slurm_job"]:
+            return False  # Slurm starts a job anew only after its earlier start has ended
+        before = self._touched()
+        end = time.monotonic() + SILENT_S
+        while time.monotonic() < end:
+            time.sleep(0.5)
+            if self._touched() != before:
+                return True
+        return False
+
+    def _touched(self) -> float:
+        try:
+            return self.path.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def _remove(self, other: dict[str, Any]) -> None:
+        """Remove a stale lock; if another start has replaced it meanwhile, give that one back."""
+        aside = self.path.with_name(f"run.lock.stale.{self.owner['host']}.{self.owner['pid']}")
+        try:
+            os.replace(self.path, aside)
+        except FileNotFoundError:
+            return
+        if json.loads(aside.read_text()) != other:
+            os.link(aside, self.path)
+        aside.unlink()
+
+    def _beat(self) -> None:
+        while not self._released.wait(HEARTBEAT_S):
+            try:
+                os.utime(self.path)
+            except OSError:
+                return

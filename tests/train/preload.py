@@ -1,0 +1,13 @@
+"""All that a run imports late, imported once by the process that the ranks of tests/train/ranks.py are forked from."""
+
+from ssscale.data._torchvision import install_stand_in
+
+install_stand_in()
+
+import deepspeed.comm.torch  # noqa: F401
+import streaming.base.format.mds.reader  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
+import transformers  # noqa: F401
+
+import ssscale.engine.deepspeed
+import ssscale.train.trainer  # noqa: F401

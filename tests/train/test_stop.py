@@ -1,0 +1,141 @@
+"""Signals, the lock of a run folder, and what launchers pass on."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.process import first_host, rank_environment
+from ssscale.errors import UserError
+from ssscale.train.checkpoint import list_checkpoints
+from ssscale.train.lock import RunLock
+from tests.train.ranks import SMALL, Ranks, free_port, running, state_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def arguments(corpus: Path) -> list[str]:
+    return [f"data.path={corpus}", "train.save_every=1000"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, arguments: list[str], tmp_path: Path) -> None:
+    with running([*arguments, "train.max_steps=2000"], tmp_path / "run") as ranks:
+        ranks.wait_for_step(3)
+        ranks.send(number, rank=1)
+        ranks.send(number, rank=1)  # torchrun under srun delivers it twice
+        assert ranks.wait() == [75, 75]
+    last = ranks.records()[-1]["step"]
+    (checkpoint,) = list_checkpoints(tmp_path / "run/checkpoints")
+    assert state_of(checkpoint)["step"] == last
+    assert f"step {last} is saved, the same command goes on" in ranks.output()
+    assert not (tmp_path / "run/run.lock").exists()
+    again = Ranks([*arguments, f"train.max_steps={last + 2}"], tmp_path / "run")
+    again.finish()
+    assert f"resumed from {checkpoint} (step {last})" in again.output()
+
+
+def stop_slowly() -> None:
+    from ssscale.train import trainer
+
+    trainer.Trainer.save = lambda self: time.sleep(60)  # type: ignore[assignment, method-assign, return-value]
+
+
+def test_a_second_signal_leaves_at_once(arguments: list[str], tmp_path: Path) -> None:
+    with running([*arguments, "train.max_steps=2000"], tmp_path / "run", plant=stop_slowly) as ranks:
+        ranks.wait_for_step(2)
+        ranks.send(signal.SIGTERM)
+        time.sleep(1.5)
+        ranks.send(signal.SIGTERM)
+        ranks.processes[0].join(5)
+        assert ranks.processes[0].exitcode == 128 + signal.SIGTERM
+
+
+def test_a_folder_in_use_is_refused(arguments: list[str], tmp_path: Path) -> None:
+    with running([*arguments, "train.max_steps=2000"], tmp_path / "run", size=1) as first:
+        first.wait_for_step(1)
+        with running([*arguments, "train.max_steps=2000"], tmp_path / "run", size=1) as second:
+            assert second.wait() == [2]
+        sentence = f"run is in use by process {first.processes[0].pid} on {socket.gethostname()}"
+        assert sentence in second.output()
+        step = first.records()[-1]["step"]
+        first.wait_for(lambda: first.records()[-1]["step"] > step)
+
+
+def test_a_stale_lock_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    monkeypatch.setattr("ssscale.train.lock.SILENT_S", 1.2)
+    ours = RunLock(tmp_path, slurm_job="7").owner
+    elsewhere = ours | {"host": "far", "machine": "far/pid:[1]"}
+    for other in (
+        ours | {"pid": dead.pid},  # gone
+        ours | {"started": 1.0},  # its number now belongs to another process
+        elsewhere,  # an earlier start of this Slurm job
+        elsewhere | {"slurm_job": "6"},  # silent
+    ):
+        (tmp_path / "run.lock").write_text(json.dumps(other))
+        lock = RunLock(tmp_path, slurm_job="7")
+        lock.acquire()
+        assert json.loads((tmp_path / "run.lock").read_text()) == lock.owner
+        lock.release()
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_is_touched_from_elsewhere_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssscale.train.lock.HEARTBEAT_S", 0.2)
+    other = RunLock(tmp_path, slurm_job=None)
+    other.owner |= {"host": "far", "machine": "far/pid:[1]"}
+    other.acquire()
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()} on far"):
+        RunLock(tmp_path, slurm_job="7").acquire()
+    other.release()
+
+
+def test_workers_stop_when_torchrun_is_killed_alone(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    command += ["launch/pretrain.py", *SMALL, *arguments, "train.max_steps=100000", f"run_dir={tmp_path / 'run'}"]
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not (metrics.is_file() and metrics.stat().st_size):
+        assert launcher.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    workers = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    launcher.wait()
+    _, left = psutil.wait_procs(workers, timeout=30)
+    assert not left
+    assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1  # and they saved
+
+
+def test_ranks_come_from_srun_only() -> None:
+    job = {"SLURM_JOB_ID": "12345", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
+    assert rank_environment(job) == {}  # a batch script
+    step = job | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "gpu[003-004]"}
+    assert rank_environment(step | {"RANK": "0"}) == {}  # torchrun inside a task
+    assert rank_environment(step) == {
+        "RANK": "9",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "16",
+        "MASTER_ADDR": "gpu003",
+        "MASTER_PORT": "22345",
+    }
+    assert rank_environment(step | {"MASTER_ADDR": "head", "MASTER_PORT": "1"})["MASTER_ADDR"] == "head"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n[7,9]", "n7"), ("a1,b2", "a1"), ("r[1-2]-gpu,x", "r1-gpu"), ("gpu-a[001-016,018]", "gpu-a001")],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
