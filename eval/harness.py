@@ -150,7 +150,7 @@ class PackedLM(TemplateLM):
             task = progress.add_task("generation", total=len(requests))
             for options, members in _alike(settings):
                 sizes = [len(prompts[i]) + options["max_gen_toks"] for i in members]
-                for batch in pack(sizes, self.batch_tokens):
+                for batch in pack(sizes, self.batch_tokens, slots=True):
                     chosen = [members[i] for i in batch]
                     for index, text in zip(chosen, self._generate([prompts[i] for i in chosen], options), strict=True):
                         results[index] = text
@@ -172,19 +172,21 @@ class PackedLM(TemplateLM):
         return [postprocess_generated_text(self.text.decode(tokens), until, None) for tokens in texts]
 
 
-def pack(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def pack(lengths: Sequence[int], max_tokens: int, slots: bool = False) -> Iterator[list[int]]:
     """Numbers of documents by batches of at most max_tokens tokens (or one document), the longest documents first.
+
+    slots: every document takes the room of its batch's longest, as in a key/value cache.
 
     The longest first: what does not fit into memory fails at once, and neighbours take equally long.
     """
     batch: list[int] = []
     used = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and used + lengths[index] > max_tokens:
+        if batch and used + lengths[batch[0] if slots else index] > max_tokens:
             yield batch
             batch, used = [], 0
         batch.append(index)
-        used += lengths[index]
+        used += lengths[batch[0] if slots else index]
     if batch:
         yield batch
 

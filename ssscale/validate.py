@@ -184,6 +184,11 @@ def _check_position(model: ModelConfig) -> None:
         raise UserError(
             f"model.position.rope_scaling={scaling.value} needs model.position.method=rope, not {position.method.value}"
         )
+    if scaling in (RopeScaling.ntk, RopeScaling.dynamic_ntk) and model.head_size < 4:
+        raise UserError(
+            f"model.position.rope_scaling={scaling.value} stretches all but the fastest pair of dimensions, and a head of "
+            f"{model.head_size} has no other: use linear"
+        )
     if scaling is RopeScaling.none and factor != 1.0:
         raise UserError(
             f"model.position.rope_factor={factor:g} has no effect under rope_scaling=none: "

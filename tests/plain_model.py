@@ -7,18 +7,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssscale.layout import PackedLayout
-from ssscale.schema import Core, ModelConfig, PositionMethod, SSMaxVariant
+from ssscale.schema import Core, ModelConfig, PositionConfig, PositionMethod, RopeScaling, SSMaxVariant
 
 
 def rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w
 
 
-def rope(x: Tensor, base: float) -> Tensor:
+def rope(x: Tensor, position: PositionConfig) -> Tensor:
     """x: [L, N, H] of one document, by complex multiplication of the half-split pairs."""
-    half = x.shape[-1] // 2
-    theta = base ** (-torch.arange(half, dtype=torch.float64) * 2 / x.shape[-1])
-    angle = torch.outer(torch.arange(len(x), dtype=torch.float64), theta)
+    size, base, step = x.shape[-1], position.rope_base, 1.0
+    half = size // 2
+    if position.rope_scaling == RopeScaling.linear:
+        step = 1 / position.rope_factor
+    elif position.rope_scaling == RopeScaling.ntk:
+        base *= position.rope_factor ** (size / (size - 2))
+    elif position.rope_scaling == RopeScaling.dynamic_ntk and len(x) > position.train_length:
+        f = position.rope_factor
+        base *= (f * len(x) / position.train_length - (f - 1)) ** (size / (size - 2))
+    theta = base ** (-torch.arange(half, dtype=torch.float64) * 2 / size)
+    angle = torch.outer(torch.arange(len(x), dtype=torch.float64) * step, theta)
     turned = (
         torch.complex(x[..., :half].double(), x[..., half:].double())
         * torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -26,12 +34,48 @@ def rope(x: Tensor, base: float) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
+def alibi(length: int, heads: int) -> Tensor:
+    """[N, L, L], by the recursion of the paper's code."""
+
+    def slopes(n: int) -> list[float]:
+        if n & (n - 1) == 0:
+            return [2 ** (-8 * (h + 1) / n) for h in range(n)]
+        power = 1 << (n.bit_length() - 1)
+        return slopes(power) + slopes(2 * power)[0::2][: n - power]
+
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return -torch.tensor(slopes(heads), dtype=torch.float64)[:, None, None] * distance
+
+
+def fire(length: int, w: dict[str, Tensor], name: str) -> Tensor:
+    """[N, L, L], pair by pair of positions."""
+    c, threshold = w[f"{name}.c"].abs(), (w[f"{name}.length_multiplier"] * 512).abs()
+    rows = []
+    for i in range(length):
+        far = torch.maximum(torch.tensor(float(i)).to(threshold), threshold)
+        below = torch.log(c * far + 1) + 1e-6
+        row = []
+        for j in range(length):
+            x = torch.log(c * abs(i - j) + 1) / below
+            hidden = F.relu(F.linear(x, w[f"{name}.w1"], w[f"{name}.b1"]))
+            row.append(F.linear(hidden, w[f"{name}.w2"], w[f"{name}.b2"]))
+        rows.append(torch.stack(row))
+    return torch.stack(rows).permute(2, 0, 1)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, w: dict[str, Tensor], layer: str) -> Tensor:
     """One document: q [L, N, H], k, v [L, K, H]."""
     length, heads, size = q.shape
     k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     z = torch.einsum("inh,jnh->nij", q, k) * (config.width.attention_scale or size**-0.5)
+    position, bias = config.position, f"{layer}.attention.core.bias"
     earlier = torch.ones(length, length).tril().bool()
+    if position.window is not None:
+        earlier &= torch.ones(length, length).triu(1 - position.window).bool()
+    if position.method == PositionMethod.alibi:
+        z = z + alibi(length, heads).to(z)
+    if position.method == PositionMethod.fire:
+        z = z + fire(length, w, bias)
     if config.attention.core == Core.stickbreaking:
         out = torch.zeros_like(q)
         for i in range(length):  # the definition, key by key
@@ -44,8 +88,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, w: dict[str, Te
                 out[i] = out[i] + rest[:, None] * v[i]
         return out
     if config.attention.core == Core.ssmax:
-        n = torch.arange(1, length + 1).to(q.dtype)
-        base = w["pn"][:length] if config.attention.ssmax == SSMaxVariant.pn else n.log()
+        n = torch.arange(1, length + 1)
+        n = n if position.window is None else n.clamp(max=position.window)
+        base = w["pn"][n - 1] if config.attention.ssmax == SSMaxVariant.pn else n.to(q.dtype).log()
         s = w.get(f"{layer}.attention.core.s", torch.full((heads,), config.attention.ssmax_scale))
         b = w.get(f"{layer}.attention.core.b", torch.zeros(heads))
         z = z * (s[:, None] * base + b[:, None])[..., None]
@@ -71,7 +116,7 @@ def plain_losses(
         for a, b in pairwise(bounds):
             qd, kd = q[a:b], k[a:b]
             if config.position.method == PositionMethod.rope:
-                qd, kd = rope(qd, config.position.rope_base), rope(kd, config.position.rope_base)
+                qd, kd = rope(qd, config.position), rope(kd, config.position)
             parts.append(attend(qd, kd, v[a:b], config, w, layer))
         m = config.width.residual_multiplier
         x = x + m * (torch.cat(parts).flatten(1) @ w[f"{layer}.attention.out.weight"].T)

@@ -1,4 +1,4 @@
-"""What the attention cores share: a core is a function of (q, k, v, layout), without projections or positions."""
+"""What the attention cores share: a core is a function of (q, k, v, layout), without projections or rotations."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,8 @@ from ssscale.schema import ModelConfig
 class AttentionCore(nn.Module):
     """Turns q, k and v into a weighted sum of values within each document.
 
-    q: [T, N, H]; k, v: [T, K, H] for the heads of this tensor-parallel rank. Returns [T, N, H].
+    q: [T, N, H]; k, v: [T, K, H] for the heads of this tensor-parallel rank, or the whole cache where the layout says that
+    keys were cached (`layout.past`). Returns [T, N, H].
     Which position methods a core can be combined with is data: `ssscale.schema.POSITIONS`.
     """
 

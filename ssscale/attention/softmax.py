@@ -2,15 +2,48 @@
 
 from torch import Tensor
 
+from kernels.cached import cached_attention
+from kernels.exact import exact_attention
 from kernels.softmax import softmax_attention
 from ssscale.attention.base import AttentionCore
 from ssscale.layout import PackedLayout
+from ssscale.parallel.groups import Groups
+from ssscale.position.bias import position_bias
+from ssscale.schema import ModelConfig
 
 
 class SoftmaxCore(AttentionCore):
-    """o_i = Σ_{j ≤ i} softmax_j(q_i·k_j / sqrt(H)) v_j   (arXiv:1706.03762, Eq. 1)"""
+    """o_i = Σ_{j ≤ i} softmax_j(q_i·k_j / sqrt(H) + bias_ij) v_j   (arXiv:1706.03762, Eq. 1)
+
+    The bias is the position method's, where it is one. A window leaves the keys i − window < j ≤ i.
+    """
+
+    def __init__(self, config: ModelConfig, groups: Groups) -> None:
+        super().__init__(config, groups)
+        self.bias = position_bias(config, groups)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+        if layout.past is not None:
+            past = layout.past
+            return cached_attention(
+                q,
+                k,
+                v,
+                starts=past.starts,
+                lengths=past.lengths,
+                rows=past.rows,
+                capacity=past.capacity,
+                window=self.window,
+                scale=self.scale,
+                bias=self.bias,
+            )
+        if self.bias is not None and layout.block_mask is not None:
+            return self.bias.attend(q, k, v, layout, self.scale)
+        if self.bias is not None:
+            bounds = layout.cu_seqlens.tolist()
+            return exact_attention(
+                q, k, v, starts_q=bounds, starts_k=bounds, window=self.window, scale=self.scale, bias=self.bias
+            )
         return softmax_attention(
             q,
             k,

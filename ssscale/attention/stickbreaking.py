@@ -21,18 +21,21 @@ class StickBreakingCore(AttentionCore):
         self.skip_below = config.attention.skip_below
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+        past = layout.past
         o, log_rest = stickbreaking_attention(
             q,
             k,
             v,
             cu_seqlens_q=layout.cu_seqlens,
-            cu_seqlens_k=layout.cu_seqlens,
+            cu_seqlens_k=layout.cu_seqlens if past is None else past.cu_seqlens,
             max_seqlen_q=layout.max_seqlen,
-            max_seqlen_k=layout.max_seqlen,
+            max_seqlen_k=layout.max_seqlen if past is None else past.capacity,
+            q_offsets=None if past is None else past.offsets,
             scale=self.scale,
             skip_below=self.skip_below,
         )
         if self.remainder:
-            own = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+            own = v if past is None else v[past.rows]
+            own = own.repeat_interleave(q.shape[1] // v.shape[1], 1)
             o = o + (log_rest.exp()[..., None] * own).to(o.dtype)
         return o

@@ -1,5 +1,7 @@
 """The attention half of a block: projections and positions around a core."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from ssscale.attention import CORES
@@ -8,6 +10,9 @@ from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import TransformerConfig, column_linear, row_linear
 from ssscale.position import Tables, rotate
 from ssscale.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from ssscale.model.cache import LayerCache
 
 
 class SelfAttention(nn.Module):
@@ -26,8 +31,10 @@ class SelfAttention(nn.Module):
         extra = {} if shared is None else {"shared": shared}
         self.core = CORES[config.attention.core.value](config, groups, **extra)
 
-    def forward(self, x: Tensor, layout: PackedLayout, tables: Tables) -> Tensor:
+    def forward(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
         qkv = self.qkv(x)[0].unflatten(-1, (-1, self.head_size))  # [T, N + 2K, H]
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
         q, k = rotate(q, k, tables, self.core.query_factor(layout))
+        if cache is not None:
+            k, v = cache.extend(k, v)
         return self.out(self.core(q, k, v, layout).flatten(1))[0]

@@ -1,5 +1,7 @@
 """One decoder block."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from ssscale.layout import PackedLayout
@@ -10,6 +12,9 @@ from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import TransformerConfig
 from ssscale.position import Tables
 from ssscale.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from ssscale.model.cache import LayerCache
 
 
 class Block(nn.Module):
@@ -29,8 +34,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
         self.mlp = SwiGLU(config, megatron)
 
-    def forward(self, x: Tensor, layout: PackedLayout, tables: Tables) -> Tensor:
-        x = x + self._scaled(self.attention(self.attention_norm(x), layout, tables))
+    def forward(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
+        x = x + self._scaled(self.attention(self.attention_norm(x), layout, tables, cache))
         return x + self._scaled(self.mlp(self.mlp_norm(x)))
 
     def _scaled(self, branch: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, norm, head."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,11 @@ from ssscale.parallel.megatron import (
     megatron_config,
     vocabulary_embedding,
 )
-from ssscale.position import position_tables
+from ssscale.position import position_tables, with_block_mask
 from ssscale.schema import Core, ModelConfig, Recompute, SSMaxVariant
+
+if TYPE_CHECKING:
+    from ssscale.model.cache import KVCache
 
 VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # the weights with a row for each entry of the vocabulary
 VOCAB_MULTIPLE = 128  # tensor cores want aligned matrices; each tensor-parallel rank holds a multiple of this
@@ -69,17 +72,34 @@ class Decoder(nn.Module):
         padding = padded_vocab(self.config.vocab_size, self.groups.tensor_size) - self.config.vocab_size
         return total - padding * self.config.hidden_size * (1 if self.config.tie_embeddings else 2)
 
-    def forward(self, tokens: Tensor, layout: PackedLayout, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        layout: PackedLayout,
+        labels: Tensor | None = None,
+        *,
+        cache: "KVCache | None" = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Losses [T] float32 in nats where labels are given, else logits [T, vocab_size].
 
         tokens, labels: [T] int64, the same on every tensor-parallel rank; under sequence parallelism T is a multiple of
-        their number.
+        their number. cache: of earlier tokens, which laid this pass out (`KVCache.begin`). rows: only the logits of these
+        tokens, int64 numbers below T.
         """
         x = self._embed(tokens)
         tables = position_tables(self.config, layout)
-        for block in self.blocks:
-            x = self._run_block(block, x, layout, tables)
-        return self.read_out(x, labels)
+        if cache is None:
+            layout = with_block_mask(self.config, layout)
+            for block in self.blocks:
+                x = self._run_block(block, x, layout, tables)
+        else:
+            for block, part in zip(self.blocks, cache.layers(), strict=True):
+                x = block(x, layout, tables, part)
+        if rows is None:
+            return self.read_out(x, labels)
+        # Under sequence parallelism the head gathers the tokens, and the rows are only known behind it.
+        return self.read_out(x, None)[rows] if self.sequence_parallel else self.read_out(x[rows], None)
 
     def read_out(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Losses [T] or logits [T, vocab_size] from the last block's output."""

@@ -1,6 +1,6 @@
 """Parameters and FLOPs by formula, without building the model."""
 
-from ssscale.schema import Core, ModelConfig, SSMaxVariant
+from ssscale.schema import Core, ModelConfig, PositionMethod, SSMaxVariant
 
 # Dense bf16 FLOP/s of one H100 SXM or H200 by NVIDIA's data sheet; MFU is measured against it.
 PEAK_FLOPS = 989e12
@@ -9,7 +9,8 @@ PEAK_FLOPS = 989e12
 def count_parameters(model: ModelConfig, length: int) -> int:
     """Parameters of the whole model: L·(4d² + 3·d·f + 2d) + d + embeddings, where d² splits by heads under GQA.
 
-    SSMax adds s per layer and head (L·N), with bias s and b (2·L·N), in the p_n study also `length` shared p_n.
+    SSMax adds s per layer and head (L·N), with bias s and b (2·L·N), in the p_n study also `length` shared p_n. FIRE adds
+    c, L_mult and an MLP 1 → 32 → N per layer: L·(66 + 33·N).
     The vocabulary is the tokenizer's: what tensor parallelism pads does not count.
     """
     return sum(parameters_by_part(model, length).values())
@@ -22,10 +23,11 @@ def parameters_by_part(model: ModelConfig, length: int) -> dict[str, int]:
     scales = {SSMaxVariant.learned: heads, SSMaxVariant.fixed: 0, SSMaxVariant.bias: 2 * heads}
     scales[SSMaxVariant.pn] = 2 * heads + length
     ssmax = scales[model.attention.ssmax] if model.attention.core is Core.ssmax else 0
+    fire = model.num_layers * (66 + 33 * model.num_heads) if model.position.method is PositionMethod.fire else 0
     return {
         "embedding": model.vocab_size * d * (1 if model.tie_embeddings else 2),
         "matrices": model.num_layers * (attention + 3 * d * model.ffn_hidden_size),
-        "vectors": model.num_layers * 2 * d + d + ssmax,
+        "vectors": model.num_layers * 2 * d + d + ssmax + fire,
     }
 
 

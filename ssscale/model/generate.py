@@ -1,12 +1,14 @@
-"""Generation without a key/value cache: each new token costs a forward pass over everything before it."""
+"""Generation: the prompts in one pass or in chunks, then one new token of every text a pass, keys and values cached."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ssscale.layout import PackedLayout
+from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
+
+PREFILL_TOKENS = 16_384  # of all prompts together in one pass
 
 Stop = Callable[[list[int]], bool]
 
@@ -40,33 +42,59 @@ def generate(
     texts: list[list[int]] = [[] for _ in prompts]
     room = [max_new_tokens if max_length is None else min(max_new_tokens, max_length - len(p)) for p in prompts]
     active = [i for i in range(len(prompts)) if room[i] > 0]
+    if not active:
+        return texts
+    cache = KVCache(model, [len(prompts[i]) + room[i] for i in active])
+    logits = prefill(model, cache, [prompts[i] for i in active])
     while active:
-        logits = next_token_logits(model, [[*prompts[i], *texts[i]] for i in active])
         going = []
-        for i, row in zip(active, logits, strict=True):
-            token = pick(row, temperature, top_p, generators[i])
+        for row, i in enumerate(active):
+            token = pick(logits[row], temperature, top_p, generators[i])
             if token == eos_id:
                 continue
             texts[i].append(token)
             if len(texts[i]) < room[i] and not (stop and stop(texts[i])):
-                going.append(i)
-        active = going
+                going.append(row)
+        if len(going) < len(active):
+            cache.keep(going)
+            active = [active[row] for row in going]
+        if active:
+            logits = extend(model, cache, [texts[i][-1:] for i in active])
     return texts
 
 
-def next_token_logits(model: Decoder, documents: Sequence[Sequence[int]]) -> Tensor:
-    """[documents, vocab_size] float32 on the CPU: the logits after the last token of each, in one packed pass."""
-    device = next(model.parameters()).device
-    lengths = [len(document) for document in documents]
-    ends = torch.tensor(lengths).cumsum(0) - 1
-    tokens = [token for document in documents for token in document]
-    # Sequence parallelism shares the tokens out evenly; a document behind the others changes none of them.
-    filler = -len(tokens) % model.groups.tensor_size
-    if filler:
-        tokens += [0] * filler
-        lengths.append(filler)
-    layout = PackedLayout.from_lengths(lengths).to(device)
-    return model(torch.tensor(tokens, device=device), layout)[ends.to(device)].float().cpu()
+def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Sequence[int]], chunk: int = PREFILL_TOKENS) -> Tensor:
+    """The logits after each prompt, [prompts, vocab_size] float32 on the CPU, and the prompts in the cache.
+
+    A pass takes at most `chunk` tokens (or one of each prompt that is not at its end), the same share of every prompt.
+    """
+    done = [0] * len(prompts)
+    logits: list[Tensor | None] = [None] * len(prompts)
+    while any(n < len(prompt) for n, prompt in zip(done, prompts, strict=True)):
+        left = [len(prompt) - n for n, prompt in zip(done, prompts, strict=True)]
+        share = max(1, chunk // sum(n > 0 for n in left))
+        parts = [prompt[n : n + share] for n, prompt in zip(done, prompts, strict=True)]
+        found = extend(model, cache, parts)
+        done = [n + len(part) for n, part in zip(done, parts, strict=True)]
+        for row, prompt in enumerate(prompts):
+            if parts[row] and done[row] == len(prompt):
+                logits[row] = found[row]
+    return torch.stack([row for row in logits if row is not None])
+
+
+@torch.no_grad()
+def extend(model: Decoder, cache: KVCache, parts: Sequence[Sequence[int]]) -> Tensor:
+    """Add parts[b] to each cached sequence b. Returns the logits after it, [sequences, vocab_size] float32 on the CPU.
+
+    The row of a sequence whose part is empty means nothing.
+    """
+    layout = cache.begin([len(part) for part in parts])
+    device = layout.positions.device
+    tokens = [token for part in parts for token in part]
+    tokens += [0] * (len(layout.positions) - len(tokens))  # what fills sequence parallelism's share up
+    ends = torch.tensor([len(part) for part in parts]).cumsum(0) - 1
+    logits = model(torch.tensor(tokens, device=device), layout, cache=cache, rows=ends.clamp(min=0).to(device))
+    return logits.float().cpu()
 
 
 def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

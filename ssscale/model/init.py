@@ -8,7 +8,11 @@ from torch import nn
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_part
+from ssscale.position.bias import FIRE_HIDDEN
 from ssscale.schema import ModelConfig
+
+# 1 / sqrt(inputs) of each layer of FIRE's MLP.
+FIRE_BOUNDS = {"w1": 1.0, "b1": 1.0, "w2": FIRE_HIDDEN**-0.5, "b2": FIRE_HIDDEN**-0.5}
 
 
 @torch.no_grad()
@@ -16,11 +20,12 @@ def initialize_weights(model: nn.Module, config: ModelConfig, groups: Groups, se
     """N(0, init_std²) for every matrix, divided by sqrt(2 · num_layers) where it writes to the residual stream.
 
     Neither paper states its initialisation; this is GPT-2's rule (Radford et al. 2019, Section 2.3). Norms start at one and
-    SSMax's s, b and p_n where their configuration says. Each weight is drawn whole, from a seed of its own made of `seed`
-    and its name, and then cut: tensor parallelism does not change it.
+    SSMax's s, b and p_n where their configuration says; FIRE's MLP is drawn as torch draws a Linear layer. Each weight is
+    drawn whole, from a seed of its own made of `seed` and its name, and then cut: tensor parallelism does not change it.
     """
     for name, weight in model.named_parameters():
-        if weight.dim() < 2:
+        bound = FIRE_BOUNDS.get(name.rpartition(".core.bias.")[2])
+        if weight.dim() < 2 and bound is None:
             continue
         std = config.init_std
         if name.endswith((".attention.out.weight", ".mlp.down.weight")):
@@ -28,5 +33,8 @@ def initialize_weights(model: nn.Module, config: ModelConfig, groups: Groups, se
         generator = torch.Generator(device=weight.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         whole = torch.zeros(global_shape(weight, groups.tensor_size), device=weight.device)
         drawn = whole[: config.vocab_size] if name in VOCAB_WEIGHTS else whole  # the padding depends on the layout
-        drawn.normal_(0.0, std, generator=generator)
+        if bound is None:
+            drawn.normal_(0.0, std, generator=generator)
+        else:
+            drawn.uniform_(-bound, bound, generator=generator)
         weight.copy_(local_part(whole, weight, groups.tensor_rank, groups.tensor_size))

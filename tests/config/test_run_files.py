@@ -4,7 +4,7 @@ import pytest
 
 from ssscale.config import from_yaml, load_config, run_names, to_yaml, validate
 from ssscale.model.flops import count_parameters, flops_per_token
-from ssscale.schema import Config, Core, PositionMethod, ScheduleKind, SSMaxVariant
+from ssscale.schema import Config, Core, PositionMethod, RopeScaling, ScheduleKind, SSMaxVariant
 from ssscale.train.schedule import total_steps, total_tokens
 
 PARAMETERS = {
@@ -17,6 +17,13 @@ PARAMETERS = {
     "350m_sb_rem": 367_526_912,
     "350m_rope": 367_526_912,
     "350m_nope": 367_526_912,
+    "350m_alibi": 367_526_912,
+    "350m_fire": 367_526_912 + 24 * (2 + 32 + 32 + 32 * 32 + 32),
+    "350m_rope_ntk": 367_526_912,
+    "350m_rope_8k": 367_526_912,
+    "350m_window512": 367_526_912,
+    "350m_window1024": 367_526_912,
+    "350m_window2048": 367_526_912,
     "1b_softmax": 1_208_083_968,
     "1b_ssmax": 1_208_083_968 + 40 * 24,
     "1b_sb": 1_208_083_968,
@@ -58,9 +65,14 @@ def test_core_and_position_are_what_the_name_says(name):
     model = CONFIGS[name].model
     variant = name.partition("_")[2]
     core = {"ssmax": Core.ssmax, "sb": Core.stickbreaking}.get(variant.split("_")[0], Core.softmax)
-    nope = variant == "nope" or core is Core.stickbreaking
+    methods = {"nope": PositionMethod.nope, "alibi": PositionMethod.alibi, "fire": PositionMethod.fire}
+    method = PositionMethod.nope if core is Core.stickbreaking else methods.get(variant, PositionMethod.rope)
     assert model.attention.core is core
-    assert model.position.method is (PositionMethod.nope if nope else PositionMethod.rope)
+    assert model.position.method is method
+    window = variant.removeprefix("window")
+    assert model.position.window == (int(window) if window.isdecimal() else None)
+    assert (model.position.rope_scaling is RopeScaling.dynamic_ntk) is (variant == "rope_ntk")
+    assert model.position.train_length == (2048 if variant == "rope_ntk" else None)
     assert model.attention.remainder is variant.endswith("rem")
     kinds = {"ssmax_fixed": SSMaxVariant.fixed, "ssmax_bias": SSMaxVariant.bias, "ssmax_pn": SSMaxVariant.pn}
     assert model.attention.ssmax is kinds.get(variant, SSMaxVariant.learned)
@@ -88,7 +100,8 @@ def test_ssmax_study(name):
 
 @pytest.mark.parametrize("name", [n for n in PARAMETERS if n.startswith("350m")])
 def test_position_study(name):
-    check_plan(CONFIGS[name], 2048, 512, [15_000_000_000], ["cosine"])
+    length, batch = (8192, 128) if name.endswith("8k") else (2048, 512)
+    check_plan(CONFIGS[name], length, batch, [15_000_000_000], ["cosine"])
     assert not CONFIGS[name].data.one_document
 
 

@@ -22,6 +22,10 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["model.num_kv_heads=3"], "num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4 key/value"),
         (["model.head_dim=33", "model.position.method=rope"], "a head has 33 dimensions: set an even model.head_dim"),
         (["model.position.method=rope"], "method=rope does not go with model.attention.core=stickbreaking: use nope"),
+        (["model.position.method=fire"], "core=stickbreaking: use nope; it takes the nearest keys first"),
+        (["model.position.window=64"], "model.position.window=64 does not go with model.attention.core=stickbreaking"),
+        (["model.position.rope_scaling=ntk"], "rope_scaling=ntk needs model.position.method=rope, not nope"),
+        (["model.position.window=0"], "model.position.window must be at least 1, not 0"),
         (["model.attention.ssmax=bias"], "ssmax=bias needs model.attention.core=ssmax, not stickbreaking"),
         (["model.attention.ssmax_bias=0.5"], "ssmax_bias=0.5 has no effect under ssmax=learned"),
         (["model.attention.core=softmax", "model.attention.remainder=true"], "needs model.attention.core=stick"),
@@ -53,6 +57,34 @@ def refusal(name, *overrides, world_size=None, gpu=False):
 def test_tiny_sb_refuses(overrides, expected):
     fixed = ["model.num_heads=4", "train.batch_size=32"]  # the sentences name them, whatever tiny_sb is tuned to
     assert expected in refusal("tiny_sb", *fixed, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["method=alibi"],
+            "method=alibi does not go with model.attention.core=ssmax: use nope or rope; SSMax scales q",
+        ),
+        (["method=fire"], "method=fire does not go with model.attention.core=ssmax: use nope or rope; SSMax scales q"),
+        (
+            ["rope_factor=2"],
+            "rope_factor=2 has no effect under rope_scaling=none: set model.position.rope_scaling=linear",
+        ),
+        (["rope_scaling=linear"], "rope_scaling=linear with rope_factor=1 changes nothing"),
+        (["rope_scaling=ntk", "rope_factor=-2"], "model.position.rope_factor must be greater than 0, not -2.0"),
+        (["rope_scaling=dynamic_ntk"], "which it does not have: set model.position.train_length to the row length"),
+        (["rope_scaling=dynamic_ntk", "train_length=0"], "model.position.train_length must be at least 1, not 0"),
+    ],
+)
+def test_ssmax_refuses_positions(overrides, expected):
+    assert expected in refusal("tiny_ssmax", *(f"model.position.{override}" for override in overrides))
+
+
+def test_ntk_needs_a_second_pair():
+    assert "a head of 2 has no other: use linear" in refusal(
+        "tiny_ssmax", "model.head_dim=2", "model.position.rope_scaling=ntk", "model.position.rope_factor=2"
+    )
 
 
 def test_the_ffn_of_350m_bounds_tensor_parallelism():

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from ssscale.layout import PackedLayout
+from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
-from ssscale.model.generate import generate, next_token_logits, pick
+from ssscale.model.generate import extend, generate, pick, prefill
 
 PROMPTS = [[0, 5, 9, 200], [0], [0, *range(40, 70)]]
 
@@ -59,9 +60,19 @@ def test_temperature_sharpens():
     assert abs(drawn.float().mean() - torch.tensor(2.0).sigmoid()) < 0.03
 
 
-def test_packed_logits(model):
-    alone = torch.cat([next_token_logits(model, [prompt]) for prompt in PROMPTS])
-    assert (next_token_logits(model, PROMPTS) - alone).abs().max() < 1e-5
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_prompts_at_once_and_in_chunks(model, chunk):
+    alone = torch.cat([extend(model, KVCache(model, [40]), [prompt]) for prompt in PROMPTS])
+    assert (prefill(model, KVCache(model, [40] * 3), PROMPTS, chunk) - alone).abs().max() < 1e-5
+
+
+def test_a_full_cache_is_said(model):
+    cache = KVCache(model, [5, 9])
+    extend(model, cache, [[1, 2, 3], [4]])
+    with pytest.raises(ValueError, match="a sequence of 6 tokens does not fit its 5 of the cache"):
+        extend(model, cache, [[5, 6, 7], []])
+    with pytest.raises(ValueError, match="2 sequences are cached"):
+        extend(model, cache, [[5]])
 
 
 @pytest.mark.parametrize(("changed", "words"), [({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p")])

@@ -1,0 +1,98 @@
+"""The keys and values of earlier passes, for generation."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssscale.layout import CachedKeys, PackedLayout
+from ssscale.model.decoder import Decoder
+
+
+class LayerCache(NamedTuple):
+    """One layer's part during one pass. k, v: [B · capacity, K, H]; rows: [T], where this pass's tokens go."""
+
+    k: Tensor
+    v: Tensor
+    rows: Tensor
+    first: bool  # no sequence has earlier tokens
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store this pass's k, v [T, K, H]. Returns the whole cache, or, in the first pass, k and v themselves."""
+        self.k.index_copy_(0, self.rows, k)
+        self.v.index_copy_(0, self.rows, v)
+        return (k, v) if self.first else (self.k, self.v)
+
+
+class KVCache:
+    """Room for the keys and values of B sequences: k, v [layers, B, capacity, K, H] of this rank's heads.
+
+    final_lengths: the tokens that each sequence may reach. A pass: `layout = cache.begin(counts)`, then
+    `model(tokens, layout, cache=cache)` with counts[b] further tokens of each sequence, one sequence behind the other. Passes
+    may be of any size: a prompt at once, in chunks, or token by token.
+
+    Sequence parallelism shares the tokens of a pass out evenly: one more sequence, which never grows, fills them up.
+    """
+
+    def __init__(self, model: Decoder, final_lengths: Sequence[int]) -> None:
+        config, self.tensor_size = model.config, model.groups.tensor_size
+        weight = next(model.parameters())
+        self.filled = model.sequence_parallel
+        self.final_lengths = list(final_lengths)
+        self.lengths = [0] * len(self.final_lengths)
+        self.capacity = max(*self.final_lengths, self.tensor_size)
+        slots = len(self.lengths) + self.filled
+        shape = (config.num_layers, slots, self.capacity, config.kv_heads // self.tensor_size, config.head_size)
+        self.k, self.v = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self._rows = torch.empty(0, dtype=torch.int64)
+        self._first = True
+
+    def begin(self, counts: Sequence[int]) -> PackedLayout:
+        """The layout of counts[b] further tokens of each sequence b, which count as cached from here on.
+
+        Raises ValueError where a sequence would outgrow its slot.
+        """
+        if len(counts) != len(self.lengths) or min(counts) < 0 or not any(counts):
+            raise ValueError(f"{len(self.lengths)} sequences are cached; got counts of further tokens {list(counts)}")
+        before, after = self.lengths, [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        for length, final in zip(after, self.final_lengths, strict=True):
+            if length > final:
+                raise ValueError(f"a sequence of {length} tokens does not fit its {final} of the cache")
+        counts, final_lengths = list(counts), self.final_lengths
+        if self.filled:
+            before, counts = [*before, 0], [*counts, -sum(counts) % self.tensor_size]
+            final_lengths = [*final_lengths, self.tensor_size]
+        device = self.k.device
+        sizes, offsets = torch.tensor(counts, dtype=torch.int32), torch.tensor(before, dtype=torch.int32)
+        cu_seqlens = torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+        within = torch.arange(sum(counts), dtype=torch.int32) - cu_seqlens[:-1].repeat_interleave(sizes)
+        positions = within + offsets.repeat_interleave(sizes)
+        slots = torch.arange(len(counts)).repeat_interleave(sizes)
+        self._rows = (slots * self.capacity + positions).to(device)
+        self._first = not any(before)
+        past = None
+        if not self._first:
+            bounds = torch.arange(len(counts) + 1, dtype=torch.int32) * self.capacity
+            longest = max(n + count for n, count in zip(before, counts, strict=True))
+            starts = cu_seqlens.tolist()
+            past = CachedKeys(
+                self.capacity, bounds.to(device), offsets.to(device), self._rows, list(before), starts, longest
+            )
+        self.lengths = after
+        uniform = counts[0] if self._first and len(set(counts)) == 1 else None
+        final = torch.tensor(final_lengths, dtype=torch.int32).to(device)
+        return PackedLayout(cu_seqlens.to(device), positions.to(device), max(counts), uniform, past, final)
+
+    def layers(self) -> list[LayerCache]:
+        """Each layer's part for the pass that `begin` laid out."""
+        parts = zip(self.k.flatten(1, 2), self.v.flatten(1, 2), strict=True)
+        return [LayerCache(k, v, self._rows, self._first) for k, v in parts]
+
+    def keep(self, sequences: Sequence[int]) -> None:
+        """Forget all sequences but these, which are numbered anew in the order given."""
+        slots = [*sequences, *([len(self.lengths)] if self.filled else [])]
+        chosen = torch.tensor(slots, dtype=torch.int64, device=self.k.device)
+        self.k, self.v = self.k[:, chosen], self.v[:, chosen]
+        self.lengths = [self.lengths[b] for b in sequences]
+        self.final_lengths = [self.final_lengths[b] for b in sequences]
