@@ -72,11 +72,12 @@ class Recorder(torch.nn.Module):
     def __init__(self, model, seen):
         super().__init__()
         self.model, self.seen, self.groups, self.config = model, seen, model.groups, model.config
+        self.sequence_parallel = model.sequence_parallel
 
-    def forward(self, tokens, layout):
+    def forward(self, tokens, layout, **cached):
         bounds = layout.cu_seqlens.tolist()
         self.seen += [tokens[a:b].tolist() for a, b in pairwise(bounds)]
-        return self.model(tokens, layout)
+        return self.model(tokens, layout, **cached)
 
 
 def test_an_empty_context_and_rolling_agree(lm):
