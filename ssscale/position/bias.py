@@ -1,8 +1,10 @@
 """Positions as a bias of the logits: softmax(q·k / √H + bias(i, j)). A bias is part of the softmax core."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from kernels.flex import biased_attention, linear_bias, mlp_bias, table_bias
 from ssscale.layout import PackedLayout
@@ -94,12 +96,16 @@ class FIRE(PositionBias):
         threshold = (weights["length_multiplier"] * FIRE_LENGTH).abs()
         return cls.reach(weights, torch.maximum(i.to(threshold.dtype), threshold)) + FIRE_EPS
 
-    def forward(self, i: Tensor, j: Tensor) -> Tensor:
-        w = self.weights()
+    @classmethod
+    def values(cls, w: dict[str, Tensor], i: Tensor, j: Tensor) -> Tensor:
+        """The bias from `weights`, [..., N, Q, S]."""
         distance = i[..., :, None] - j[..., None, :]
-        x = self.reach(w, distance) / self.norm(w, i)[..., :, None]
+        x = cls.reach(w, distance) / cls.norm(w, i)[..., :, None]
         hidden = (x[..., None] * w["w1"] + w["b1"]).relu()
         return (hidden @ w["w2"].T + w["b2"]).movedim(-1, -3)
+
+    def forward(self, i: Tensor, j: Tensor) -> Tensor:
+        return self.values(self.weights(), i, j)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
         """With gradients: a table of the bias by (i, j) for the longest document, made again in backward. Else in place.
@@ -107,22 +113,47 @@ class FIRE(PositionBias):
         FlexAttention could differentiate the MLP in place too, but would add every logit's gradient into the same hundred
         numbers by atomics; into the table, each of a document's logits has an entry of its own.
         """
-        if torch.is_grad_enabled():
-            return self._attend_by_table(q, k, v, layout, scale)
         w = self.weights()
+        if torch.is_grad_enabled():
+            return _attend_by_table(w, q, k, v, layout, scale)
         reach = self.reach(w, torch.arange(len(q), device=q.device))
         norm = self.norm(w, layout.positions)
         score_mod = mlp_bias(reach, norm, w["w1"], w["b1"], w["w2"], w["b2"])
         return biased_attention(q, k, v, score_mod=score_mod, block_mask=layout.block_mask, scale=scale)
 
-    @torch.compiler.disable  # recomputation around compiled FlexAttention; the block's graph breaks here
-    def _attend_by_table(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            i = torch.arange(layout.max_seqlen, device=q.device)
-            score_mod = table_bias(self(i, i), layout.positions)
-            return biased_attention(q, k, v, score_mod=score_mod, block_mask=layout.block_mask, scale=scale)
 
-        return checkpoint(run, q, k, v, use_reentrant=False)
+@torch.compiler.disable  # a compiled block's graph breaks here; FlexAttention inside is compiled by itself
+def _attend_by_table(
+    weights: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None
+) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
+        i = torch.arange(layout.max_seqlen, device=q.device)
+        table = FIRE.values(dict(zip(weights, tensors, strict=True)), i, i)
+        score_mod = table_bias(table, layout.positions)
+        return biased_attention(q, k, v, score_mod=score_mod, block_mask=layout.block_mask, scale=scale)
+
+    return _Recomputed.apply(run, q, k, v, *weights.values())
+
+
+class _Recomputed(torch.autograd.Function):
+    """run(*tensors), of which only the tensors are kept.
+
+    Not torch.utils.checkpoint: around FlexAttention it returns wrong gradients of captured tensors without a word.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        wanted = [x for x in tensors if x.requires_grad]
+        with torch.enable_grad():
+            found = iter(torch.autograd.grad(ctx.run(*tensors), wanted, gradient))
+        return (None, *(next(found) if x.requires_grad else None for x in tensors))
 
 
 def position_bias(config: ModelConfig, groups: Groups) -> PositionBias | None:

@@ -1,0 +1,71 @@
+"""Positions, windows and the cache under tensor and sequence parallelism, beside one process."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from ssscale.layout import PackedLayout
+from ssscale.model.cache import KVCache
+from ssscale.model.decoder import Decoder
+from ssscale.model.generate import extend, generate
+from ssscale.model.init import initialize_weights
+from ssscale.schema import ModelConfig, PositionConfig, PositionMethod
+from tests.distributed.jobs import regroup
+from tests.distributed.test_training import MODELS, TRAIN
+from tests.pool import Pool
+
+POSITIONS = {
+    "softmax_fire": PositionConfig(PositionMethod.fire),
+    "softmax_alibi": PositionConfig(PositionMethod.alibi, window=9),
+    "ssmax_window": PositionConfig(window=5),
+    "ssmax_pn": PositionConfig(),
+    "stickbreaking_remainder": PositionConfig(PositionMethod.nope),
+}
+CASES = {
+    name: dataclasses.replace(MODELS[name if name in MODELS else name.split("_")[0]], position=position)
+    for name, position in POSITIONS.items()
+}
+
+
+def passes(models: dict[str, ModelConfig], tensor: int, sequence: bool) -> dict[str, list[Any]]:
+    """Of each model: logits of a document in one pass, in chunks beside another, and behind another; greedy texts."""
+    groups, found = regroup(tensor), {}
+    for name, model in models.items():
+        decoder = Decoder(model, groups, 64, sequence_parallel=sequence)
+        initialize_weights(decoder, model, groups, seed=3)
+        decoder.requires_grad_(False)
+        tokens = torch.randint(0, 300, (28,), generator=torch.Generator().manual_seed(0))
+        whole = decoder(tokens, PackedLayout.from_lengths([28]))
+        cache = KVCache(decoder, [28, 40])
+        parts = [[tokens[:13], [1, 2]], [tokens[13:14], [3]], [tokens[14:15], []], [tokens[15:], [4]]]
+        rows = [extend(decoder, cache, [list(map(int, part)) for part in pair])[0] for pair in parts]
+        behind = decoder(torch.cat((tokens.flip(0), tokens)), PackedLayout.from_lengths([28, 28]))[28:]
+        found[name] = [whole.tolist(), torch.stack(rows).tolist(), behind.tolist()]
+        found[name].append(generate(decoder, [[5, 6, 7], [8]], 9))
+    return found
+
+
+def test_logits_and_texts_are_those_of_one_process(pool1: Pool, pool2: Pool) -> None:
+    job = "tests.distributed.test_positions:passes"
+    (one,) = pool1.run(job, models=CASES, tensor=1, sequence=False)
+    for name in CASES:
+        whole = torch.tensor(one[name][0])
+        torch.testing.assert_close(torch.tensor(one[name][1]), whole[[12, 13, 14, 27]], rtol=0, atol=2e-5)
+        torch.testing.assert_close(torch.tensor(one[name][2]), whole, rtol=0, atol=2e-5)
+    for sequence in (False, True):
+        for two in pool2.run(job, models=CASES, tensor=2, sequence=sequence):
+            for name in CASES:
+                *logits, texts = two[name]
+                for ours, theirs in zip(logits, one[name]):
+                    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=2e-5)
+                assert texts == one[name][3]
+
+
+@pytest.mark.parametrize("name", ["softmax_fire", "softmax_alibi", "ssmax_window"])
+def test_training_is_that_of_one_process(name: str, pool1: Pool, pool2: Pool) -> None:
+    (one,) = pool1.run(TRAIN, model=CASES[name], microbatch=2, steps=8)
+    for two in pool2.run(TRAIN, model=CASES[name], steps=8, tensor=2, sequence=True):
+        assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
