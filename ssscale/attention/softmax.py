@@ -5,9 +5,11 @@ from torch import Tensor
 from kernels.cached import cached_attention
 from kernels.exact import exact_attention
 from kernels.softmax import softmax_attention
-from ssscale.attention.base import AttentionCore
+from kernels.ssmax import rotary_attention
+from ssscale.attention.base import AttentionCore, Extend
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
+from ssscale.position import Tables
 from ssscale.position.bias import position_bias
 from ssscale.schema import ModelConfig
 
@@ -21,6 +23,31 @@ class SoftmaxCore(AttentionCore):
     def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__(config, groups)
         self.bias = position_bias(config, groups)
+
+    def factor_parameters(self, tables: Tables) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """base [T], s [N] and b [N] of the factor s · base + b of q; None where there is none."""
+        return None, None, None
+
+    def attend(
+        self, qkv: Tensor, num_heads: int, layout: PackedLayout, tables: Tables, extend: Extend | None = None
+    ) -> Tensor:
+        if extend is not None or self.bias is not None:
+            return super().attend(qkv, num_heads, layout, tables, extend)
+        base, s, b = self.factor_parameters(tables)
+        return rotary_attention(
+            qkv,
+            num_heads,
+            cu_seqlens=layout.cu_seqlens,
+            max_seqlen=layout.max_seqlen,
+            cos=tables.cos,
+            sin=tables.sin,
+            base=base,
+            s=s,
+            b=b,
+            uniform_length=layout.uniform_length,
+            window=self.window,
+            scale=self.scale,
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
         if layout.past is not None:

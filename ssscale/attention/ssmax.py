@@ -3,26 +3,38 @@
 import torch
 from torch import Tensor, nn
 
+from kernels.ssmax import query_factor
 from ssscale.attention.softmax import SoftmaxCore
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import mark_split, replicated
+from ssscale.parallel.megatron import mark_split
+from ssscale.position import Tables
 from ssscale.schema import ModelConfig, SSMaxVariant
+
+
+def query_base(layout: PackedLayout, window: int | None, pn: Tensor | None) -> Tensor:
+    """ln n of each token (Eq. 2), or p_n (Eq. 3) from pn [length], of which the last stands for all larger n: [T] float32.
+
+    n counts the keys that the token sees within its document, at most `window`. It is the same for all layers and heads:
+    computed once a batch.
+    """
+    n = layout.num_visible_keys(window)
+    if pn is None:
+        return n.float().log()  # float32: bf16 rounds ln 1000 and ln 1010 to one value
+    return pn.float()[(n.clamp(max=pn.numel()) - 1).long()]
 
 
 class SSMaxCore(SoftmaxCore):
     """p_j = n^(s z_j) / Σ_m n^(s z_m) = softmax((s ln n) z)_j   (Eq. 2)
 
-    n counts the keys that a query sees within its document. s is learned per layer and head, or fixed; `bias` replaces
-    s ln n by s ln n + b (Eq. 4), `pn` by s p_n + b with p_n shared by all layers and heads (Eq. 3). Scaling q is exact,
-    so any softmax kernel serves unchanged.
+    s is learned per layer and head, or fixed; `bias` replaces s ln n by s ln n + b (Eq. 4), `pn` by s p_n + b with p_n
+    shared by all layers and heads (Eq. 3). Scaling q is exact, so any softmax kernel serves unchanged.
     """
 
-    def __init__(self, config: ModelConfig, groups: Groups, shared: nn.Parameter | None = None) -> None:
+    def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__(config, groups)
         attention, heads = config.attention, config.num_heads // groups.tensor_size
-        self.groups = groups
-        self.shared = [shared] if shared is not None else []  # a list: the parameter belongs to the decoder
+        self.heads = heads
         self.s: nn.Parameter | float = attention.ssmax_scale
         self.b: nn.Parameter | None = None
         if attention.ssmax != SSMaxVariant.fixed:
@@ -32,15 +44,10 @@ class SSMaxCore(SoftmaxCore):
             self.b = nn.Parameter(torch.full((heads,), attention.ssmax_bias))
             mark_split(self.b, 0, (config.num_heads,))
 
-    def query_factor(self, layout: PackedLayout) -> Tensor:
-        n = layout.num_visible_keys(self.window)
-        if self.shared:
-            p = replicated(self.shared[0], self.groups)
-            base = p.float()[(n.clamp(max=p.numel()) - 1).long()]
-        else:
-            base = n.float().log()  # float32: bf16 rounds ln 1000 and ln 1010 to one value
-        s = self.s.float() if isinstance(self.s, Tensor) else self.s
-        factor = base[:, None] * s
-        if self.b is not None:
-            factor = factor + self.b.float()
-        return factor
+    def factor_parameters(self, tables: Tables) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        assert tables.base is not None
+        s = self.s if isinstance(self.s, Tensor) else tables.base.new_full((self.heads,), self.s)
+        return tables.base, s, self.b
+
+    def query_factor(self, tables: Tables) -> Tensor | None:
+        return query_factor(*self.factor_parameters(tables))

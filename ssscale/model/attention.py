@@ -8,7 +8,7 @@ from ssscale.attention import CORES
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import TransformerConfig, column_linear, row_linear
-from ssscale.position import Tables, rotate
+from ssscale.position import Tables
 from ssscale.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -18,23 +18,16 @@ if TYPE_CHECKING:
 class SelfAttention(nn.Module):
     """y = W_o core(rotate(W_q x, W_k x), W_v x), grouped-query (arXiv:2305.13245). [T, D] → [T, D]."""
 
-    def __init__(
-        self, config: ModelConfig, groups: Groups, megatron: TransformerConfig, shared: nn.Parameter | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, groups: Groups, megatron: TransformerConfig) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.heads = config.num_heads // groups.tensor_size
-        self.kv_heads = config.kv_heads // groups.tensor_size
         q_size, kv_size = config.num_heads * self.head_size, config.kv_heads * self.head_size
         self.qkv = column_linear(config.hidden_size, (q_size, kv_size, kv_size), megatron)
         self.out = row_linear(q_size, config.hidden_size, megatron)
-        extra = {} if shared is None else {"shared": shared}
-        self.core = CORES[config.attention.core.value](config, groups, **extra)
+        self.core = CORES[config.attention.core.value](config, groups)
 
     def forward(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
         qkv = self.qkv(x)[0].unflatten(-1, (-1, self.head_size))  # [T, N + 2K, H]
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
-        q, k = rotate(q, k, tables, self.core.query_factor(layout))
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        return self.out(self.core(q, k, v, layout).flatten(1))[0]
+        extend = None if cache is None else cache.extend
+        return self.out(self.core.attend(qkv, self.heads, layout, tables, extend).flatten(1))[0]

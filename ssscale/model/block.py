@@ -23,14 +23,12 @@ class Block(nn.Module):
     x: [T, D], under sequence parallelism [T / tensor_size, D].
     """
 
-    def __init__(
-        self, config: ModelConfig, groups: Groups, megatron: TransformerConfig, shared: nn.Parameter | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, groups: Groups, megatron: TransformerConfig) -> None:
         super().__init__()
         self.multiplier = config.width.residual_multiplier
         partial = megatron.sequence_parallel
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
-        self.attention = SelfAttention(config, groups, megatron, shared)
+        self.attention = SelfAttention(config, groups, megatron)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
         self.mlp = SwiGLU(config, megatron)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ssscale.attention.ssmax import query_base
 from ssscale.layout import PackedLayout
 from ssscale.model.block import Block
 from ssscale.model.loss import token_losses
@@ -17,9 +18,10 @@ from ssscale.parallel.megatron import (
     gather_vocabulary,
     global_shape,
     megatron_config,
+    replicated,
     vocabulary_embedding,
 )
-from ssscale.position import position_tables, with_block_mask
+from ssscale.position import Tables, position_tables, with_block_mask
 from ssscale.schema import Core, ModelConfig, Recompute, SSMaxVariant
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class Decoder(nn.Module):
         self.pn: nn.Parameter | None = None
         if config.attention.core == Core.ssmax and config.attention.ssmax == SSMaxVariant.pn:
             self.pn = nn.Parameter(torch.ones(length))
-        self.blocks = nn.ModuleList(Block(config, groups, megatron, self.pn) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, groups, megatron) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, groups, self.sequence_parallel)
         self.head = column_linear(config.hidden_size, (rows,), megatron, own_weight=not config.tie_embeddings)
         self.to(dtype)
@@ -88,7 +90,7 @@ class Decoder(nn.Module):
         tokens, int64 numbers below T.
         """
         x = self._embed(tokens)
-        tables = position_tables(self.config, layout)
+        tables = self._tables(layout)
         if cache is None:
             layout = with_block_mask(self.config, layout)
             for block in self.blocks:
@@ -112,6 +114,14 @@ class Decoder(nn.Module):
         if self.groups.tensor_size > 1:
             logits = gather_vocabulary(logits, self.groups)
         return logits[:, : self.config.vocab_size]
+
+    def _tables(self, layout: PackedLayout) -> Tables:
+        """What all layers share of a batch."""
+        tables = position_tables(self.config, layout)
+        if self.config.attention.core != Core.ssmax:
+            return tables
+        pn = None if self.pn is None else replicated(self.pn, self.groups)
+        return tables._replace(base=query_base(layout, self.config.position.window, pn))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         # Megatron's embedding scatters [batch, sequence, hidden] over the sequence, which it puts first.

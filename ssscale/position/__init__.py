@@ -1,23 +1,34 @@
 """Position methods. `position_tables` is computed once a batch, `rotate` in every layer; biases belong to the softmax core."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from kernels.flex import document_mask
+from kernels.ssmax import rotate as rotate_heads
 from ssscale.layout import PackedLayout
-from ssscale.position.rope import apply_rope, rope_tables
+from ssscale.position.rope import rope_tables
 from ssscale.position.scaling import scaled_base, scaled_positions
 from ssscale.schema import ModelConfig, PositionMethod
 
-Tables = tuple[Tensor, Tensor] | None
+
+class Tables(NamedTuple):
+    """What every layer needs of the positions of a batch.
+
+    cos, sin: [T, H / 2] float32 of the rotary angles. base: [T] float32, what SSMax's s multiplies: ln n or p_n.
+    """
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    base: Tensor | None = None
 
 
 def position_tables(config: ModelConfig, layout: PackedLayout) -> Tables:
-    """What every layer needs of the positions of this batch."""
+    """The tables of a batch, without SSMax's."""
     if config.position.method == PositionMethod.rope:
-        return rope_tables(scaled_positions(config, layout), config.head_size, scaled_base(config, layout))
-    return None
+        return Tables(*rope_tables(scaled_positions(config, layout), config.head_size, scaled_base(config, layout)))
+    return Tables()
 
 
 def with_block_mask(config: ModelConfig, layout: PackedLayout) -> PackedLayout:
@@ -29,8 +40,4 @@ def with_block_mask(config: ModelConfig, layout: PackedLayout) -> PackedLayout:
 
 def rotate(q: Tensor, k: Tensor, tables: Tables, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """q and k with their positions in them, q times SSMax's factor [T, N] as well (in float32, rounded once)."""
-    if tables is not None:
-        return apply_rope(q, *tables, factor), apply_rope(k, *tables)
-    if factor is not None:
-        q = (q.float() * factor[..., None]).to(q.dtype)
-    return q, k
+    return rotate_heads(q, tables.cos, tables.sin, factor), rotate_heads(k, tables.cos, tables.sin)

@@ -12,16 +12,3 @@ def rope_tables(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, 
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angle = positions.float()[:, None] * base**-exponent
     return angle.cos(), angle.sin()
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, factor: Tensor | None = None) -> Tensor:
-    """Rotate the pairs (x_k, x_{k + H/2}) (the half-split form), times `factor`, in float32, rounded once.
-
-    x: [T, N, H]; cos, sin: [T, H / 2]; factor: [T, N]. Returns [T, N, H] in x.dtype.
-    """
-    first, second = x.float().chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    if factor is not None:
-        rotated = rotated * factor[..., None]
-    return rotated.to(x.dtype)

@@ -112,9 +112,11 @@ class Trainer:
 
         config, groups = self.config, self.groups
         core = config.model.attention.core.value
-        uniform = config.data.one_document
-        kernel = core if core == "stickbreaking" else f"{core} on {choose_backend(groups.device, dtype, uniform)}"
-        logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", kernel)
+        if core != "stickbreaking":
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            size, window = config.model.head_size, config.model.position.window
+            core += f" on {choose_backend(groups.device, dtype, size, config.data.length, window, deterministic)}"
+        logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", core)
         logger.info(
             "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, data parallel %d, device %s",
             str(dtype).removeprefix("torch."),

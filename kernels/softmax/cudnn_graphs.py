@@ -1,0 +1,270 @@
+"""cuDNN's attention on packed documents, through cuDNN's graph interface (`nvidia-cudnn-frontend`).
+
+torch calls cuDNN for dense batches only. Here documents of any lengths lie one behind the other and each tensor is given
+the offset of every document ("ragged offsets"), so that nothing is padded. A plan is built once for each bucket of
+shapes (about 0.7 s) and kept: numbers of documents and maximum lengths are rounded up to powers of two, which costs
+thread blocks that find nothing to do, and no memory.
+"""
+
+import functools
+import logging
+import threading
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .documents import Documents
+
+logger = logging.getLogger(__name__)
+
+_lock = threading.Lock()  # a handle belongs to one thread at a time, and autograd calls from its own
+MIN_LENGTH, MIN_BOUNDARIES = 128, 16
+
+
+@functools.cache
+def _frontend() -> ModuleType | None:
+    try:
+        import cudnn
+
+        if cudnn.backend_version() >= 90500:
+            return cudnn
+        reason = f"cuDNN {cudnn.backend_version()} is older than 9.5"
+    except Exception as error:  # not installed, or no cuDNN library beside it
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning(
+        "cuDNN's attention is not available (%s); FlashAttention-2 runs instead, at about 0.6 times its speed on Hopper: "
+        "pip install nvidia-cudnn-frontend",
+        reason,
+    )
+    return None
+
+
+@functools.cache
+def available(device: torch.device) -> bool:
+    """Whether the machine has cuDNN's graph interface and a GPU of Hopper's generation or later."""
+    return torch.cuda.get_device_capability(device) >= (9, 0) and _frontend() is not None
+
+
+@functools.cache
+def _handle(device: torch.device) -> Any:
+    torch.backends.cudnn.version()  # loads torch's own library first, so that the process holds one cuDNN
+    with torch.cuda.device(device):
+        return _frontend().create_handle()  # type: ignore[union-attr]
+
+
+class Shape(NamedTuple):
+    """What a plan is built for. q, k, v: [num_documents, heads, length, head_dim], strides in elements between tokens."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_documents: int
+    length: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    strides: tuple[int, int, int]
+    ragged: bool
+    scale: float
+    window: int | None
+    total: int  # tokens of all documents; 0 for forward, which does not depend on it
+
+
+class Plan(NamedTuple):
+    graph: Any
+    workspace: int
+    multipliers: Tensor | None  # of cu_seqlens, for the offsets of q (and o), k, v, lse
+
+
+# The tensors of a graph, by number.
+Q, K, V, O, LSE, DO, DQ, DK, DV, LENGTHS, AT_Q, AT_K, AT_V, AT_LSE = range(1, 15)  # noqa: E741
+
+
+class _Builder:
+    """A graph under construction: tensors [documents, heads, length, dim] over packed memory."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.cudnn = shape, _frontend()
+        assert self.cudnn is not None
+        types = self.cudnn.data_type
+        self.io = types.BFLOAT16 if shape.dtype == torch.bfloat16 else types.HALF
+        self.float = types.FLOAT
+        self.graph = self.cudnn.pygraph(
+            io_data_type=self.io,
+            intermediate_data_type=types.FLOAT,
+            compute_data_type=types.FLOAT,
+            handle=_handle(shape.device),
+        )
+        self.offsets: dict[int, Any] = {}
+        self.mask: dict[str, Any] = {
+            "attn_scale": shape.scale,
+            "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,
+            "diagonal_band_right_bound": 0,
+            "diagonal_band_left_bound": shape.window,
+        }
+        if shape.ragged:
+            for uid in (AT_Q, AT_K, AT_V, AT_LSE):
+                self.offsets[uid] = self._column(uid, shape.num_documents + 1, types.INT64)
+            lengths = self._column(LENGTHS, shape.num_documents, types.INT32)
+            self.mask |= {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
+
+    def _column(self, uid: int, size: int, data_type: Any) -> Any:
+        return self.graph.tensor(dim=[size, 1, 1, 1], stride=[1, 1, 1, 1], data_type=data_type, uid=uid)
+
+    def geometry(self, uid: int) -> tuple[list[int], list[int], Any, Any]:
+        """Dimensions, strides, type and offsets of a tensor."""
+        s = self.shape
+        row = s.num_heads * s.head_dim
+        stride, at = {
+            Q: (s.strides[0], AT_Q),
+            K: (s.strides[1], AT_K),
+            V: (s.strides[2], AT_V),
+            DV: (s.strides[2], AT_V),
+            DK: (s.num_kv_heads * s.head_dim, AT_K),
+            LSE: (s.num_heads, AT_LSE),
+        }.get(uid, (row, AT_Q))
+        heads = s.num_kv_heads if uid in (K, V, DK, DV) else s.num_heads
+        dim, head_stride = (1, 1) if uid == LSE else (s.head_dim, s.head_dim)
+        return (
+            [s.num_documents, heads, s.length, dim],
+            [stride * s.length, head_stride, stride, 1],
+            self.float if uid == LSE else self.io,
+            self.offsets.get(at),
+        )
+
+    def tensor(self, uid: int) -> Any:
+        dims, strides, data_type, offset = self.geometry(uid)
+        made = self.graph.tensor(dim=dims, stride=strides, data_type=data_type, uid=uid)
+        if offset is not None:
+            made.set_ragged_offset(offset)
+        return made
+
+    def output(self, uid: int, made: Any) -> None:
+        dims, strides, data_type, offset = self.geometry(uid)
+        made.set_uid(uid).set_output(True).set_dim(dims).set_stride(strides).set_data_type(data_type)
+        if offset is not None:
+            made.set_ragged_offset(offset)
+
+    def plan(self) -> Plan:
+        graph, s = self.graph, self.shape
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([self.cudnn.heur_mode.A])  # type: ignore[union-attr]
+        graph.check_support()
+        graph.build_plans()
+        multipliers = None
+        if s.ragged:
+            row = s.num_heads * s.head_dim
+            assert s.strides[:2] == (row, s.num_kv_heads * s.head_dim), s
+            multipliers = torch.tensor([*s.strides, s.num_heads], dtype=torch.int64, device=s.device)[:, None]
+        return Plan(graph, graph.get_workspace_size(), multipliers)
+
+
+@functools.cache
+def _forward_plan(shape: Shape) -> Plan:
+    builder = _Builder(shape)
+    q, k, v = (builder.tensor(uid) for uid in (Q, K, V))
+    o, lse = builder.graph.sdpa(q=q, k=k, v=v, generate_stats=True, **builder.mask)
+    builder.output(O, o)
+    builder.output(LSE, lse)
+    return builder.plan()
+
+
+@functools.cache
+def _backward_plan(shape: Shape) -> Plan:
+    builder = _Builder(shape)
+    q, k, v, o, grad_o, lse = (builder.tensor(uid) for uid in (Q, K, V, O, DO, LSE))
+    totals = {"max_total_seq_len_q": shape.total, "max_total_seq_len_kv": shape.total} if shape.ragged else {}
+    grads = builder.graph.sdpa_backward(q=q, k=k, v=v, o=o, dO=grad_o, stats=lse, **builder.mask, **totals)
+    for uid, grad in zip((DQ, DK, DV), grads):
+        builder.output(uid, grad)
+    return builder.plan()
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Shape:
+    """The bucket of a call. A window of the whole length is none."""
+    uniform, window = documents.uniform_length, documents.window
+    if uniform is None or uniform < MIN_LENGTH:
+        ragged, count = True, _bucket(documents.cu_seqlens.shape[0]) - 1
+        length = max(MIN_LENGTH, 1 << (documents.max_seqlen - 1).bit_length())
+    else:
+        ragged, count, length = False, q.shape[0] // uniform, uniform
+    strides = (q.stride(0), k.stride(0), v.stride(0))
+    window = None if window is not None and window >= length else window
+    heads = (q.shape[1], k.shape[1], q.shape[2])
+    return Shape(q.device, q.dtype, count, length, *heads, strides, ragged, documents.scale, window, 0)
+
+
+def _bucket(boundaries: int) -> int:
+    return max(MIN_BOUNDARIES, 1 << (boundaries - 1).bit_length())
+
+
+def _positions(plan: Plan, shape: Shape, cu_seqlens: Tensor) -> dict[int, Tensor]:
+    """Lengths and offsets of the documents; the bucket is filled up with empty ones."""
+    if plan.multipliers is None:
+        return {}
+    missing = shape.num_documents + 1 - cu_seqlens.shape[0]
+    if missing:
+        cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(missing)))
+    offsets = plan.multipliers * cu_seqlens
+    return {
+        LENGTHS: (cu_seqlens[1:] - cu_seqlens[:-1]).int(),
+        AT_Q: offsets[0],
+        AT_K: offsets[1],
+        AT_V: offsets[2],
+        AT_LSE: offsets[3],
+    }
+
+
+def _execute(plan: Plan, shape: Shape, tensors: dict[int, Tensor]) -> None:
+    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=shape.device)
+    with torch.cuda.device(shape.device), _lock:
+        handle = _handle(shape.device)
+        _frontend().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)  # type: ignore[union-attr]
+        plan.graph.execute(tensors, workspace, handle=handle)
+
+
+def _values(v: Tensor, num_heads: int) -> Tensor:
+    """v as it lies where each query head has its own and a token's heads lie side by side, else contiguous.
+
+    Shared heads cost backward scratch for each query head, which is twice as large where v is a part of a larger tensor.
+    """
+    return v if v.shape[1] == num_heads and v.stride()[1:] == (v.shape[2], 1) else v.contiguous()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
+    """o [T, N, H] and lse [T, N] float32."""
+    q, k, v = q.contiguous(), k.contiguous(), _values(v, q.shape[1])
+    o, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    if q.shape[0]:
+        shape = _shape(q, k, v, documents)
+        plan = _forward_plan(shape)
+        tensors = {Q: q, K: k, V: v, O: o, LSE: lse}
+        _execute(plan, shape, tensors | _positions(plan, shape, documents.cu_seqlens))
+    return o, lse
+
+
+def backward(
+    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, documents: Documents, dv: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dq and dk, contiguous; dv is written where it lies."""
+    q, k, v = q.contiguous(), k.contiguous(), _values(v, q.shape[1])
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    if not q.shape[0]:
+        return dq, dk
+    shape = _shape(q, k, v, documents)
+    if shape.ragged:
+        # The scratch for dq is as long as all documents together: up to an eighth too much saves plans.
+        step = max(64, (1 << (q.shape[0] - 1).bit_length()) // 8)
+        shape = shape._replace(total=-(-q.shape[0] // step) * step)
+    plan = _backward_plan(shape)
+    # The plan spaces dv as v.
+    target = (
+        dv if dv.stride() == v.stride() else torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+    )
+    tensors = {Q: q, K: k, V: v, O: o, LSE: lse, DO: grad_o, DQ: dq, DK: dk, DV: target}
+    _execute(plan, shape, tensors | _positions(plan, shape, documents.cu_seqlens))
+    if target is not dv:
+        dv.copy_(target)
+    return dq, dk

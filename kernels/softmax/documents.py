@@ -1,0 +1,21 @@
+"""What attention is told besides its tensors."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Documents(NamedTuple):
+    """How T tokens are divided, and what attention does within each part.
+
+    cu_seqlens [num_documents + 1] int32, ascending from 0 to T; equal neighbours are empty documents. max_seqlen: an upper
+    bound of their lengths; uniform_length: their length where all have one. window: keys a query sees, itself
+    included; None: all before it. deterministic: gradients must be the same bits in every run.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    uniform_length: int | None
+    scale: float
+    window: int | None
+    deterministic: bool

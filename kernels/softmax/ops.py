@@ -1,0 +1,65 @@
+"""The registered operators: torch.compile and autograd see these; `backends` stands behind them."""
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .documents import Documents
+
+
+@torch.library.custom_op("softmax_attention::forward", mutates_args=())
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    uniform_length: int | None,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    return backends.forward(q, k, v, Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic))
+
+
+@torch.library.custom_op("softmax_attention::backward", mutates_args=())
+def backward_op(
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    uniform_length: int | None,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    documents = Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic)
+    return *backends.backward(grad_o, q, k, v, o, lse, documents, dv), dv
+
+
+@forward_op.register_fake
+def _(q, *_):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=backends.lse_dtype(q))
+
+
+@backward_op.register_fake
+def _(grad_o, q, k, v, *_):  # type: ignore[no-untyped-def]
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, grad_o, _grad_lse):  # type: ignore[no-untyped-def]
+    return *backward_op(grad_o, *ctx.saved_tensors, *ctx.options), *(None,) * 6
+
+
+forward_op.register_autograd(_backward, setup_context=_setup_context)

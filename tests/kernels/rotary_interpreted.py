@@ -1,0 +1,81 @@
+"""Runs the rotation kernels under Triton's interpreter, which must be chosen before Triton is imported: a process of its own.
+
+Prints one JSON object a case: errors against float64, and those of float32 torch with inputs and outputs in the same dtype.
+"""
+
+import json
+import os
+import warnings
+
+os.environ["TRITON_INTERPRET"] = "1"
+warnings.simplefilter("ignore")
+
+import torch
+
+from kernels.ssmax import rotary, rotate
+from kernels.ssmax.reference import query_factor
+
+# name: (tokens, heads, key heads, head dim, rotate, factor, bias, tokens padded behind each row of heads)
+CASES = {
+    "rope": (37, 4, 4, 16, True, False, False),
+    "ssmax": (37, 4, 4, 16, True, True, False),
+    "bias": (130, 4, 4, 16, True, True, True),
+    "grouped": (9, 6, 2, 12, True, True, True),
+    "one key head": (9, 3, 1, 20, True, True, True),
+    "nope, odd": (11, 3, 3, 7, False, True, True),
+    "one token": (1, 8, 8, 32, True, True, False),
+}
+
+
+def run(name, dtype):
+    total, num_heads, num_kv_heads, head_dim, rotates, has_factor, has_bias = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    heads = num_heads + 2 * num_kv_heads
+    # A row of the projection may be part of a wider one.
+    qkv = torch.full((total, heads * head_dim + 8), float("nan"), dtype=dtype)[:, : heads * head_dim]
+    qkv = qkv.unflatten(1, (heads, head_dim))
+    qkv.copy_(draw(total, heads, head_dim))
+    grads = [draw(total, n, head_dim).to(dtype) for n in (num_heads, num_kv_heads)]
+    angle = draw(total, head_dim // 2) * 100
+    cos, sin = (angle.cos(), angle.sin()) if rotates else (None, None)
+    base, s, b = (draw(total).abs(), draw(num_heads), draw(num_heads)) if has_factor else (None, None, None)
+    b = b if has_bias else None
+
+    q, k = rotary.forward(qkv, num_heads, cos, sin, base, s, b)
+    dqkv = torch.full_like(qkv, float("nan"))
+    dqkv[:, num_heads + num_kv_heads :] = 1.0
+    backward = (*grads, qkv, dqkv, cos, sin, base, s, b, has_factor, has_factor)
+    dbase, ds, db = rotary.backward(*backward)
+    again = rotary.backward(*backward)
+    assert all(torch.equal(x, y) for x, y in zip((dbase, ds, db), again))
+    assert (dqkv[:, num_heads + num_kv_heads :] == 1.0).all(), "the values' gradient was touched"
+    ours = [q, k, dqkv[:, :num_heads], dqkv[:, num_heads : num_heads + num_kv_heads]]
+    names = ["q", "k", "dq", "dk", *(n for n, x in (("dbase", base), ("ds", s), ("db", b)) if x is not None)]
+    ours += [g for g, x in ((dbase, base), (ds, s), (db, b)) if x is not None]
+
+    def torch_path(wide):
+        leaves = [None if x is None else x.to(wide).requires_grad_() for x in (base, s, b)]
+        x, y = (
+            part.detach().to(wide if wide == torch.float64 else dtype).requires_grad_()
+            for part in (qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads])
+        )
+        tables = [None if t is None else t.to(wide) for t in (cos, sin)]
+        outs = [rotate(x, *tables, query_factor(*leaves)), rotate(y, *tables)]
+        wanted = [x, y, *(leaf for leaf in leaves if leaf is not None)]
+        return [*outs, *torch.autograd.grad(outs, wanted, [g.to(out.dtype) for g, out in zip(grads, outs)])]
+
+    exact, same = torch_path(torch.float64), torch_path(torch.float32)
+    return {
+        n: ((a.double() - e).abs().max().item(), (t.double() - e).abs().max().item(), e.abs().max().item())
+        for n, a, e, t in zip(names, ours, exact, same)
+    }
+
+
+if __name__ == "__main__":
+    for dtype in (torch.float16, torch.float32):
+        for name in CASES:
+            print(json.dumps({"case": f"{name}-{dtype}"} | run(name, dtype)), flush=True)

@@ -1,0 +1,56 @@
+"""The rotation kernels without a GPU: their results under the interpreter, and what ptxas makes of them for Hopper."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.ssmax import rotary
+from kernels.testing import compile_for_hopper, resources
+from tests.kernels.rotary_interpreted import CASES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("rotary_interpreted.py")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "2"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {result.pop("case"): result for result in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64(interpreted, name, dtype):
+    for what, (error, torch_error, magnitude) in interpreted[f"{name}-torch.{dtype}"].items():
+        assert error <= 2 * torch_error + 1e-6 * magnitude, (what, error, torch_error, magnitude)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_compiles_for_hopper(which, head_dim):
+    kernel = getattr(rotary, f"{which}_kernel")
+    rows, num_warps = rotary.config(head_dim)
+    constants = {"N": 24, "K": 24, "H": head_dim, "HALF": head_dim // 2, "BT": rows // 8, "BH": 8, "BD": head_dim // 2}
+    constants |= {"ROTATE": True, "HAS_FACTOR": True, "HAS_B": True}
+    if which == "backward":
+        constants |= {"SLOPE": True, "BASE_GRAD": False}
+    types = dict.fromkeys(kernel.arg_names, "*fp32") | {"num_tokens": "i32", "sx_t": "I32", "sdx_t": "I32"}
+    types |= dict.fromkeys(("x_ptr", "q_ptr", "k_ptr", "dq_ptr", "dk_ptr", "dx_ptr"), "*bf16")
+    types = {name: types[name] for name in kernel.arg_names if name not in constants}
+    compiled = compile_for_hopper(kernel, types, constants, num_warps=num_warps)
+    found = resources(compiled)
+    assert found.stack_bytes == 0, found
+    assert found.registers <= 128, found  # four programs on a multiprocessor
+    # Every access of the large tensors is 16 bytes wide.
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
+    assert "ld.global.b16" not in compiled.asm["ptx"], "the loads are not vectorised"
