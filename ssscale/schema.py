@@ -188,11 +188,26 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class BatchWarmup:
+    batch_size: int = 1  # rows a step
+    tokens: int = 1  # as long as this; whole steps
+
+
+@dataclass(frozen=True)
 class StageConfig:
     name: str = "train"
     tokens: int = 1_000_000_000
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     mix: dict[str, float] | None = None  # source name → share of the rows; None: by the sources' sizes
+    # Changes that hold from this stage on; None: as before.
+    core: Core | None = None  # softmax → ssmax only
+    ssmax_scale: float | None = None  # s of a core that becomes SSMax; None: 1 / mean of ln n, which changes least
+    rope_base: float | None = None
+    length: int | None = None  # needs data_path: rows are packed to one length
+    data_path: str | None = None
+    batch_size: int | None = None
+    microbatch: int | None = None
+    batch_warmup: list[BatchWarmup] = field(default_factory=list)  # smaller batches that the stage begins with, in turn
 
 
 @dataclass(frozen=True)

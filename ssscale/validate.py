@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ssscale.errors import UserError
@@ -20,6 +21,7 @@ from ssscale.schema import (
     StageConfig,
     TrainConfig,
 )
+from ssscale.train.stages import Plan, stage_config
 
 
 def validate(config: Config, world_size: int | None = None, gpu: bool = False) -> None:
@@ -37,10 +39,14 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     for index, stage in enumerate(config.train.stages):
         if stage.name in names[:index]:
             raise UserError(f"train.stages.{index}.name: two stages are called {stage.name!r}; give each its own name")
-        _check_stage(stage, f"train.stages.{index}", index, config.tokens_per_step)
-    _check_parallel(config, gpu)
-    if world_size is not None:
-        _check_world(config, world_size)
+        own = stage_config(config, index)
+        _check_stage(stage, f"train.stages.{index}", index, own.tokens_per_step)
+        _check_change(config, own, stage, index)
+        _check_parallel(own, gpu)
+        if world_size is not None:
+            for rows in [own.train.batch_size, *(warmup.batch_size for warmup in stage.batch_warmup)]:
+                _check_world(replace(own, train=replace(own.train, batch_size=rows)), world_size)
+    Plan(config)
 
 
 Bound = tuple[str, Callable[[Any, Any], bool], float]
@@ -101,13 +107,22 @@ STAGE_BOUNDS: dict[str, tuple[Bound, ...]] = {
     "schedule.floor": (AT_LEAST_0, BELOW_1),
     "schedule.power_a": (ABOVE_0,),
     "schedule.power_b": (BELOW_0,),
+    "ssmax_scale": (ABOVE_0,),
+    "rope_base": (ABOVE_0,),
+    "length": (("at least 2", operator.ge, 2),),
+    "batch_size": (AT_LEAST_1,),
+    "microbatch": (AT_LEAST_1,),
 }
+
+WARMUP_BOUNDS: dict[str, tuple[Bound, ...]] = {"batch_size": (AT_LEAST_1,), "tokens": (AT_LEAST_1,)}
 
 
 def _check_numbers(config: Config) -> None:
     _check_bounds(config, "", BOUNDS)
     for index, stage in enumerate(config.train.stages):
         _check_bounds(stage, f"train.stages.{index}.", STAGE_BOUNDS)
+        for number, warmup in enumerate(stage.batch_warmup):
+            _check_bounds(warmup, f"train.stages.{index}.batch_warmup.{number}.", WARMUP_BOUNDS)
         if stage.mix is not None and not stage.mix:
             raise UserError(
                 f"train.stages.{index}.mix is empty: name sources, or null takes all of them by their sizes"
@@ -236,6 +251,27 @@ def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int)
             f"{key}: warmup_tokens ({schedule.warmup_tokens:,}) and decay_tokens ({schedule.decay_tokens:,}) together "
             f"are more than the stage's {stage.tokens:,} tokens"
         )
+
+
+def _check_change(config: Config, own: Config, stage: StageConfig, index: int) -> None:
+    """What a stage changes, against the stage before it."""
+    before = stage_config(config, index - 1) if index else config
+    key = f"train.stages.{index}"
+    if stage.core not in (None, before.model.attention.core) and (
+        (before.model.attention.core, stage.core) != (Core.softmax, Core.ssmax)
+    ):
+        raise UserError(
+            f"{key}.core={stage.core.value if stage.core else ''}: a run can change from softmax to ssmax only, "
+            f"not from {before.model.attention.core.value}"
+        )
+    if stage.length not in (None, before.data.length) and own.data.path == before.data.path:
+        raise UserError(
+            f"{key}.length={stage.length} needs data packed to it: give {key}.data_path, as {own.data.path} has rows of "
+            f"{before.data.length} tokens"
+        )
+    _check_model(own.model)
+    _check_attention(own.model)
+    _check_position(own.model)
 
 
 def _check_parallel(config: Config, gpu: bool) -> None:

@@ -38,6 +38,9 @@ class Engine(Protocol):
 
     module: nn.Module
 
+    def set_batch_size(self, rows: int, microbatch: int) -> None:
+        """Rows a step over all ranks from the next step on."""
+
     def forward_backward(self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int) -> Tensor:
         """Losses [T] of one microbatch, its gradient accumulated; num_targets counts the whole step's, over all ranks."""
 

@@ -48,7 +48,7 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: int) -> dict[str, Any]:
     """DeepSpeed's dictionary, derived from ours; there is no second configuration to keep in step."""
     train, stage = config.train, config.parallel.zero_stage
-    bucket = min(500_000_000, max(num_elements, 1))  # DeepSpeed allocates whole buckets
+    bucket = min(500_000_000, num_elements + num_elements % 2)  # DeepSpeed allocates whole buckets, and wants them even
     return {
         "train_micro_batch_size_per_gpu": train.microbatch,
         "gradient_accumulation_steps": train.batch_size // (train.microbatch * groups.data_size),
@@ -119,8 +119,14 @@ class DeepSpeedEngine:
             self.engine.optimizer._update_hp_grad = types.MethodType(_add_gradient, self.engine.optimizer)
         self.module: nn.Module = self.engine.module
         self._applied_steps = 0
+        self._microbatches = 0  # since the last step
+
+    def set_batch_size(self, rows: int, microbatch: int) -> None:
+        self.accumulation = rows // (microbatch * self.groups.data_size)
 
     def forward_backward(self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int) -> Tensor:
+        self._microbatches += 1
+        self.engine.set_gradient_accumulation_boundary(self._microbatches == self.accumulation)
         losses = self.engine(tokens, layout, labels)
         # DeepSpeed averages gradients over the data-parallel ranks; the sum over all of them is wanted.
         self.engine.backward(losses.sum() * (self.groups.data_size / num_targets), scale_wrt_gas=False)
@@ -132,6 +138,7 @@ class DeepSpeedEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.engine.step()
+        self._microbatches = 0
         norm = self.engine.get_global_grad_norm()
         skipped = not self.engine.was_step_applied()
         self._applied_steps += not skipped

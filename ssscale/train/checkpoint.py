@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class TrainState:
     tokens: int = 0
     samples: int = 0  # rows consumed, over all ranks
     data_fingerprint: str = ""
+    skipped: tuple[tuple[int, int], ...] = ()  # (step, rows passed over after it)
 
 
 def fsync_path(path: Path) -> None:
@@ -165,6 +166,7 @@ class CheckpointReader:
         try:
             state = json.loads((path / "state.json").read_text())
             self.state = TrainState(**{key: state[key] for key in TrainState.__dataclass_fields__})
+            self.state = replace(self.state, skipped=tuple((step, rows) for step, rows in self.state.skipped))
             self.ranks: int = state["ranks"]
             indices = [json.loads((path / f"rank-{rank:05d}.json").read_text()) for rank in range(self.ranks)]
         except (OSError, ValueError, KeyError) as error:
@@ -252,9 +254,16 @@ class CheckpointReader:
             raise UserError(f"{piece.file} is broken: {error}") from error
 
 
+def new_weights(reader: CheckpointReader, model: nn.Module) -> set[str]:
+    """The weights that a softmax checkpoint lacks of an SSMax model: they keep the values that they begin with."""
+    names = {name for name, _ in model.named_parameters()} - reader.weights.keys()
+    return {name for name in names if name.endswith((".core.s", ".core.b"))}
+
+
 def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, vocab_rows: Iterable[str]) -> None:
     """Raise UserError where the checkpoint is of another model. vocab_rows: weights whose row padding may differ."""
     ours = {name: global_shape(weight, groups.tensor_size) for name, weight in model.named_parameters()}
+    ours = {name: shape for name, shape in ours.items() if name not in new_weights(reader, model)}
     theirs = {name: entry["shape"] for name, entry in reader.weights.items()}
     for name in ours.keys() | theirs.keys():
         a, b = ours.get(name), theirs.get(name)
@@ -268,7 +277,10 @@ def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, voc
 @torch.no_grad()
 def load_weights(reader: CheckpointReader, model: nn.Module, groups: Groups) -> None:
     """Fill a model's weights, rounded to their dtype (before ZeRO takes them over)."""
+    new = new_weights(reader, model)
     for name, weight in model.named_parameters():
+        if name in new:
+            continue
         weight.copy_(reader.local(name, "weight", weight, weight.shape, groups))
 
 
@@ -278,7 +290,10 @@ def load_training_state(reader: CheckpointReader, engine: Engine, groups: Groups
     engine.restore(reader.state.applied_steps)
     reader.restore_rng(groups)
     weights = dict(engine.module.named_parameters())
+    new = new_weights(reader, engine.module)
     for fragment in engine.fragments():
+        if fragment.name in new:
+            continue
         shape = engine.local_shape(fragment.name)
         value = reader.flat(fragment, weights[fragment.name], shape, groups)
         if value.isnan().any():

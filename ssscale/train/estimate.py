@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.schema import Compile, Config, Core, PositionMethod, Precision, Recompute, SSMaxVariant
-from ssscale.train.schedule import total_steps, total_tokens
+from ssscale.train.schedule import total_tokens
+from ssscale.train.stages import Plan
 
 OPTIMIZER_BYTES = 12  # fp32 master, first and second moment of AdamW
 REDUCE_BUCKET = 500_000_000  # elements that DeepSpeed's ZeRO 2 and 3 gather before they reduce them
@@ -47,9 +48,8 @@ def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) ->
     """`mfu` counts 6N + 12·L·d·S FLOPs a token, as published figures mostly do. `config` has passed `validate`."""
     length = config.data.length
     flops = flops_per_token(config.model, length, causal_half=False)
-    tokens = total_tokens(config.train.stages)
-    if config.train.max_steps is not None:
-        tokens = min(tokens, config.train.max_steps * config.tokens_per_step)
+    plan = Plan(config)
+    tokens = min(total_tokens(config.train.stages), plan.tokens(plan.total_steps))
     a_day = gpus * mfu * peak / flops * 86_400
     return Estimate(
         parameters=count_parameters(config.model, length),
@@ -59,7 +59,7 @@ def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) ->
         tokens_per_second_per_gpu=mfu * peak / flops,
         tokens_per_day=a_day,
         tokens=tokens,
-        steps=min(total_steps(config.train.stages, config.tokens_per_step), config.train.max_steps or 10**18),
+        steps=plan.total_steps,
         days=tokens / a_day,
     )
 

@@ -125,17 +125,17 @@ def losses_by_source(sums: Tensor, names: Sequence[str], prefix: str) -> dict[st
 
 
 class Stopwatch:
-    """Seconds a training step, without what was paused (evaluation, checkpoints)."""
+    """Tokens a second of training, without what was paused (evaluation, checkpoints)."""
 
-    def __init__(self, step: int) -> None:
-        self.start, self.step, self.laps = time.perf_counter(), step, 0
+    def __init__(self, tokens: int) -> None:
+        self.start, self.tokens = time.perf_counter(), tokens
 
-    def lap(self, step: int) -> float:
-        """Mean seconds a step since the last lap."""
+    def lap(self, tokens: int) -> float:
+        """The rate since the last lap, given the tokens trained in all."""
         now = time.perf_counter()
-        seconds = (now - self.start) / (step - self.step)
-        self.start, self.step, self.laps = now, step, self.laps + 1
-        return seconds
+        rate = (tokens - self.tokens) / (now - self.start)
+        self.start, self.tokens = now, tokens
+        return rate
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from ssscale.schema import DecayShape, ScheduleConfig, ScheduleKind, StageConfig
 
 
 def learning_rate(stages: Sequence[StageConfig], batch_size: int, tokens: int) -> float:
-    """The learning rate of the step that ends at `tokens` of the whole run; `batch_size` in rows (for `power`)."""
+    """The learning rate of the step that ends at `tokens` of the whole run; `batch_size` in rows, for `power`."""
     index, into = stage_at(stages, tokens)
     return stage_learning_rate(stages, batch_size, index, into)
 
@@ -31,9 +31,9 @@ def total_tokens(stages: Sequence[StageConfig]) -> int:
     return sum(stage.tokens for stage in stages)
 
 
-def total_steps(stages: Sequence[StageConfig], tokens_per_step: int) -> int:
-    """Steps of the run: the last one may go beyond the budget, so that every token of it is trained."""
-    return -(-total_tokens(stages) // tokens_per_step)
+def batch_rows(stages: Sequence[StageConfig], batch_size: int, index: int) -> int:
+    """Rows a step in stage `index` of a run that begins with `batch_size`."""
+    return next((stage.batch_size for stage in reversed(stages[: index + 1]) if stage.batch_size), batch_size)
 
 
 def stage_learning_rate(stages: Sequence[StageConfig], batch_size: int, index: int, into: int) -> float:
@@ -45,10 +45,11 @@ def stage_learning_rate(stages: Sequence[StageConfig], batch_size: int, index: i
         assert index > 0, "validate() refuses a first stage that decays"
         before = stage_learning_rate(stages, batch_size, index - 1, stages[index - 1].tokens)
         return before * decay_factor(schedule.decay_shape, into / stage.tokens, schedule.floor)
+    rows = batch_rows(stages, batch_size, index)
     if into < schedule.warmup_tokens:
-        peak = _after_warmup(schedule, batch_size, start, schedule.warmup_tokens, stage.tokens)
+        peak = _after_warmup(schedule, rows, start, schedule.warmup_tokens, stage.tokens)
         return peak * into / schedule.warmup_tokens
-    return _after_warmup(schedule, batch_size, start, into, stage.tokens)
+    return _after_warmup(schedule, rows, start, into, stage.tokens)
 
 
 def _after_warmup(schedule: ScheduleConfig, batch_size: int, start: int, into: int, length: int) -> float:

@@ -1,8 +1,10 @@
 """The training loop: batches → engine → metrics and checkpoints."""
 
+import gc
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,19 +34,11 @@ from ssscale.train.checkpoint import (
 )
 from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, sums_by_source
 from ssscale.train.run_folder import check_folder, claim_folder
-from ssscale.train.schedule import learning_rate, stage_at, total_steps
+from ssscale.train.schedule import learning_rate, stage_at
 from ssscale.train.signals import StopSignals
+from ssscale.train.stages import Part, Plan
 
 logger = logging.getLogger("ssscale")
-
-
-def stage_mixes(config: Config) -> list[tuple[int, dict[str, float] | None]]:
-    """(first row, mix) of each stage. A step belongs to the stage in which it ends."""
-    mixes, tokens = [], 0
-    for stage in config.train.stages:
-        mixes.append((tokens // config.tokens_per_step * config.train.batch_size, stage.mix))
-        tokens += stage.tokens
-    return mixes
 
 
 class Trainer:
@@ -54,24 +48,29 @@ class Trainer:
         self, config: Config, groups: Groups, signals: StopSignals | None = None, slurm_job: str | None = None
     ) -> None:
         self.started = time.perf_counter()
-        self.config, self.groups, self.signals = config, groups, signals
+        self.run_config, self.groups, self.signals = config, groups, signals
         self.folder = Path(config.folder)
-        train = config.train
         check_folder(self.folder, config)
+        self.plan = Plan(config)
+        self.total_steps = self.plan.total_steps
         found = list_checkpoints(self.folder / "checkpoints")
         self.reader = CheckpointReader(found[-1]) if found else None
         self.state = self.reader.state if self.reader else TrainState()
-        trained_on = self.state.data_fingerprint or None
-        self.data = self._open("train", None if config.data.accept_changed else trained_on)
-        if trained_on not in (None, self.data.fingerprint):
-            logger.warning("the data has changed since the checkpoint: going on at sample %d of it", self.state.samples)
-        self.order = make_order(self.data, stage_mixes(config), config.data.shuffle_seed)
         self.saved_step = self.state.step
-        self.total_steps = total_steps(train.stages, config.tokens_per_step)
-        if train.max_steps is not None:
-            self.total_steps = min(self.total_steps, train.max_steps)
+        self.part = self.plan.at(self.state.step)
+        self.config = self.plan.configs[self.part.stage]  # of the stage that is trained
+        last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
+        self._open_data(self.state.data_fingerprint or None if last == self.config.data.path else None)
         self.lock = claim_folder(self.folder, config, groups, slurm_job)
         self._build()
+
+    def _open_data(self, trained_on: str | None) -> None:
+        """The stage's data. trained_on: the fingerprint that the checkpoint gives it."""
+        data = self.config.data
+        self.data = self._open("train", None if data.accept_changed else trained_on)
+        if trained_on not in (None, self.data.fingerprint):
+            logger.warning("the data has changed since the checkpoint: going on at sample %d of it", self.state.samples)
+        self.order = make_order(self.data, self.plan.mixes(data.path, self.state.skipped), data.shuffle_seed)
 
     def _open(self, split: str, fingerprint: str | None) -> PackedData:
         data, model = self.config.data, self.config.model
@@ -143,20 +142,21 @@ class Trainer:
                 self.lock.release()
 
     def _run(self) -> None:
-        train = self.config.train
+        train = self.run_config.train
         metrics = Metrics(self.folder, self.state.step, self.total_steps, self.groups.is_main)
         with metrics:
-            watch = Stopwatch(self.state.step)
-            for step, batches in enumerate(self._steps(), self.state.step + 1):
+            watch = Stopwatch(self.state.tokens)
+            for step, batches in enumerate(self._steps(watch), self.state.step + 1):
                 num_targets, stop = self._agree(batches)
                 if stop:
                     self._stop()
                 sums, result, lr = self._train_step(step, batches, num_targets)
-                if watch.step == step - 1 and not watch.laps:
+                if self.started:
                     logger.info("first step after %.1f s", time.perf_counter() - self.started)
+                    self.started = 0.0
                 if self._is_due(step, train.log_every):
                     record = self._record(step, sums, lr, result.grad_norm)
-                    metrics.write(record | self._speed(watch.lap(step)))
+                    metrics.write(record | self._speed(watch.lap(self.state.tokens)))
                 metrics.advance(step)
                 with watch.paused():
                     if self._is_due(step, train.eval_every):
@@ -167,23 +167,49 @@ class Trainer:
     def _is_due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.total_steps)
 
-    def _steps(self) -> Iterator[list[Batch]]:
-        config, train = self.config, self.config.train
-        return make_loader(
-            self.data,
-            mixes=stage_mixes(config),
-            seed=config.data.shuffle_seed,
-            first_sample=self.state.samples,
-            num_samples=(self.total_steps - self.state.step) * train.batch_size,
-            batch_size=train.batch_size,
-            microbatch=train.microbatch,
-            rank=self.groups.data_rank,
-            world_size=self.groups.data_size,
-            num_workers=config.data.num_workers,
-            prefetch=config.data.prefetch,
-            timeout=config.data.timeout,
-            one_document=config.data.one_document,
-        )
+    def _steps(self, watch: Stopwatch) -> Iterator[list[Batch]]:
+        """The microbatches of each step to the end of the run, from part to part of the plan."""
+        while self.state.step < self.total_steps:
+            part = self.plan.at(self.state.step)
+            with watch.paused():
+                self._enter(part)
+            yield from make_loader(
+                self.data,
+                mixes=self.plan.mixes(self.config.data.path, self.state.skipped),
+                seed=self.config.data.shuffle_seed,
+                first_sample=self.plan.next_sample(self.state.step, self.state.skipped),
+                num_samples=(min(part.last_step, self.total_steps) - self.state.step) * part.batch_size,
+                batch_size=part.batch_size,
+                microbatch=self.config.train.microbatch,
+                rank=self.groups.data_rank,
+                world_size=self.groups.data_size,
+                num_workers=self.config.data.num_workers,
+                prefetch=self.config.data.prefetch,
+                timeout=self.config.data.timeout,
+                one_document=self.config.data.one_document,
+            )
+
+    def _enter(self, part: Part) -> None:
+        """Make ready for a part of the plan; a stage with another model is built anew from a checkpoint of this one."""
+        before, self.part, self.config = self.config, part, self.plan.configs[part.stage]
+        if self.config.data != before.data:
+            self._open_data(None)
+        if self.config.model != before.model:
+            if self.state.step != self.saved_step:
+                self.save()
+            logger.info("stage %s changes the model", self.config.train.stages[part.stage].name)
+            self._rebuild()
+        self.engine.set_batch_size(part.batch_size, self.config.train.microbatch)
+
+    def _rebuild(self) -> None:
+        """The engine anew, from the newest checkpoint."""
+        self.reader = CheckpointReader(list_checkpoints(self.folder / "checkpoints")[-1])
+        self.state = self.reader.state
+        del self.engine
+        gc.collect()
+        if self.groups.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._build()
 
     def _agree(self, batches: list[Batch]) -> tuple[int, bool]:
         """What all ranks must know alike before a step: its target tokens, and whether any of them was asked to stop."""
@@ -210,14 +236,15 @@ class Trainer:
             batch = batch.to(groups.device, non_blocking=True)  # page-locked by the loader
             losses = self.engine.forward_backward(batch.tokens, batch.layout, batch.labels, num_targets)
             sums += sums_by_source(losses, batch, num_sources)
-        tokens = self.state.tokens + config.tokens_per_step
-        lr = learning_rate(config.train.stages, config.train.batch_size, tokens)
+        tokens = self.state.tokens + self.part.tokens_per_step
+        lr = learning_rate(config.train.stages, self.run_config.train.batch_size, tokens)
         result = self.engine.step(lr)
-        self.state = TrainState(
+        self.state = replace(
+            self.state,
             step=step,
             applied_steps=self.state.applied_steps + (not result.skipped),
             tokens=tokens,
-            samples=self.state.samples + config.train.batch_size,
+            samples=self.plan.next_sample(step - 1, self.state.skipped) + self.part.batch_size,
             data_fingerprint=self.data.fingerprint,
         )
         return sums, result, lr
@@ -237,8 +264,7 @@ class Trainer:
             **{f"tokens/{name}": rows * self.config.data.length for name, rows in zip(names, seen)},
         }
 
-    def _speed(self, seconds_per_step: float) -> dict[str, float]:
-        rate = self.config.tokens_per_step / seconds_per_step
+    def _speed(self, rate: float) -> dict[str, float]:
         speed = {"tokens_per_second": rate}
         if self.groups.device.type == "cuda":
             peak = PEAK_FLOPS * self.groups.world_size

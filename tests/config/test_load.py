@@ -101,7 +101,7 @@ def test_round_trip_is_exact(tmp_path):
     [
         ("train.micobatch=2", "there is no key 'train.micobatch'; did you mean train.microbatch?"),
         ("modle.num_layers=2", "there is no key 'modle.num_layers'; did you mean model.num_layers?"),
-        ("microbatch=2", "there is no key 'microbatch'; did you mean train.microbatch?"),
+        ("microbatch=2", "there is no key 'microbatch'; did you mean train.microbatch or train.stages.0.microbatch?"),
         ("train.stages.1.schedule.llr=2", "did you mean train.stages.1.schedule.lr?"),
         ("gpu=64", "there is no key 'gpu'; did you mean gpus?"),
         ("zzz.qqq=1", "there is no key 'zzz.qqq'; ssscale/schema.py lists them all"),

@@ -49,7 +49,12 @@ class Ranks:
     """A run on `size` gloo processes. plant: called in each of them before the start, to break something there."""
 
     def __init__(
-        self, arguments: list[str], run_dir: Path, size: int = 2, plant: Callable[[], None] | None = None
+        self,
+        arguments: list[str],
+        run_dir: Path,
+        size: int = 2,
+        plant: Callable[[], None] | None = None,
+        small: bool = True,
     ) -> None:
         self.run_dir = run_dir
         self.log = run_dir.with_name(run_dir.name + ".log")
@@ -59,7 +64,7 @@ class Ranks:
         for rank in range(size):
             environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-            given = ([*SMALL, *arguments, f"run_dir={run_dir}"], environment, str(self.log), plant)
+            given = ([*(SMALL if small else []), *arguments, f"run_dir={run_dir}"], environment, str(self.log), plant)
             self.processes.append(CONTEXT.Process(target=_rank, args=given))
         for process in self.processes:
             process.start()

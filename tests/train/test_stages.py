@@ -1,0 +1,62 @@
+"""A run whose stages change core, RoPE base, length, data and batch, stopped inside any of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.train.conftest import ROOT
+from tests.train.ranks import Ranks, state_of
+from tests.train.test_kill import compare
+
+
+@pytest.fixture(scope="module")
+def short_rows(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus's documents under the same tokenizer, packed to rows of 128."""
+    out = tmp_path_factory.mktemp("short") / "data"
+    source = f"--source=code={corpus.parent / 'code'}"
+    options = ["--tokenizer", str(corpus / "tokenizer.json"), "--length=128", "--valid-fraction=0.2"]
+    command = [sys.executable, "-m", "data_prep", "pack", "--out", str(out), *options, source]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return out
+
+
+def test_stages_change_the_model_the_data_and_the_batch(corpus: Path, short_rows: Path, tmp_path: Path) -> None:
+    constant = {"kind": "constant", "lr": 1e-3}
+    stages = [
+        {"name": "softmax", "tokens": 4096, "schedule": constant, "batch_warmup": [{"batch_size": 2, "tokens": 1024}]},
+        {"name": "ssmax", "tokens": 4096, "schedule": constant, "core": "ssmax", "mix": {"docs": 1.0}},
+        {
+            "name": "short",
+            "tokens": 4096,
+            "schedule": constant,
+            "data_path": str(short_rows),
+            "length": 128,
+            "rope_base": 5e5,
+            "batch_size": 8,
+            "microbatch": 2,
+        },
+    ]
+    run = {
+        "include": [f"{ROOT}/configs/{name}.yaml" for name in ("model/tiny", "model/softmax", "data/stdlib")],
+        "model": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_heads": 1},
+        "train": {"batch_size": 4, "microbatch": 1, "stages": stages, "log_every": 1, "eval_every": 5},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    arguments = [f"config={file}", f"data.path={corpus}", "train.eval_rows=4", "train.keep=20"]
+    whole = Ranks([*arguments, "train.save_every=1"], tmp_path / "whole", small=False)
+    whole.finish()
+    records = [record for record in whole.records() if "loss" in record]
+    assert [record["stage"] for record in records] == ["softmax"] * 5 + ["ssmax"] * 4 + ["short"] * 4
+    assert [record["tokens"] for record in records] == [512, *range(1024, 12289, 1024)]
+    states = [state_of(path) for path in sorted((tmp_path / "whole/checkpoints").glob("step-*"))]
+    assert [state["samples"] for state in states] == [2, 4, 8, 12, 16, 20, 24, 28, 32, 8, 16, 24, 32]
+    # Stopped in the first stage, at the end of it, inside the second, and at the end of that.
+    for step in (1, 5, 7, 9, 13):
+        Ranks(
+            [*arguments, "train.save_every=1000", f"train.max_steps={step}"], tmp_path / "parts", small=False
+        ).finish()
+    compare(tmp_path / "whole", tmp_path / "parts")
