@@ -1,0 +1,303 @@
+# ruff: noqa: B023 (every closure is called within its own turn of the loop)
+"""python -m kernels.ssmax.benchmark: checks, then times attention with rotary positions and SSMax. Needs a CUDA GPU."""
+
+import argparse
+import itertools
+import random
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.softmax import backends, choose_backend, softmax_attention
+from kernels.softmax.documents import Documents
+from kernels.ssmax import query_factor, rotary, rotary_attention, rotary_attention_reference, rotate
+from kernels.stickbreaking.benchmark import forward_and_backward, graph_ms
+
+ROWS, LENGTH, HEADS, HEAD_DIM = 4, 4096, 24, 64  # the 1b shape
+SETS = 3
+DEVICE = torch.device("cuda", 0)
+
+
+def boundaries(lengths: list[int], size: int | None = None) -> Tensor:
+    """cu_seqlens, filled up to `size` entries with empty documents."""
+    values = [0, *itertools.accumulate(lengths)]
+    values += values[-1:] * ((size or len(values)) - len(values))
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def inputs(
+    lengths: list[int], num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """qkv, the tables of its positions, SSMax's base, s and b, and the gradient of the result."""
+    total = sum(lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE)
+    angle = positions[:, None] * 10000 ** -(torch.arange(0, head_dim, 2, device=DEVICE) / head_dim)
+    return {
+        "qkv": torch.randn(total, num_heads + 2 * num_kv_heads, head_dim, device=DEVICE).to(dtype),
+        "cos": angle.cos(),
+        "sin": angle.sin(),
+        "base": (positions + 1).float().log(),
+        "s": 0.3 + 0.1 * torch.randn(num_heads, device=DEVICE),
+        "b": 0.1 * torch.randn(num_heads, device=DEVICE),
+        "grad": torch.randn(total, num_heads, head_dim, device=DEVICE).to(dtype),
+    }
+
+
+def check() -> bool:
+    """Values and gradients of every backend against float64, in units of twice the error of float32 torch or of the same
+    attention kernel behind torch's rotations, whichever is larger: the kernels round the weights to 16 bits."""
+    ragged, even = [1, 0, 399, 700, 2, 513], [640] * 3
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    # lengths, heads, key heads, head dim, dtype, window, deterministic
+    cases: list[tuple[list[int], int, int, int, torch.dtype, int | None, bool]] = [
+        (lengths, 4, 4, head_dim, dtype, None, False)
+        for lengths in (ragged, even)
+        for head_dim in (32, 64, 128)
+        for dtype in (bf16, fp16)
+    ]
+    cases += [(ragged, 4, 4, head_dim, bf16, None, False) for head_dim in (16, 40, 96)]
+    cases += [(lengths, 6, 2, 64, bf16, None, False) for lengths in (ragged, even, [300])]
+    cases += [(lengths, 4, 1, 64, bf16, window, False) for lengths in (ragged, even) for window in (1, 100, 512)]
+    cases += [(lengths, 6, 2, 64, bf16, window, True) for lengths in (ragged, even) for window in (None, 100)]
+    cases += [
+        (ragged, 4, 2, 64, fp32, None, False),
+        (even, 4, 2, 20, bf16, 100, False),
+        ([70, 1, 9], 4, 2, 64, bf16, None, False),
+    ]
+    worst: dict[str, float] = {}
+    good = True
+    for lengths, num_heads, num_kv_heads, head_dim, dtype, window, deterministic in cases:
+        torch.manual_seed(0)
+        tensors = inputs(lengths, num_heads, num_kv_heads, head_dim, dtype)
+        cu, grad = boundaries(lengths), tensors.pop("grad")
+
+        def run(function: Callable[..., Tensor], wide: torch.dtype, **kwargs: Any) -> list[Tensor]:
+            x = tensors["qkv"].to(dtype if wide == fp32 else wide).requires_grad_()
+            others = {name: value.to(wide) for name, value in tensors.items() if name != "qkv"}
+            leaves = [x, *(others[name].requires_grad_() for name in ("base", "s", "b"))]
+            o = function(x, num_heads, cu_seqlens=cu, window=window, **others, **kwargs)
+            return [o.detach(), *torch.autograd.grad(o, leaves, grad.to(o.dtype))]
+
+        uniform = lengths[0] if len(set(lengths)) == 1 else None
+        options = {"max_seqlen": max(lengths), "uniform_length": uniform, "deterministic": deterministic}
+        backend = choose_backend(DEVICE, dtype, head_dim, max(lengths), window, deterministic)
+        ours, again = (run(rotary_attention, fp32, **options) for _ in range(2))
+        plain, parts = run(rotary_attention_reference, fp32), run(in_parts, fp32, **options)
+        exact = run(rotary_attention_reference, torch.float64)
+        if deterministic and not all(torch.equal(a, b) for a, b in zip(ours, again)):
+            print(f"not the same bits twice: {backend}, {lengths}, {dtype}", flush=True)
+            good = False
+        for name, a, p, q, e in zip(("o", "dqkv", "dbase", "ds", "db"), ours, plain, parts, exact):
+            error, *others, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, q.double() - e, e))
+            share = error / (2 * max(others) + 1e-5 * max(size, 1.0))
+            key = f"{backend} {str(dtype).removeprefix('torch.')} {name}"
+            worst[key] = max(worst.get(key, 0.0), share)
+            if not share <= 1:
+                good = False
+                case = f"{lengths}, {num_heads} over {num_kv_heads} heads of {head_dim}, window {window}, {dtype}"
+                print(f"over budget on {backend}: {name} of {case}: {error:.2e}, {share:.2f} of it", flush=True)
+        good &= check_lse(tensors["qkv"].detach(), num_heads, cu, options | {"window": window})
+    print("worst error, in units of what is allowed:")
+    print("  " + ", ".join(f"{name} {share:.2f}" for name, share in worst.items()), flush=True)
+    return good
+
+
+def in_parts(
+    qkv: Tensor,
+    num_heads: int,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    base: Tensor,
+    s: Tensor,
+    b: Tensor,
+    **options: Any,
+) -> Tensor:
+    """The same attention behind rotations by torch, whose gradients autograd makes."""
+    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    q, k = rotate(q, cos, sin, query_factor(base, s, b)), rotate(k, cos, sin)
+    return softmax_attention(q, k, v, **options)
+
+
+def check_lse(qkv: Tensor, num_heads: int, cu: Tensor, options: dict[str, Any]) -> bool:
+    """lse against the plain-torch backend in float32."""
+    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    q, k, v = (x.contiguous() for x in qkv.split((num_heads, num_kv_heads, num_kv_heads), 1))
+    _, lse = softmax_attention(q, k, v, cu_seqlens=cu, return_lse=True, **options)
+    documents = Documents(cu, options["max_seqlen"], None, qkv.shape[2] ** -0.5, options["window"], False)
+    _, exact = backends.forward(q.float(), k.float(), v.float(), documents)
+    error = (lse - exact).abs().max().item()
+    if not error < 2e-3:
+        print(f"lse is off by {error:.2e}: {tuple(qkv.shape)}, {options}", flush=True)
+    return error < 2e-3
+
+
+def packings() -> dict[str, list[int]]:
+    """Lengths of the documents of four rows: one, 4 and 16 a row, cut at random places."""
+    generator = random.Random(0)
+    found = {"1": [LENGTH] * ROWS}
+    for count in (4, 16):
+        lengths = []
+        for _ in range(ROWS):
+            cuts = [0, *sorted(generator.sample(range(16, LENGTH, 16), count - 1)), LENGTH]
+            lengths += [b - a for a, b in itertools.pairwise(cuts)]
+        found[str(count)] = lengths
+    return found
+
+
+def teraflops(lengths: list[int], milliseconds: float) -> float:
+    """Useful operations of forward and backward: 3.5 · 2 · N · Σ length² · H, the causal half."""
+    return 3.5 * 2 * HEADS * HEAD_DIM * sum(length**2 for length in lengths) / milliseconds / 1e9
+
+
+Step = Callable[[dict[str, Tensor]], tuple[Tensor, list[Tensor]]]
+
+
+def times(step: Step, sets: list[dict[str, Tensor]]) -> tuple[float, float]:
+    """Median ms of forward and of backward; `step` gives the result and the leaves to differentiate."""
+
+    def forward(tensors: dict[str, Tensor]) -> object:
+        return step(tensors)[0]
+
+    def both(tensors: dict[str, Tensor]) -> object:
+        o, leaves = step({name: value.detach().requires_grad_() for name, value in tensors.items()})
+        return torch.autograd.grad(o, leaves, tensors["grad"])
+
+    with torch.no_grad():
+        first = graph_ms([partial(forward, tensors) for tensors in sets])
+    return first, graph_ms([partial(both, tensors) for tensors in sets]) - first
+
+
+def attention_step(lengths: list[int], factor: bool, longest: int, window: int | None = None) -> Step:
+    uniform = lengths[0] if len(set(lengths)) == 1 else None
+    cu = boundaries(lengths, 1 << len(lengths).bit_length())
+
+    def step(tensors: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        given = {"base": tensors["base"].detach(), "s": tensors["s"]} if factor else {}
+        o = rotary_attention(
+            tensors["qkv"],
+            HEADS,
+            cu_seqlens=cu,
+            max_seqlen=longest,
+            uniform_length=uniform,
+            cos=tensors["cos"].detach(),
+            sin=tensors["sin"].detach(),
+            window=window,
+            **given,
+        )
+        return o, [tensors["qkv"], *([tensors["s"]] if factor else [])]
+
+    return step
+
+
+def measure(flex: bool) -> None:
+    columns = "softmax + RoPE | SSMax + RoPE | SSMax / softmax | attention alone | FA2 varlen | dense cuDNN | dense FA2"
+    print(f"| documents a row | {columns} | TFLOP/s: attention, varlen, dense cuDNN, dense FA2 |\n|---|" + "---|" * 8)
+    for name, lengths in packings().items():
+        torch.manual_seed(0)
+        sets = [inputs(lengths, HEADS, HEADS, HEAD_DIM, torch.bfloat16) for _ in range(SETS)]
+        cells = [times(attention_step(lengths, factor, LENGTH), sets) for factor in (False, True)]
+        q, k, v = ([x["qkv"][:, i * HEADS : (i + 1) * HEADS].contiguous() for x in sets] for i in range(3))
+        parts = [list(part) for part in zip(q, k, v, (x["grad"] for x in sets))]
+        cu, longest = boundaries(lengths, 1 << len(lengths).bit_length()), max(lengths)
+        uniform = lengths[0] if name == "1" else None
+        ours = forward_and_backward(
+            lambda q, k, v: softmax_attention(q, k, v, cu_seqlens=cu, max_seqlen=LENGTH, uniform_length=uniform),
+            parts,
+        )
+        exact_cu = boundaries(lengths)
+        varlen = forward_and_backward(
+            lambda q, k, v: varlen_attn(q, k, v, exact_cu, exact_cu, longest, longest, window_size=(-1, 0)), parts
+        )
+        peers = [varlen]
+        if uniform:
+            dense = [[x.unflatten(0, (ROWS, LENGTH)).transpose(1, 2) for x in part] for part in parts]
+            for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+                with sdpa_kernel(backend):
+                    peers.append(forward_and_backward(partial(scaled_dot_product_attention, is_causal=True), dense))
+        shown = [f"{a:.3f} / {b:.3f}" for a, b in (*cells, ours, *peers)] + [""] * (3 - len(peers))
+        ratio = sum(cells[1]) / sum(cells[0])
+        rates = ", ".join(f"{teraflops(lengths, sum(t)):.0f}" for t in (ours, *peers))
+        print(f"| {name} | {shown[0]} | {shown[1]} | {ratio:.4f} | {' | '.join(shown[2:])} | {rates} |", flush=True)
+        for bound in sorted({1 << (longest - 1).bit_length(), LENGTH}):
+            tight = times(attention_step(lengths, False, bound), sets)
+            print(f"#   {name}, max_seqlen {bound}: softmax + RoPE {tight[0]:.3f} / {tight[1]:.3f}", flush=True)
+        for window in (512, 1024, 2048):
+            windowed = times(attention_step(lengths, False, LENGTH, window), sets)
+            print(f"#   {name}, window {window}: softmax + RoPE {windowed[0]:.3f} / {windowed[1]:.3f}", flush=True)
+        if flex:
+            measure_flex(name, lengths, parts)
+
+
+def measure_flex(name: str, lengths: list[int], parts: list[list[Tensor]]) -> None:
+    """FlexAttention with ALiBi, and without a bias, on the same documents."""
+    from kernels.flex import biased_attention, document_mask, linear_bias
+
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE)
+    slopes = torch.exp2(-8 / HEADS * torch.arange(1, HEADS + 1, device=DEVICE))
+    for label, window in (("ALiBi", None), ("ALiBi, window 512", 512)):
+        mask = document_mask(positions, window)
+        run = partial(biased_attention, score_mod=linear_bias(slopes), block_mask=mask)
+        a, b = forward_and_backward(lambda q, k, v: run(q, k, v), parts)
+        print(f"#   {name}, FlexAttention, {label}: {a:.3f} / {b:.3f}", flush=True)
+
+
+def measure_rotation() -> None:
+    """The rotation kernels alone, beside the bytes they must move, for several sizes of a program."""
+    lengths = [LENGTH] * ROWS
+    sets = [inputs(lengths, HEADS, HEADS, HEAD_DIM, torch.bfloat16) for _ in range(SETS)]
+    source = torch.empty(1 << 29, dtype=torch.uint8, device=DEVICE)
+    copies = graph_ms([partial(source[: 1 << 28].copy_, source[1 << 28 :])])
+    bandwidth = 2**29 / copies / 1e9
+    unit = ROWS * LENGTH * HEADS * HEAD_DIM * 2 / bandwidth / 1e9  # ms to read or write one of q, k, v
+    print(f"a copy moves {bandwidth:.2f} TB/s; reading or writing one of q, k, v: {unit * 1e3:.1f} µs")
+    for rows, warps in ((32, 4), (64, 4), (64, 2), (128, 4), (128, 8), (256, 8)):
+        tuned = rotary.Config(rows, warps)
+        cells = []
+        for factor in (False, True):
+            outs = []
+            for x in sets:
+                base, weight = (x["base"], x["s"]) if factor else (None, None)
+                grads = [torch.randn_like(x["qkv"][:, :HEADS]).contiguous() for _ in range(2)]
+                outs.append((x, base, weight, grads[0], grads[1], torch.empty_like(x["qkv"])))
+            forward = graph_ms(
+                [
+                    partial(rotary.forward, x["qkv"], HEADS, x["cos"], x["sin"], base, s, None, tuned)
+                    for x, base, s, *_ in outs
+                ]
+            )
+            backward = graph_ms(
+                [
+                    partial(
+                        rotary.backward, dq, dk, x["qkv"], into, x["cos"], x["sin"], base, s, None, factor, False, tuned
+                    )
+                    for x, base, s, dq, dk, into in outs
+                ]
+            )
+            shares = f"{4 * unit / forward:.2f}, {(5 if factor else 4) * unit / backward:.2f} of the bandwidth"
+            cells.append(f"{forward * 1e3:.1f} / {backward * 1e3:.1f} µs ({shares})")
+        print(f"# {rows} rows, {warps} warps: RoPE {cells[0]}; with SSMax {cells[1]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--flex", action="store_true", help="also time FlexAttention with ALiBi")
+    arguments = parser.parse_args()
+    versions = f"torch {torch.__version__}, Triton {triton.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}; ms, forward / backward")
+    print("checks passed" if check() else "CHECKS FAILED", flush=True)
+    measure_rotation()
+    measure(arguments.flex)
+
+
+if __name__ == "__main__":
+    main()
