@@ -18,6 +18,8 @@ from .forward import COUNTS, GROUP_BYTES, Config, forward_config, head_group, la
 
 # Scratch a query and head: 8 bytes for each key tile, in slices of rows that keep it under this many bytes a row of the whole.
 SCRATCH_BYTES_PER_ROW = 2048
+DQ_PARTS = 1
+DK_PARTS = 1
 
 
 class BackwardConfig(NamedTuple):
@@ -32,7 +34,7 @@ def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
     if head_dim <= 32:
         return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 3))
     if head_dim <= 64:
-        return BackwardConfig(Config(64, key_block, 4, 4), Config(64, key_block, 4, 4))
+        return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 3))
     return BackwardConfig(Config(128, key_block, 8, 2), Config(128, key_block, 8, 2))
 
 
@@ -56,7 +58,7 @@ def _dq_tiles(
     scratch_step, first, last, position, num_keys,
     logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
     for t in tl.range(first, last, num_stages=1 if MASKED else None):
@@ -89,7 +91,7 @@ def _dq_tiles(
         before = behind[:, None] + tile.group_sums(g, farther, PRECISION)
         behind += tl.sum(g, 1)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-        dq = tl.dot(tile.whole(a0, a1, a2, a3, ROWS, BN).to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = tile.dot_rounded(tile.whole(a0, a1, a2, a3, ROWS, BN), k, dq, False, PARTS, PRECISION)
     return dq, carry, behind
 
 
@@ -103,7 +105,7 @@ def dq_kernel(
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER:
-    tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -156,12 +158,13 @@ def dq_kernel(
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
         tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
-        stop, unmasked, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, False, PRECISION,
+        stop, unmasked, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, False, PRECISION, PARTS,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
         tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
         tl.maximum(stop, unmasked), end, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, True, PRECISION,
+        PARTS,
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
@@ -195,23 +198,26 @@ def _list_runs(
 
 @triton.jit
 def _dkv_run(
-    dk, dv, k, v, q_ptr, do_ptr, q_step, do_step, q_offsets, do_offsets, carry_ptr, behind_ptr, first, last, t, offset, q_len,
-    num_keys, logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
+    q_len, num_keys, logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Row blocks first … last − 1 of one head. Their addresses follow from a counter, so that their loads are pipelined:
-    behind a test, or an index that is itself loaded, they would be issued when they are needed."""
+    """Row blocks first … last − 1 of one head of the group. Their addresses follow from a counter, so that their loads are
+    pipelined: behind a test, or an index that is itself loaded, they would be issued when they are needed."""
     column_key = tile.key_of_column(BN)
     local = tl.arange(0, ROWS)
-    for block in tl.range(first, last, num_stages=1 if MASKED else None):
+    q_offsets = local[:, None] * sq_t + dims[None, :]
+    do_offsets = local[:, None] * so_t + dims[None, :]
+    for block in tl.range(first, last, num_stages=2 if MASKED else None):
         first_row = block * ROWS
         first64 = first_row.to(tl.int64)
         row_ok = local < q_len - first_row
         in_rows = row_ok[:, None] & (dims < H)[None, :]
-        q = tl.load(q_ptr + first64 * q_step + q_offsets, mask=in_rows, other=0.0)
-        do = tl.load(do_ptr + first64 * do_step + do_offsets, mask=in_rows, other=0.0)
-        carry = tl.load(carry_ptr + first64 + local, mask=row_ok, other=-1e30)
-        behind = tl.load(behind_ptr + first64 + local, mask=row_ok, other=0.0)
+        q = tl.load(q_ptr + (first64 * sq_t + head * sq_n) + q_offsets, mask=in_rows, other=0.0)
+        do = tl.load(do_ptr + (first64 * so_t + head * so_n) + do_offsets, mask=in_rows, other=0.0)
+        scratch = head * scratch_head + first64
+        carry = tl.load(carry_ptr + scratch + local, mask=row_ok, other=-1e30)
+        behind = tl.load(behind_ptr + scratch + local, mask=row_ok, other=0.0)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
         if MASKED:
             position = tl.minimum(offset + first_row + local, num_keys)
@@ -226,8 +232,7 @@ def _dkv_run(
         a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
         before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-        dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
-        dk = tl.dot(tl.trans(dz), q, dk, input_precision=PRECISION)
+        dk = tile.dot_rounded(tile.whole(a0, a1, a2, a3, ROWS, BN), q, dk, True, PARTS, PRECISION)
     return dk, dv
 
 
@@ -240,7 +245,7 @@ def dkv_kernel(
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
     FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = tile.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -303,9 +308,6 @@ def dkv_kernel(
     runs = _list_runs(
         list_ptr, *stops, first_head, base, whole_from, end_block, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
     )
-    local = tl.arange(0, ROWS)
-    q_offsets = local[:, None] * sq_t + dims[None, :]
-    do_offsets = local[:, None] * so_t + dims[None, :]
     position = offset + row_base
     rows = q_len - row_base
     # The blocks that see this tile in part are one or two, unless offsets are at odds with the tiles.
@@ -313,9 +315,9 @@ def dkv_kernel(
         for block in range(first_block, whole_from):
             alive = _block_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS) <= t
             dk, dv = _dkv_run(
-                dk, dv, k, v, q_ptr + i * sq_n, do_ptr + i * so_n, sq_t, so_t, q_offsets, do_offsets,
-                carry_ptr + i * scratch_head, behind_ptr + i * scratch_head, block - base, block - base + alive.to(tl.int32), t,
-                position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, True, PRECISION,
+                dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, block - base,
+                block - base + alive.to(tl.int32), t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN,
+                H, True, PRECISION, PARTS,
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -323,9 +325,8 @@ def dkv_kernel(
         i = first // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         dk, dv = _dkv_run(
-            dk, dv, k, v, q_ptr + i * sq_n, do_ptr + i * so_n, sq_t, so_t, q_offsets, do_offsets,
-            carry_ptr + i * scratch_head, behind_ptr + i * scratch_head, first % MAX_BLOCKS, last + 1, t,
-            position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PRECISION,
+            dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, first % MAX_BLOCKS,
+            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PRECISION, PARTS,
         )  # fmt: skip
     dk *= scale
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
@@ -388,13 +389,13 @@ def backward(
             q_offsets,
             num_tokens, num_keys, num_heads, head_group(k, group, group_bytes), num_sequences, first, last, block_stop.shape[1],
             num_tiles, scratch_rows, *strides, scale, logit_scale,
-            ROWS=rows, HAS_REST=grad_log_rest is not None, NEARER_PARTS=dq_parts, **launch(dq_config), **common,
+            ROWS=rows, HAS_REST=grad_log_rest is not None, NEARER_PARTS=dq_parts, PARTS=DQ_PARTS, **launch(dq_config), **common,
         )  # fmt: skip
         dkv_kernel[(triton.cdiv(num_key_slots, num_sequences) * num_sequences * num_kv_heads,)](
             q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
             num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
             num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
             ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
-            NEARER_PARTS=sums.nearer_parts, **launch(dkv_config), **common,
+            NEARER_PARTS=sums.nearer_parts, PARTS=DK_PARTS, **launch(dkv_config), **common,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype), d_rest_in

@@ -13,8 +13,8 @@ from torch import Tensor
 from . import tile
 from .forward import COUNTS, last_contiguous, log2_threshold, sum_types, walk_tiles
 
-# Enough programs to fill 132 multiprocessors four times; a split of fewer tiles than this is not worth its merge.
-TARGET_PROGRAMS = 528
+# Enough programs to fill 132 multiprocessors eight times; a split of fewer tiles than this is not worth its merge.
+TARGET_PROGRAMS = 1056
 MIN_TILES = 4
 
 
@@ -113,7 +113,7 @@ def decode(
     scale: float,
     skip_below: float,
     num_splits: int | None = None,
-    num_warps: int = 4,
+    num_warps: int = 2,
     num_stages: int = 3,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)

@@ -19,8 +19,8 @@ COUNTS = (
 )  # fmt: skip
 
 
-# Of the 50 MB of an H200's L2 cache.
-GROUP_BYTES = 24 << 20
+# About an H200's L2 cache.
+GROUP_BYTES = 48 << 20
 
 
 class Config(NamedTuple):

@@ -89,14 +89,14 @@ def compiled(kernel, config, head_dim, with_farther, **constants) -> Resources:
     }
     constants |= {"NEARER": sums.nearer, "NEARER_PARTS": sums.nearer_parts, "PRECISION": sums.dot}
     if with_farther:
-        constants |= {"FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts}
+        constants |= {"FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts, "PARTS": 1}
     signature = types(kernel, constants, scratch_rows="I32")
     return resources(compile_for_hopper(kernel, signature, constants, **F.launch(config)))
 
 
 # Local-memory accesses allowed in any one loop over tiles. Head dim 128 has no configuration without: of those that were
 # measured (README.md) the chosen ones are the fastest.
-ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 28}
+ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 51, ("dkv", 64): 5}
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
