@@ -1,4 +1,4 @@
-"""`python -m data_prep pack | train-tokenizer | verify | stats | show`: raw text to packed shards (docs/data.md)."""
+"""`python -m data_prep pack | merge | train-tokenizer | verify | stats | show`: raw text to packed shards (docs/data.md)."""
 
 import argparse
 import dataclasses
@@ -24,10 +24,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a full disk, a folder that may not be written
-        print(f"error: {error.strerror or error}: {error.filename or args.command}", file=sys.stderr)
+        where = error.filename or getattr(args, "out", args.command)
+        print(f"error: {error.strerror or error}: {where}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: the same command starts over", file=sys.stderr)
+        print("interrupted: the same command goes on", file=sys.stderr)
         return 130
     return 0
 
@@ -51,11 +52,25 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--bos", metavar="TOKEN", help="beginning of a document (found by itself for known tokenizers)")
     pack.add_argument("--eos", metavar="TOKEN", help="end of a document")
     pack.add_argument("--seed", type=int, metavar="N", help="of the order of the rows (0)")
+    pack.add_argument("--deduplicate", action="store_true", default=None, help="of equal texts keep the first")
+    pack.add_argument("--task", metavar="I/N", help="only part I of N of the input, for `merge` (I from 0)")
     pack.add_argument("--shard-bytes", type=int, metavar="N", help="of a shard before compression (32 MiB)")
     pack.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="tokenizing processes; any number gives the same bytes"
     )
+    pack.add_argument(
+        "--save-every",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds between what a killed run goes on from (30)",
+    )
     pack.set_defaults(run=_pack)
+
+    merge = commands.add_parser("merge", help="the folders of all tasks to one, without reading their shards")
+    merge.add_argument("parts", nargs="+", metavar="FOLDER")
+    merge.add_argument("--out", required=True, metavar="FOLDER")
+    merge.set_defaults(run=_merge)
 
     train = commands.add_parser("train-tokenizer", help="train a byte-level BPE")
     train.add_argument("--vocab-size", type=int, required=True, metavar="N")
@@ -82,10 +97,13 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH[:valid]",
-        help="JSON lines (.gz, .zst, .xz), text files, folders, globs, stdlib:code, stdlib:docs; may be repeated",
+        help="JSON lines and text (.gz, .zst, .xz), Parquet, Arrow, folders of them or of `datasets`, Megatron's"
+        " .bin/.idx, MDS of tokens, globs, stdlib:code, stdlib:docs; may be repeated",
     )
     parser.add_argument("--field", help="the text's field in a JSON record (text)")
     parser.add_argument("--valid-fraction", type=float, metavar="F", help="documents held out for validation (0.01)")
+    parser.add_argument("--min-chars", type=int, metavar="N", help="leave shorter texts out")
+    parser.add_argument("--max-chars", type=int, metavar="N", help="leave longer texts out")
     parser.add_argument("--skip-broken", action="store_true", default=None, help="count broken documents and go on")
 
 
@@ -111,11 +129,18 @@ def _pack(args: argparse.Namespace, console: Console, progress: Progress) -> Non
 
     if args.workers < 1:
         raise DataError(f"--workers {args.workers} must be at least 1")
-    manifest, made = prepare(_settings(args), args.out, args.workers, progress)
+    manifest, made = prepare(_settings(args), args.out, args.workers, progress, args.save_every)
     if made:
         summary(manifest, console)
     else:
         console.print(f"{args.out} is there already, made from the same settings and input: kept")
+
+
+def _merge(args: argparse.Namespace, console: Console, progress: Progress) -> None:
+    from data_prep.inspect_shards import summary
+    from data_prep.merge import merge
+
+    summary(merge(args.parts, args.out, progress), console)
 
 
 def _train_tokenizer(args: argparse.Namespace, console: Console, progress: Progress) -> None:

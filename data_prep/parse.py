@@ -1,4 +1,4 @@
-"""Raw documents to texts: UTF-8, JSON records, filters. Errors name file and line."""
+"""Raw documents to texts: UTF-8, records, filters. Errors name file and line."""
 
 import dataclasses
 import json
@@ -7,9 +7,9 @@ from hashlib import blake2b
 from typing import Any
 
 from data_prep.errors import DataError
-from data_prep.sources import RawBatch, is_json_lines
+from data_prep.readers import MAX_DOCUMENT, Columns, RawBatch
 
-BROKEN, EMPTY, FILTERED = "broken", "empty", "filtered"
+BROKEN, EMPTY, FILTERED, DUPLICATE = "broken", "empty", "filtered", "duplicate"
 
 
 def document_key(text: bytes) -> int:
@@ -19,11 +19,22 @@ def document_key(text: bytes) -> int:
 
 @dataclass(frozen=True)
 class Parser:
-    """Texts of a batch. `field` holds a JSON record's text; records whose values differ from `where` are left out."""
+    """Texts of a batch.
+
+    field: a record's text. where: column → what it must hold: a value, a list of values, or {min: a, max: b} (both
+    included, either may be absent); other records are left out. min_chars, max_chars: of a text, both included.
+    """
 
     field: str = "text"
     where: dict[str, Any] = dataclasses.field(default_factory=dict)
+    min_chars: int = 0
+    max_chars: int | None = None
     skip_broken: bool = False
+
+    @property
+    def columns(self) -> Columns:
+        """What is read of a table."""
+        return [self.field, *(name for name in self.where if name != self.field)]
 
     def __call__(self, batch: RawBatch) -> tuple[list[str], dict[str, int]]:
         """A text a document, "" for those left out, and how many were left out for which reason.
@@ -32,11 +43,10 @@ class Parser:
         """
         texts = []
         dropped = {BROKEN: 0, EMPTY: 0, FILTERED: 0}
-        for index, payload in enumerate(batch.payloads):
-            text: str | None = ""
+        for index, document in enumerate(batch.documents):
             reason = EMPTY
             try:
-                text = self._text(batch, index, payload)
+                text = self._text(batch, index, document)
                 if text is None:
                     text, reason = "", FILTERED
             except DataError:
@@ -46,16 +56,23 @@ class Parser:
             if not text.strip():
                 dropped[reason] += 1
                 text = ""
+            elif not self.min_chars <= len(text) <= (self.max_chars or len(text)):
+                dropped[FILTERED] += 1
+                text = ""
             texts.append(text)
         return texts, {reason: number for reason, number in dropped.items() if number}
 
-    def _text(self, batch: RawBatch, index: int, payload: bytes) -> str | None:
-        where = f"{batch.file} line {batch.first_line + index}" if batch.first_line else batch.file
+    def _text(self, batch: RawBatch, index: int, document: Any) -> str | None:
+        where = batch.where(index)
         try:
-            text = payload.decode("utf-8")
-            if not (batch.first_line and is_json_lines(batch.file)):
-                return text
-            value = self._json(text, where)
+            if batch.kind == "record":
+                value = self._field({name: _decoded(cell) for name, cell in document.items()}, where)
+            elif len(document) > MAX_DOCUMENT:
+                raise DataError(f"{where} is a document of more than {MAX_DOCUMENT >> 20} MiB: divide it")
+            elif batch.kind == "text":
+                return str(document, "utf-8")
+            else:
+                value = self._json(str(document, "utf-8"), where)
             if value is not None:
                 value.encode()  # "\ud800" is valid JSON and no Unicode text
         except UnicodeError as error:
@@ -73,9 +90,24 @@ class Parser:
             raise DataError(f"{where} is not a JSON object but {type(record).__name__}")
         if self.field not in record:
             raise DataError(f"{where} has no field {self.field!r} (it has {', '.join(record)}): name it with --field")
-        if any(record.get(name) != value for name, value in self.where.items()):
+        return self._field(record, where)
+
+    def _field(self, record: dict[str, Any], where: str) -> str | None:
+        """The record's text, or None if it is filtered out."""
+        if not all(_holds(record.get(name), wanted) for name, wanted in self.where.items()):
             return None
         text = record[self.field]
         if not isinstance(text, str):
             raise DataError(f"{where}: field {self.field!r} is {type(text).__name__}, not text")
         return text
+
+
+def _decoded(cell: Any) -> Any:
+    return str(cell, "utf-8") if isinstance(cell, bytes) else cell
+
+
+def _holds(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        low, high = wanted.get("min", float("-inf")), wanted.get("max", float("inf"))
+        return isinstance(value, int | float) and low <= value <= high
+    return value in wanted if isinstance(wanted, list) else value == wanted

@@ -2,18 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import zstandard
-
-from data_prep._torchvision import install_stand_in
+from data_prep import mds
 from data_prep.errors import DataError
+from data_prep.mds import Sample
 from data_prep.write_shards import FORMAT, MANIFEST, VERSION, checksum
-
-Sample = dict[str, np.ndarray]
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
@@ -46,19 +41,4 @@ def shards(folder: str, split: str, source: str) -> list[dict[str, Any]]:
 
 def read_shard(folder: str, split: str, source: str, shard: dict[str, Any]) -> Iterator[Sample]:
     """The rows of a shard. Raises DataError naming the shard if it cannot be decoded."""
-    install_stand_in()
-    from streaming.base.format.mds.reader import MDSReader
-
-    path = Path(folder) / split / source / shard["zip_data"]["basename"]
-    try:
-        raw = zstandard.ZstdDecompressor().decompress(path.read_bytes(), max_output_size=shard["raw_data"]["bytes"])
-        reader = MDSReader.from_json(str(path.parent), "", shard)
-        reader.validate(allow_unsafe_types=False)
-        number = int(np.frombuffer(raw[:4], np.uint32)[0])
-        bounds = np.frombuffer(raw[4 : 4 * (number + 2)], np.uint32)
-        if number != shard["samples"]:
-            raise ValueError(f"{number} rows, {shard['samples']} in the index")
-        for start, end in pairwise(bounds.tolist()):
-            yield reader.decode_sample(raw[start:end])
-    except (OSError, ValueError, KeyError, IndexError, TypeError, zstandard.ZstdError) as error:
-        raise DataError(f"shard {path} cannot be read: {error}") from error
+    return mds.read_shard(Path(folder) / split / source, shard)

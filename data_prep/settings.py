@@ -13,6 +13,7 @@ from data_prep.errors import DataError
 from data_prep.parse import Parser
 
 PACKINGS = ("best-fit", "concat")
+TASK = re.compile(r"([0-9]+)/([0-9]+)")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -35,11 +36,15 @@ class Settings:
     vocab_size: int | None = None  # the model's; the tokenizer must not exceed it
     field: str = "text"  # of a JSON record
     where: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # source → values its records must have
+    min_chars: int = 0  # shorter texts are left out
+    max_chars: int | None = None  # longer ones too
+    deduplicate: bool = False  # of equal texts in all sources keep the first
     skip_broken: bool = False  # count broken documents instead of stopping at them
     valid_fraction: float = 0.01
     buffer_tokens: int = 1 << 25  # that best-fit packs together
     shard_bytes: int = 1 << 25  # of a shard before compression
     seed: int = 0  # of the order of best-fit's rows
+    task: str | None = None  # "i/n": only the i-th of n parts of the input, i from 0; `merge` puts them together
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -65,8 +70,26 @@ class Settings:
         if not 1 << 10 <= self.shard_bytes < 1 << 31:
             raise DataError(f"shard_bytes {self.shard_bytes} must be between 1 KiB and 2 GiB")
 
+        if self.max_chars is not None and self.max_chars < self.min_chars:
+            raise DataError(f"max_chars {self.max_chars} is below min_chars {self.min_chars}")
+        if self.task is not None:
+            task, tasks = self.task_numbers
+            if not 0 <= task < tasks:
+                raise DataError(f"task {self.task} must be i/n with i from 0 to n - 1")
+            if self.train_vocab_size is not None:
+                raise DataError("tasks share one tokenizer: train it before (train-tokenizer) and give --tokenizer")
+
+    @property
+    def task_numbers(self) -> tuple[int, int]:
+        """Of `task`: (i, n)."""
+        match = TASK.fullmatch(self.task or "")
+        if not match:
+            raise DataError(f"task {self.task} must be i/n, such as 0/8")
+        return int(match[1]), int(match[2])
+
     def parser(self, source: str) -> Parser:
-        return Parser(self.field, self.where.get(source, {}), self.skip_broken)
+        where = self.where.get(source, {})
+        return Parser(self.field, where, self.min_chars, self.max_chars, self.skip_broken)
 
     def is_valid(self, source: str, key: int) -> bool:
         """Whether a document of `sources` goes to the validation split by its hash."""

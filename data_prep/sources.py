@@ -1,24 +1,28 @@
-"""Raw documents from files: JSON lines (plain, gz, zst, xz) and trees of text files, in a stated order.
+"""What a source's patterns name: files and folders of raw documents, in a stated order, and their documents in batches.
 
-What a reader yields is still bytes: workers parse and tokenize it, so that one reading process feeds many.
+What a reader yields is still bytes, records or token ids: workers parse and tokenize it, so that one reading process
+feeds many.
 """
 
 import glob
-import gzip
-import io
-import lzma
 import os
-import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
-
-import zstandard
 
 from data_prep import stdlib
 from data_prep.errors import DataError
+from data_prep.readers import (
+    Columns,
+    RawBatch,
+    read_arrow,
+    read_documents,
+    read_json_lines,
+    read_parquet,
+    read_saved,
+    read_text,
+)
+from data_prep.token_corpora import Boundaries, read_mds, read_megatron
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst", ".xz")
@@ -27,114 +31,108 @@ BATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class RawBatch:
-    """Documents of one file, in order. `consumed` counts the bytes of the file read for them, for the progress bar."""
+class Input:
+    """One thing to read. bytes: what its batches' `consumed` add up to."""
 
-    file: str
-    first_line: int  # of a JSON-lines file, counted from 1; 0 where a document is the whole file
-    payloads: list[bytes]
-    consumed: int
+    kind: str  # stdlib, json, text, parquet, arrow, saved (a folder of `datasets`), megatron, mds
+    path: str
+    bytes: int
+    files: int = 1
 
+    @property
+    def holds_tokens(self) -> bool:
+        return self.kind in ("megatron", "mds")
 
-def input_files(pattern: str) -> list[str]:
-    """The files behind a path, a folder, a glob or `stdlib:NAME`, sorted. Raises DataError if there is none."""
-    if pattern.startswith(stdlib.SCHEME):
-        return stdlib.files(pattern)
-    if os.path.isfile(pattern):
-        files = [pattern]
-    elif os.path.isdir(pattern):
-        files = sorted(str(p) for p in Path(pattern).rglob("*") if p.is_file() and readable(p.name))
-    else:
-        files = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
-    if not files:
-        raise DataError(f"no input at {pattern}: not a file, not a folder with text files, and no file matches it")
-    return files
-
-
-def bytes_to_read(patterns: list[str]) -> int:
-    """What the batches' `consumed` will add up to."""
-    total = 0
-    for pattern in patterns:
-        if pattern.startswith(stdlib.SCHEME):
-            total += sum(map(len, stdlib.documents(pattern)))
+    def read(
+        self, columns: Columns, boundaries: Boundaries | None = None, batch_bytes: int = BATCH_BYTES
+    ) -> Iterator[RawBatch]:
+        """The documents in batches of about `batch_bytes`. boundaries are needed where they are tokens already."""
+        if self.kind == "stdlib":
+            yield from read_documents(self.path, stdlib.documents(self.path), batch_bytes)
+        elif self.holds_tokens:
+            if boundaries is None:
+                raise DataError(f"{self.path} holds tokens, not text")
+            read_tokens = read_megatron if self.kind == "megatron" else read_mds
+            yield from read_tokens(self.path, boundaries, batch_bytes)
         else:
-            total += sum(os.path.getsize(file) for file in input_files(pattern))
-    return total
+            read = READERS[self.kind]
+            yield from read(self.path, columns, batch_bytes)
 
 
-def readable(name: str) -> bool:
-    """Whether a file found in a folder counts as text."""
-    return is_json_lines(name) or name.endswith(TEXT)
+READERS = {
+    "json": read_json_lines,
+    "text": read_text,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+    "saved": read_saved,
+}
 
 
-def is_json_lines(name: str) -> bool:
+def find_inputs(pattern: str) -> list[Input]:
+    """What lies behind a path, a folder, a glob or `stdlib:NAME`, sorted by path. Raises DataError if there is none."""
+    if pattern.startswith(stdlib.SCHEME):
+        files = stdlib.files(pattern)
+        return [Input("stdlib", pattern, sum(map(len, stdlib.documents(pattern))), len(files))]
+    if os.path.isdir(pattern):
+        found = list(_walk(Path(pattern)))
+    elif os.path.isfile(pattern):
+        found = [_file(pattern, _kind(pattern) or "text")]
+    elif os.path.isfile(pattern + ".idx"):  # Megatron's prefix
+        found = [_file(pattern + ".idx", "megatron")]
+    else:
+        paths = [path for path in glob.glob(pattern, recursive=True) if _kind(path) != "megatron-data"]
+        found = [_file(path, _kind(path) or "text") for path in paths if os.path.isfile(path)]
+        found += [folder for path in paths if os.path.isdir(path) and (folder := _whole_folder(Path(path)))]
+    if not found:
+        raise DataError(f"no input at {pattern}: not a file, not a folder with text files, and no file matches it")
+    return sorted(found, key=lambda found: found.path)
+
+
+def _walk(folder: Path) -> Iterator[Input]:
+    whole = _whole_folder(folder)
+    if whole:
+        yield whole
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _walk(path)
+        elif path.is_file() and (kind := _kind(path.name)) and kind != "megatron-data":
+            yield _file(str(path), kind)
+
+
+def _whole_folder(folder: Path) -> Input | None:
+    """A folder that is one data set of another program."""
+    if (folder / "dataset_dict.json").is_file():
+        raise DataError(f"{folder} holds the splits of a data set: name the folder of one of them")
+    for kind, marker, suffix in (("saved", "state.json", "*.arrow"), ("mds", "index.json", "*.mds*")):
+        if (folder / marker).is_file() and (kind == "mds" or (folder / "dataset_info.json").is_file()):
+            files = list(folder.glob(suffix))
+            return Input(kind, str(folder), sum(file.stat().st_size for file in files), len(files))
+    return None
+
+
+def _file(path: str, kind: str) -> Input:
+    if kind == "megatron-data":
+        path, kind = path.removesuffix(".bin") + ".idx", "megatron"
+    if kind == "megatron":
+        data = path.removesuffix(".idx") + ".bin"
+        for file in (path, data):
+            if not os.path.isfile(file):
+                raise DataError(f"{file} is missing: Megatron's corpora are pairs of .bin and .idx")
+        return Input(kind, path, os.path.getsize(data), 2)
+    return Input(kind, path, os.path.getsize(path))
+
+
+def _kind(name: str) -> str | None:
+    """What a file's name says of its content; None for one that does not count as text."""
+    if name.endswith((".parquet", ".arrow")):
+        return name.rpartition(".")[2]
+    if name.endswith(".idx"):
+        return "megatron"
+    if name.endswith(".bin") and os.path.isfile(name.removesuffix(".bin") + ".idx"):
+        return "megatron-data"
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
-    return name.endswith(JSON_LINES)
-
-
-def read_batches(pattern: str, batch_bytes: int = BATCH_BYTES) -> Iterator[RawBatch]:
-    """The documents behind a source pattern, in batches of about `batch_bytes` of text."""
-    if pattern.startswith(stdlib.SCHEME):
-        yield from _read_documents(pattern, stdlib.documents(pattern), batch_bytes)
-        return
-    for file in input_files(pattern):
-        if is_json_lines(file):
-            yield from _read_json_lines(file, batch_bytes)
-        else:
-            with _opened(file) as (stream, raw):
-                data = stream.read()
-                yield RawBatch(file, 0, [data], raw.tell())
-
-
-def _read_documents(name: str, documents: Iterable[bytes], batch_bytes: int) -> Iterator[RawBatch]:
-    payloads: list[bytes] = []
-    size = 0
-    for document in documents:
-        payloads.append(document)
-        size += len(document)
-        if size >= batch_bytes:
-            yield RawBatch(name, 0, payloads, size)
-            payloads, size = [], 0
-    if payloads:
-        yield RawBatch(name, 0, payloads, size)
-
-
-def _read_json_lines(file: str, batch_bytes: int) -> Iterator[RawBatch]:
-    lines: list[bytes] = []
-    first, size, seen = 1, 0, 0
-    with _opened(file) as (stream, raw):
-        for number, line in enumerate(stream, start=1):
-            lines.append(line)
-            size += len(line)
-            if size >= batch_bytes:
-                yield RawBatch(file, first, lines, raw.tell() - seen)
-                lines, first, size, seen = [], number + 1, 0, raw.tell()
-        if lines:
-            yield RawBatch(file, first, lines, raw.tell() - seen)
-
-
-@contextmanager
-def _opened(file: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """A file's decompressed stream and the raw file under it."""
-    try:
-        raw = open(file, "rb")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}") from error
-    with raw:
-        try:
-            yield _decompressed(file, raw), raw
-        except (zstandard.ZstdError, lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile) as error:
-            raise DataError(f"{file} is broken or cut off: {error}") from error
-
-
-def _decompressed(file: str, raw: IO[bytes]) -> IO[bytes]:
-    if file.endswith(".gz"):
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if file.endswith(".xz"):
-        return cast(IO[bytes], lzma.LZMAFile(raw))
-    if file.endswith(".zst"):
-        # 2 GiB: the window of `zstd --long=31`.
-        reader = zstandard.ZstdDecompressor(max_window_size=2**31).stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(reader, buffer_size=1 << 20)
-    return raw
+    if name.endswith(JSON_LINES):
+        return "json"
+    return "text" if name.endswith(TEXT) else None

@@ -14,8 +14,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from data_prep.errors import DataError
-from data_prep.parse import Parser, document_key
-from data_prep.sources import RawBatch
+from data_prep.parse import EMPTY, Parser, document_key
+from data_prep.readers import RawBatch
+from data_prep.words import word_encoder
 
 # Beginning and end of a document, in the order in which a tokenizer's special tokens are looked through.
 BOUNDARIES = (
@@ -92,25 +93,50 @@ class Encoder:
         self.tokenizer = load(file)
         self.info = info
         self.parser = parser
+        self.words = word_encoder(self.tokenizer, info.dtype)
 
     def __call__(self, batch: RawBatch) -> Encoded:
         """Raises DataError naming file and line for what is no document."""
+        encode = self._from_tokens if batch.kind == "tokens" else self._from_texts
+        documents, texts, reasons = encode(batch)
+        bos, eos = (np.array([token], self.info.dtype).tobytes() for token in (self.info.bos_id, self.info.eos_id))
+        framed = [bos + ids + eos if text else b"" for ids, text in zip(documents, texts)]
+        size = np.dtype(self.info.dtype).itemsize
+        return Encoded(
+            tokens=np.frombuffer(b"".join(framed), self.info.dtype),
+            lengths=np.fromiter((len(ids) // size for ids in framed), np.int64, len(framed)),
+            text_bytes=np.fromiter(map(len, texts), np.int64, len(texts)),
+            keys=np.fromiter(map(document_key, texts), np.uint64, len(texts)),
+            dropped=reasons,
+            consumed=batch.consumed,
+        )
+
+    def _from_texts(self, batch: RawBatch) -> tuple[list[bytes], list[bytes], dict[str, int]]:
+        """Each document's ids and text; both empty for one that is left out."""
         texts, reasons = self.parser(batch)
-        encodings = self.tokenizer.encode_batch_fast([text for text in texts if text], add_special_tokens=False)
-        lengths = np.zeros(len(texts), np.int64)
-        kept = np.fromiter((bool(text) for text in texts), bool, len(texts))
-        lengths[kept] = [len(encoding) + 2 for encoding in encodings]
-        tokens = np.empty(int(lengths.sum()), self.info.dtype)
-        start = 0
-        for encoding in encodings:
-            end = start + len(encoding) + 2
-            tokens[start], tokens[end - 1] = self.info.bos_id, self.info.eos_id
-            tokens[start + 1 : end - 1] = encoding.ids
-            start = end
-        data = [text.encode() for text in texts]
-        text_bytes = np.fromiter(map(len, data), np.int64, len(data))
-        keys = np.fromiter(map(document_key, data), np.uint64, len(data))
-        return Encoded(tokens, lengths, text_bytes, keys, reasons, batch.consumed)
+        documents = [self._ids(text) if text else b"" for text in texts]
+        return documents, [text.encode() for text in texts], reasons
+
+    def _ids(self, text: str) -> bytes:
+        ids = self.words(text) if self.words else None
+        if ids is None:
+            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            ids = np.array(encoding.ids, self.info.dtype).tobytes()
+        return ids
+
+    def _from_tokens(self, batch: RawBatch) -> tuple[list[bytes], list[bytes], dict[str, int]]:
+        """The same for documents that are ids already: their text decides the split, as if it had been read itself."""
+        for index, tokens in enumerate(batch.documents):
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.info.vocab_size:
+                wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+                raise DataError(
+                    f"{batch.where(index)} has token id {wrong}, which the tokenizer's {self.info.vocab_size:,} entries"
+                    " do not reach: it was made with another one"
+                )
+        texts = self.tokenizer.decode_batch([ids.tolist() for ids in batch.documents], skip_special_tokens=False)
+        documents = [ids.astype(self.info.dtype).tobytes() if len(ids) else b"" for ids in batch.documents]
+        empty = sum(not text for text in texts)
+        return documents, [text.encode() for text in texts], {EMPTY: empty} if empty else {}
 
 
 _encoder: Encoder | None = None

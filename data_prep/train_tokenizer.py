@@ -9,7 +9,7 @@ from data_prep.errors import DataError
 from data_prep.parse import document_key
 from data_prep.progress import Progress
 from data_prep.settings import Settings
-from data_prep.sources import bytes_to_read, read_batches
+from data_prep.sources import Input, find_inputs
 
 BOUNDARY = "<|endoftext|>"
 SMALLEST = 257  # 256 bytes and the boundary
@@ -28,9 +28,12 @@ def train_tokenizer(settings: Settings, vocab_size: int, out: Path, progress: Pr
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    patterns = [pattern for patterns in settings.sources.values() for pattern in patterns]
-    progress.start("read for the tokenizer", bytes_to_read(patterns))
-    tokenizer.train_from_iterator(_texts(settings, progress), trainer)
+    inputs = {
+        source: [item for pattern in patterns for item in find_inputs(pattern)]
+        for source, patterns in settings.sources.items()
+    }
+    progress.start("read for the tokenizer", sum(item.bytes for items in inputs.values() for item in items))
+    tokenizer.train_from_iterator(_texts(settings, inputs, progress), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise DataError(f"the text yields {tokenizer.get_vocab_size()} tokens only, not {vocab_size}: give more text")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -39,11 +42,11 @@ def train_tokenizer(settings: Settings, vocab_size: int, out: Path, progress: Pr
     temporary.rename(out)
 
 
-def _texts(settings: Settings, progress: Progress) -> Iterator[str]:
-    for source, patterns in settings.sources.items():
+def _texts(settings: Settings, inputs: dict[str, list[Input]], progress: Progress) -> Iterator[str]:
+    for source, items in inputs.items():
         parser = settings.parser(source)
-        for pattern in patterns:
-            for batch in read_batches(pattern):
+        for item in items:
+            for batch in item.read(parser.columns):
                 progress.advance(batch.consumed)
                 for text in parser(batch)[0]:
                     if text and not settings.is_valid(source, document_key(text.encode())):

@@ -1,6 +1,7 @@
 """The one place that writes the data folder: MDS shards of packed rows, and the manifest that makes the folder whole.
 
-docs/data.md describes the format. The folder is built as FOLDER.partial and renamed at the end.
+docs/data.md describes the format. The folder is built as FOLDER.partial and renamed at the end. Beside the shards
+FOLDER.partial holds what `resume.py` needs to go on after a kill.
 """
 
 import fcntl
@@ -21,9 +22,13 @@ FORMAT = "ssscale-packed"
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+INDEX = "index.json"
 COMPRESSION = "zstd:3"
 HASHES = ["sha1", "xxh64"]  # streaming wants them sorted
 LOCK = ".lock"
+SCRATCH = (LOCK, ".state", ".keys")  # files of FOLDER.partial that are no part of the data
+
+Unfinished = tuple[list[dict[str, Any]], list[bytes]]  # of a writer: its shards' entries, and the samples of the next
 
 
 def columns(dtype: str) -> dict[str, str]:
@@ -37,14 +42,17 @@ def columns(dtype: str) -> dict[str, str]:
 
 
 class ShardFolder:
-    """A data folder in the making. Use as a context manager; only `commit` makes it exist under its name."""
+    """A data folder in the making. Use as a context manager; only `commit` makes it exist under its name.
 
-    def __init__(self, out: str, dtype: str, shard_bytes: int):
+    Sources are written one after the other: `begin`, rows, `end`. What lies in FOLDER.partial already is left alone
+    until `clear`, for a run that goes on with it.
+    """
+
+    def __init__(self, out: str, shard_bytes: int):
         self.out = Path(out)
         self.partial = self.out.with_name(self.out.name + ".partial")
-        self.dtype = dtype
         self.shard_bytes = shard_bytes
-        self._writers: dict[tuple[str, str], Any] = {}
+        self._writers: dict[str, Any] = {}
 
     def __enter__(self) -> "ShardFolder":
         check_free(self.out)
@@ -60,19 +68,30 @@ class ShardFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise DataError(f"another process is writing {self.partial}") from error
-        for path in self.partial.iterdir():  # what a killed run left
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.close()
+
+    def clear(self) -> None:
+        """Remove what a killed run left."""
+        for path in self.partial.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.name != LOCK:
                 path.unlink()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        for writer in self._writers.values():
-            writer.executor.shutdown(wait=False)
-        self._lock.close()
+    def begin(self, source: str, dtype: str, unfinished: dict[str, Unfinished] | None = None) -> None:
+        """Start a source, or go on with one from what `unfinished()` gave."""
+        self.source, self.dtype = source, dtype
+        self._writers = {}
+        self._synced: dict[str, int] = {}
+        for split, (shards, samples) in (unfinished or {}).items():
+            writer = self._writer(split)
+            writer.shards, writer.new_samples = shards, samples
+            writer.new_shard_size += sum(len(sample) + writer.extra_bytes_per_sample for sample in samples)
 
-    def write(self, split: str, source: str, row: Row) -> None:
+    def write(self, split: str, row: Row) -> None:
         """Append a row to train/<source> or valid/<source>."""
         sample = {
             "tokens": np.concatenate([part.tokens for part in row]).astype(self.dtype, copy=False),
@@ -80,44 +99,63 @@ class ShardFolder:
             "documents": np.array([part.document for part in row], np.int64),
             "offsets": np.array([part.offset for part in row], np.int64),
         }
-        self._writer(split, source).write(sample)
+        self._writer(split).write(sample)
 
-    def _writer(self, split: str, source: str) -> Any:
-        if (split, source) not in self._writers:
+    def unfinished(self) -> dict[str, Unfinished]:
+        """What is needed to go on with the source, by split. The shards among it are safe on disk."""
+        for split, writer in self._writers.items():
+            for shard in writer.shards[self._synced.get(split, 0) :]:
+                sync(Path(writer.local) / shard["zip_data"]["basename"])
+            self._synced[split] = len(writer.shards)
+        return {split: (writer.shards, writer.new_samples) for split, writer in self._writers.items()}
+
+    def end(self) -> None:
+        """Close the source's shards."""
+        for writer in self._writers.values():
+            writer.finish()
+        self._writers = {}
+
+    def _writer(self, split: str) -> Any:
+        if split not in self._writers:
             install_stand_in()
             from streaming import MDSWriter
 
-            self._writers[split, source] = MDSWriter(
+            # MDSWriter wants a folder without files, which the source's is not for a run that goes on.
+            new = self.partial / ".new"
+            self._writers[split] = MDSWriter(
                 columns=columns(self.dtype),
-                out=str(self.partial / split / source),
+                out=str(new),
                 compression=COMPRESSION,
                 hashes=HASHES,
                 size_limit=self.shard_bytes,
             )
-        return self._writers[split, source]
+            new.rmdir()
+            folder = self.partial / split / self.source
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writers[split].local = str(folder)
+        return self._writers[split]
 
-    def commit(self, tokenizer: str, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Close the shards, add the tokenizer and the manifest, and give the folder its name."""
-        for writer in self._writers.values():
-            writer.finish()
-        shutil.copyfile(tokenizer, self.partial / TOKENIZER)
-        files = sorted(path for path in self.partial.rglob("*") if path.is_file() and path.name != LOCK)
+    def commit(self, manifest: dict[str, Any], known: dict[str, str] | None = None) -> dict[str, Any]:
+        """Add the manifest and give the folder its name. known: sha256 of files that need not be read for it."""
+        files = sorted(path for path in self.partial.rglob("*") if path.is_file() and path.name not in SCRATCH)
         manifest = {"format": FORMAT, "version": VERSION, **manifest, "files": {}}
         for path in files:
             name = path.relative_to(self.partial).as_posix()
-            manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-            _sync(path)
+            if name.startswith(MANIFEST):  # of a run that was killed here
+                continue
+            digest = (known or {}).get(name) or file_sha256(path)
+            manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": digest}
+            sync(path)
         manifest["checksum"] = checksum(manifest)
-        temporary = self.partial / (MANIFEST + ".tmp")
-        temporary.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        _sync(temporary)
-        temporary.rename(self.partial / MANIFEST)
+        write_whole(
+            self.partial / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
+        )
         for folder in [self.partial, *(path for path in self.partial.rglob("*") if path.is_dir())]:
-            _sync(folder)
+            sync(folder)
         self.partial.rename(self.out)
         # Not before: a run killed in between must find its own folder again.
-        (self.out / LOCK).unlink()
-        _sync(self.out.parent)
+        remove_scratch(self.out)
+        sync(self.out.parent)
         return manifest
 
 
@@ -133,6 +171,12 @@ def check_free(out: Path) -> None:
         raise DataError(f"{out} is a file: choose another --out")
 
 
+def remove_scratch(folder: Path) -> None:
+    """Remove what a run that was killed at its very end left in a whole folder."""
+    for name in SCRATCH:
+        (folder / name).unlink(missing_ok=True)
+
+
 def checksum(manifest: dict[str, Any]) -> str:
     """sha256 of the manifest without its `checksum`, as JSON with sorted keys, no spaces, ASCII."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
@@ -144,7 +188,16 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it exists with all of its content or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    sync(temporary)
+    temporary.rename(path)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
