@@ -8,7 +8,6 @@ they differ is left to `tokenizers`.
 """
 
 import json
-from collections.abc import Callable
 
 import numpy as np
 import regex
@@ -55,14 +54,14 @@ class _Words(dict[str, bytes]):
 
     def __init__(self, tokenizer: Tokenizer, dtype: str):
         super().__init__()
-        self.encode: Callable[[str], list] = tokenizer.model.tokenize
+        self.tokenizer = tokenizer
         self.dtype = dtype
         self.to_characters = _byte_characters()
 
     def __missing__(self, word: str) -> bytes:
         # latin-1: a character a byte, which the table turns into the one that stands for it in the vocabulary.
         characters = str(word.encode(), "latin-1").translate(self.to_characters)
-        ids = np.array([token.id for token in self.encode(characters)], self.dtype).tobytes()
+        ids = np.array([token.id for token in self.tokenizer.model.tokenize(characters)], self.dtype).tobytes()
         if len(word) <= MAX_LENGTH:
             self[word] = ids
         return ids

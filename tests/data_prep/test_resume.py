@@ -1,0 +1,167 @@
+"""Conversions that are killed go on from where they stood, to the same bytes."""
+
+import contextlib
+import json
+import random
+import resource
+import sys
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from data_prep.__main__ import main
+from data_prep._torchvision import install_stand_in
+from data_prep.key_set import KeySet
+from tests.data_prep.conftest import make_texts, source_flags, write_jsonl
+from tests.data_prep.test_prepare import contents
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """Processes are forked, because to import all this anew takes longer than the whole conversion."""
+    install_stand_in()
+    import streaming  # noqa: F401
+
+    import data_prep.prepare  # noqa: F401
+
+
+def run(arguments: list[str], seconds: float | None = None) -> bool:
+    """In a process of its own, killed after `seconds`. Whether it ended well before."""
+    process = get_context("fork").Process(target=lambda: sys.exit(main(arguments)))
+    process.start()
+    process.join(seconds)
+    ended = process.exitcode == 0
+    process.kill()
+    process.join()
+    return ended
+
+
+def kill_and_go_on(command: list[str], folder: Path, times: int, seed: int = 0) -> int:
+    """Kill the conversion after random times, let it end, and compare. Returns how many runs were killed at work."""
+    began = time.monotonic()
+    assert run([*command, "--out", str(folder / "whole")])
+    duration = time.monotonic() - began
+    rng = random.Random(seed)
+    out, killed = folder / "killed", 0
+    for _ in range(times):
+        # Beginnings too, as a run that goes on is shorter each time.
+        killed += not run([*command, "--out", str(out), "--save-every", "0"], rng.uniform(0.02, 0.6) * duration)
+        assert not out.exists() or (out / "manifest.json").is_file()
+    assert run([*command, "--out", str(out)])
+    assert contents(out) == contents(folder / "whole")
+    assert not (folder / "killed.partial").exists()
+    return killed
+
+
+@pytest.fixture
+def command(corpus: dict[str, list[str]], tokenizer: str) -> list[str]:
+    options = ["--tokenizer", tokenizer, "--length", "64", "--workers", "1", "--shard-bytes", "9000", "--deduplicate"]
+    return ["pack", *source_flags(corpus), *options]
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "concat"])
+def test_killed_conversions_go_on(command: list[str], tmp_path: Path, packing: str, monkeypatch) -> None:
+    import data_prep.sources
+
+    monkeypatch.setattr(data_prep.sources.Input.read, "__defaults__", (None, 2000))  # many batches
+    assert kill_and_go_on([*command, "--packing", packing], tmp_path, 5) >= 2
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments(tokenizer: str, tmp_path: Path) -> None:
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl.gz", make_texts(40_000, number))
+    options = ["--tokenizer", tokenizer, "--length", "256", "--workers", "2", "--shard-bytes", "200000"]
+    command = ["pack", "--source", f"a={tmp_path}/0.jsonl.gz", "--source", f"b={tmp_path}/[12].jsonl.gz", *options]
+    assert kill_and_go_on(command, tmp_path, 20) >= 15
+
+
+def test_a_run_goes_on_rather_than_over(tokenizer: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """What the first run has packed is not tokenized again; --skip-broken may be added, other settings may not."""
+    import data_prep.prepare
+
+    texts = [f"text number {number} " * 20 for number in range(60)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_text("".join([*lines[:50], "broken\n", *lines[50:]]))
+    command = ["pack", "--out", str(tmp_path / "out"), "--source", f"a={tmp_path}/a.jsonl", "--tokenizer", tokenizer]
+    command += ["--length", "32", "--workers", "1", "--save-every", "0"]
+    monkeypatch.setattr("data_prep.sources.Input.read.__defaults__", (None, 3000))
+    assert main(command) == 2
+    assert "a.jsonl line 51 is not a JSON record" in capsys.readouterr().err
+    assert main([*command, "--length", "64"]) == 2
+    assert "out.partial holds an unfinished conversion with other settings" in capsys.readouterr().err
+    seen = []
+    whole = data_prep.prepare.encode_all
+    monkeypatch.setattr(
+        "data_prep.prepare.encode_all",
+        lambda batches, *rest: whole((seen.append(b.first) or b for b in batches), *rest),
+    )
+    assert main([*command, "--skip-broken"]) == 0
+    assert seen[0] > 40
+    monkeypatch.undo()
+    assert main([*command, "--skip-broken", "--out", str(tmp_path / "other")]) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
+
+
+def test_a_full_disk_leaves_nothing_that_looks_whole(command: list[str], tmp_path: Path) -> None:
+    """The kernel refuses to write: here files of more than 4 KiB, as a full disk would."""
+    out = tmp_path / "out"
+    assert run([*command, "--out", str(tmp_path / "whole")])
+    process = get_context("fork").Process(target=_with_little_room, args=([*command, "--out", str(out)], tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 2
+    error = (tmp_path / "error").read_text()
+    assert error.startswith("error: File too large")
+    assert error.count("\n") == 1
+    assert not out.exists()
+    assert run([*command, "--out", str(out)])
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def _with_little_room(arguments: list[str], folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    with open(folder / "error", "w") as file, contextlib.redirect_stderr(file):
+        code = main(arguments)
+    sys.exit(code)
+
+
+def test_memory_does_not_grow_with_the_input(tokenizer: str, tmp_path: Path) -> None:
+    line = json.dumps({"text": "incomprehensibilities " * 250}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line * (32_000_000 // len(line)))
+    config = {"sources": {"a": f"{tmp_path}/a.jsonl"}, "tokenizer": tokenizer, "length": 256, "buffer_tokens": 1 << 18}
+    (tmp_path / "c.yaml").write_text(json.dumps(config | {"shard_bytes": 1 << 20}))
+    command = ["pack", "--config", f"{tmp_path}/c.yaml", "--out", str(tmp_path / "out"), "--workers", "1"]
+    ours, theirs = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=_growth, args=(command, theirs))
+    process.start()
+    code, grown = ours.recv()
+    process.join()
+    assert code == 0
+    assert grown < 30_000_000  # the text is 32 MB, its tokens are 52 MB
+
+
+def _growth(arguments: list[str], pipe: Connection) -> None:
+    """By how many bytes the peak of this process exceeds what it began with."""
+    before = psutil.Process().memory_info().rss
+    code = main(arguments)
+    pipe.send((code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before))
+
+
+def test_key_set_equals_a_set() -> None:
+    rng = np.random.default_rng(0)
+    ours, plain = KeySet(), set()
+    for size in (0, 1, 1000, 60_000, 200_000):
+        keys = rng.integers(0, 100_000, size, dtype=np.uint64)
+        new = ours.add(keys)
+        expected = []
+        for key in keys.tolist():
+            expected.append(max(key, 1) not in plain)
+            plain.add(max(key, 1))
+        assert new.tolist() == expected
