@@ -109,6 +109,7 @@ def open_data(config: "Config", split: str, path: str | None) -> "PackedData":
         path or data.path,
         split,
         cache=None if path else data.cache,
+        cache_gb=data.cache_gb,
         vocab_size=config.model.vocab_size,
         length=data.length,
         hint=hint,

@@ -172,6 +172,7 @@ class DataConfig:
     prefetch: int = 4  # microbatches a worker prepares ahead
     timeout: float = 600.0  # seconds to wait for a worker's microbatch before the run stops
     cache: str | None = None  # local folder for remote (s3://, gs://) data
+    cache_gb: float | None = None  # of decompressed shards in `cache`; older ones make room. None: all stay
     accept_changed: bool = False  # go on with a checkpoint though the data is not what it was trained on
 
 

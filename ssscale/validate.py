@@ -82,6 +82,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "data.num_workers": (AT_LEAST_0,),
     "data.prefetch": (AT_LEAST_1,),
     "data.timeout": (ABOVE_0,),
+    "data.cache_gb": (ABOVE_0,),
     "optimizer.betas": (AT_LEAST_0, BELOW_1),
     "optimizer.eps": (ABOVE_0,),
     "optimizer.weight_decay": (AT_LEAST_0,),

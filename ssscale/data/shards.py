@@ -7,6 +7,7 @@ streaming's `Stream` downloads and decompresses, its reader decodes. Its Streami
 import json
 import os
 from collections import OrderedDict
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,22 @@ from filelock import FileLock
 
 from ssscale.data._torchvision import install_stand_in
 from ssscale.data.batch import Row
+from ssscale.data.order import WINDOW
 from ssscale.errors import UserError
 
-OPEN_SHARDS = 32
+OPEN_SHARDS = 2 * WINDOW  # of a source; their memory maps outlive the files that make room in a cache
 INDEX = "index.json"
 
 
 class Place:
-    """Where a data folder's files lie: in `path` itself, or in `cache`, filled from `path` file by file."""
+    """Where a data folder's files lie: in `path` itself, or in `cache`, filled from `path` file by file.
 
-    def __init__(self, path: str, cache: str | None):
+    limit: bytes of decompressed shards in the cache, beyond which the ones opened longest ago are removed.
+    """
+
+    def __init__(self, path: str, cache: str | None, limit: int | None = None):
         self.path = path
+        self.limit = limit
         self.is_remote = "://" in path or cache is not None
         if not self.is_remote:
             self.local = Path(path)
@@ -55,6 +61,32 @@ class Place:
                 os.rename(temporary, file)
         return file
 
+    def check_limit(self, needed: int) -> None:
+        """Raises UserError if the shards that are read at once do not fit into the cache."""
+        if self.is_remote and self.limit is not None and self.limit < needed:
+            raise UserError(
+                f"data.cache_gb={self.limit / 1e9:g} is too little for {self.path}: the shards that are shuffled together"
+                f" take {needed / 1e9:.3g}"
+            )
+
+    def make_room(self, latest: Path) -> None:
+        """Remove the shards opened longest ago until the limit is kept; never the latest one."""
+        if not self.is_remote or self.limit is None:
+            return
+        found = []
+        for file in self.local.rglob("*.mds"):
+            with suppress(FileNotFoundError):  # another process makes room too
+                found.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+        total = sum(size for _, size, _ in found)
+        for _, size, file in sorted(found):
+            if total <= self.limit:
+                return
+            if file != latest:
+                # Under its lock, as another process may be about to map it. Where it is mapped its content stays.
+                with locked(file):
+                    file.unlink(missing_ok=True)
+                total -= size
+
 
 class RowStore:
     """The rows of train/<source> or valid/<source>, by number. Cheap to make; shards are opened when first read."""
@@ -64,6 +96,7 @@ class RowStore:
         from streaming import Stream
         from streaming.base.format import reader_from_json
 
+        self.place = place
         self.folder = place.local / folder
         self.is_remote = place.is_remote
         index = place.fetch(f"{folder}/{INDEX}")
@@ -82,9 +115,11 @@ class RowStore:
             download_retry=2,
             download_timeout=600,
             validate_hash="xxh64",
-            keep_zip=True,
+            keep_zip=not place.is_remote,
         )
         self.shard_rows = [int(reader.samples) for reader in self._readers]
+        # One more than are shuffled together: a reader enters a new window while another one is still in the old one.
+        self.working_set = sum(sorted(int(reader.raw_data.bytes) for reader in self._readers)[-WINDOW - 1 :])
         self._ends = np.cumsum(self.shard_rows)
         self._open: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
 
@@ -129,10 +164,15 @@ class RowStore:
         # Another rank or worker may be writing the same file, under the same temporary name.
         with locked(raw):
             data = _map(raw)
-            if data is None or not _is_whole(data, reader.raw_data):
+            fresh = data is None or not _is_whole(data, reader.raw_data)
+            if fresh:
                 raw.unlink(missing_ok=True)
                 self._decompress(shard)
                 data = _map(raw)
+            elif self.place.limit is not None:
+                os.utime(raw)
+        if fresh:
+            self.place.make_room(raw)
         if data is None or not _is_whole(data, reader.raw_data):
             raise UserError(f"shard {self.folder / self._zip(shard)} is corrupt: its content has another hash")
         count = int(data[:4].view(np.uint32)[0])

@@ -38,6 +38,7 @@ class PackedData:
         split: str = "train",
         *,
         cache: str | None = None,
+        cache_gb: float | None = None,
         vocab_size: int | None = None,
         length: int | None = None,
         fingerprint: str | None = None,
@@ -45,15 +46,16 @@ class PackedData:
     ) -> "PackedData":
         """Open and check a data folder; reads no shard.
 
-        vocab_size is the model's, length the run's, fingerprint that of the data a checkpoint was trained on.
-        Raises UserError for a missing, unfinished or broken folder (with `hint`, how to make it), for shards of another
-        tokenizer, length or fingerprint, and for missing shards.
+        cache: where remote shards are kept, all of them or the latest cache_gb (10^9 bytes). vocab_size is the model's,
+        length the run's, fingerprint that of the data a checkpoint was trained on. Raises UserError for a missing,
+        unfinished or broken folder (with `hint`, how to make it), for shards of another tokenizer, length or
+        fingerprint, for missing shards, and for a cache that is too small.
         """
         hint = hint or (
             f"make it with `python -m data_prep pack --out {path} --length {length or 4096}"
             " --tokenizer FILE --source NAME=PATH` (docs/data.md)"
         )
-        place = Place(path, cache)
+        place = Place(path, cache, None if cache_gb is None else int(cache_gb * 1e9))
         file = place.fetch(manifests.NAME)
         if not file.is_file():
             empty = "is empty or unfinished" if place.local.is_dir() else "does not exist"
@@ -81,6 +83,7 @@ class PackedData:
             missing = store.missing()
             if missing:
                 raise UserError(f"shard {missing} is missing or of the wrong size")
+        place.check_limit(sum(store.working_set for store in stores.values()))
         return cls(place, manifest, split, stores)
 
     def row(self, source: int | str, number: int) -> Row:

@@ -78,6 +78,7 @@ class Trainer:
             data.path,
             split=split,
             cache=data.cache,
+            cache_gb=data.cache_gb,
             vocab_size=model.vocab_size,
             length=data.length,
             fingerprint=fingerprint,
