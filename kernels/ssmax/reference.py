@@ -11,6 +11,8 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, factor: Tensor | N
 
     x: [T, N, H]; cos, sin: [T, H / 2], None for no rotation; factor: [T, N]. Returns [T, N, H] in x.dtype.
     """
+    if cos is None and factor is None:
+        return x
     wide = x if x.dtype == torch.float64 else x.float()
     if cos is not None and sin is not None:
         first, second = wide.chunk(2, -1)

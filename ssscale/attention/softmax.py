@@ -31,9 +31,10 @@ class SoftmaxCore(AttentionCore):
     def attend(
         self, qkv: Tensor, num_heads: int, layout: PackedLayout, tables: Tables, extend: Extend | None = None
     ) -> Tensor:
-        if extend is not None or self.bias is not None:
-            return super().attend(qkv, num_heads, layout, tables, extend)
         base, s, b = self.factor_parameters(tables)
+        unchanged = tables.cos is None and base is None
+        if extend is not None or self.bias is not None or unchanged:
+            return super().attend(qkv, num_heads, layout, tables, extend)
         return rotary_attention(
             qkv,
             num_heads,

@@ -8,7 +8,7 @@ Activations are what autograd keeps of compiled blocks, as counted with saved-te
 from dataclasses import dataclass, fields
 
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
-from ssscale.schema import Compile, Config, Core, PositionMethod, Precision, Recompute, SSMaxVariant
+from ssscale.schema import Compile, Config, Core, PositionMethod, Precision, Recompute
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 
@@ -105,9 +105,10 @@ def activation_bytes_per_token(config: Config) -> float:
     With w bytes an element, N and K query and key/value heads of H dimensions, hidden size D and ffn size F:
 
     none:      L · (w·(4D + (N + 2K)·H + N·H + 3F) + 4N): both norms' inputs and outputs; q, k, v as one matrix; the
-               attention's output; gate, up and their product; the log-sum-exp. RoPE keeps a rotated copy of q and k,
-               w·(N + K)·H more; a learned SSMax scale needs q before it in fp32, 4·N·H; without torch.compile w·F more
-    selective: L · (w·(3D + (2N + 2K)·H + 2F) + 4N): matrix products and attention only, and one block of `none`
+               attention's output; gate, up and their product; the log-sum-exp. RoPE and SSMax keep changed copies of q and
+               k, w·(N + K)·H more; without torch.compile w·F more
+    selective: L · (w·(3D + (2N + 2K)·H + 2F) + 4N): matrix products and attention only (which includes the changed q and
+               k), and one block of `none`
     full:      L · w·D: the blocks' inputs, and one block of `none`
 
     Tensor parallelism splits heads and F, sequence parallelism also D.
@@ -120,10 +121,9 @@ def activation_bytes_per_token(config: Config) -> float:
     f = model.ffn_hidden_size / tensor
     lse = 4 * model.num_heads / tensor
     block = w * (4 * d + 2 * q + 2 * kv + 3 * f) + lse
-    if model.position.method is PositionMethod.rope:
-        block += w * (q + kv)
-    if model.attention.core is Core.ssmax and model.attention.ssmax is not SSMaxVariant.fixed:
-        block += 4 * q
+    changed = model.position.method is PositionMethod.rope or model.attention.core is Core.ssmax
+    copies = w * (q + kv) if changed else 0.0
+    block += copies
     if config.train.compile is Compile.none:
         block += w * f
     ends = 2 * w * d  # the last norm's input and output
@@ -131,7 +131,7 @@ def activation_bytes_per_token(config: Config) -> float:
         return model.num_layers * block + ends
     kept = w * d
     if config.train.recompute is Recompute.selective:
-        kept = w * (3 * d + 2 * q + 2 * kv + 2 * f) + lse
+        kept = w * (3 * d + 2 * q + 2 * kv + 2 * f) + lse + copies
     return model.num_layers * kept + block + ends
 
 

@@ -44,7 +44,7 @@ def kept_bytes_per_token(model: ModelConfig, groups: Groups) -> float:
     return sum(size for size, _ in kept.values()) / TOKENS
 
 
-@pytest.mark.parametrize("core", [Core.ssmax, Core.stickbreaking])  # softmax is ssmax without its fp32 queries
+@pytest.mark.parametrize("core", [Core.ssmax, Core.stickbreaking])  # softmax keeps what ssmax does
 def test_each_layer_keeps_what_the_formula_says(core, groups):
     method = PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope
 
