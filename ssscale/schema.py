@@ -233,7 +233,10 @@ class TrainConfig:
     eval_every: int = 1000  # steps; 0 = never. Else also after the last step
     eval_rows: int = 256
     save_every: int = 1000  # steps; 0 = never. Else also after the last step
+    save_background: bool = True  # write while training goes on
     keep: int = 2  # newest checkpoints that stay
+    keep_every: int = 0  # and those at multiples of so many steps; 0 = none
+    keep_best: bool = False  # and the one of lowest validation loss
 
 
 @dataclass(frozen=True)

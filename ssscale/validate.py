@@ -96,6 +96,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.eval_rows": (AT_LEAST_1,),
     "train.save_every": (AT_LEAST_0,),
     "train.keep": (AT_LEAST_1,),
+    "train.keep_every": (AT_LEAST_0,),
     "parallel.tensor": (AT_LEAST_1,),
     "parallel.zero_stage": (AT_LEAST_0, ("at most 3", operator.le, 3)),
 }

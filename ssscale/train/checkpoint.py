@@ -5,22 +5,22 @@ A checkpoint is a folder `step-00001000` (docs/checkpoints.md gives the format):
   rank-00000.json         for each piece: weight, state, and which elements of which part of the whole weight it is
   state.json              step, tokens, samples, fingerprints, world layout
   config.yaml             the merged configuration; tokenizer.json: the tokenizer of the data
-It is written to `step-00001000.partial` and renamed once every rank has flushed its files.
+  checksums.json       bytes and XXH3-128 of every other file
+`ssscale.train.save` writes it to `step-00001000.partial` and renames it once every rank has flushed its files.
 """
 
 import json
-import os
+import logging
 import re
-import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ssscale.engine.base import Engine, Fragment
@@ -28,7 +28,10 @@ from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_part, local_ranges, split_dim
 
-FORMAT = 1
+logger = logging.getLogger("ssscale")
+
+FORMAT = 2
+CHUNK = 2**26  # bytes read or written at once
 NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -41,26 +44,8 @@ class TrainState:
     tokens: int = 0
     samples: int = 0  # rows consumed, over all ranks
     data_fingerprint: str = ""
+    valid_loss: float | None = None  # where this step was evaluated
     skipped: tuple[tuple[int, int], ...] = ()  # (step, rows passed over after it)
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file or a folder's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write and flush JSON under a temporary name, then rename it into place."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -69,81 +54,54 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def save_checkpoint(
-    folder: Path, engine: Engine, groups: Groups, state: TrainState, files: dict[str, str], keep: int
-) -> Path:
-    """Write a checkpoint from all ranks together, commit it by a rename, and delete all but the newest `keep`.
+def verify(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None where it is whole.
 
-    files: further text files by name (the merged configuration, the tokenizer).
+    Of several ranks each reads its share of the large files.
     """
-    final = folder / f"step-{state.step:08d}"
-    partial = final.with_name(final.name + ".partial")
-    if groups.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    pieces, index = _collect(engine, groups)
-    stem = partial / f"rank-{groups.rank:05d}"
-    save_file(pieces, stem.with_suffix(".safetensors"))
-    fsync_path(stem.with_suffix(".safetensors"))
-    write_json(stem.with_suffix(".json"), index)
-    if groups.is_main:
-        for name, text in files.items():
-            (partial / name).write_text(text)
-            fsync_path(partial / name)
-        write_json(partial / "state.json", asdict(state) | {"format": FORMAT, "ranks": groups.world_size})
-    dist.barrier()
-    if groups.is_main:
-        fsync_path(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        fsync_path(folder)
-        for old in list_checkpoints(folder)[:-keep]:
-            doomed = old.with_name(old.name + ".partial")
-            os.replace(old, doomed)  # no half-deleted folder is ever taken for a whole checkpoint
-            shutil.rmtree(doomed)
-    dist.barrier()
-    return final
+    try:
+        entries = json.loads((path / "checksums.json").read_text())
+        missing = [name for name in entries if not (path / name).is_file()]
+        if missing:
+            return f"{path / missing[0]} is missing"
+        sizes = [name for name, entry in entries.items() if (path / name).stat().st_size != entry["bytes"]]
+        if sizes:
+            return (
+                f"{path / sizes[0]} has {(path / sizes[0]).stat().st_size:,} bytes, not {entries[sizes[0]]['bytes']:,}"
+            )
+        for name in sorted(entries)[rank::world_size]:
+            if checksum(path / name) != entries[name]["xxh3"]:
+                return f"{path / name} is broken: its checksum is another"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path / 'checksums.json'} cannot be read: {error}"
+    return None
 
 
-def rng_states() -> dict[str, Tensor]:
-    """torch's random number generators of this rank, as bytes."""
-    states = {"cpu": torch.get_rng_state()}
-    return states | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
+def checksum(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(file, "rb", buffering=0) as opened:
+        while chunk := opened.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
-def _collect(engine: Engine, groups: Groups) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """This rank's pieces on the CPU, and what each of them is."""
-    weights = dict(engine.module.named_parameters())
-    pieces: dict[str, Tensor] = {}
-    entries: list[dict[str, Any]] = []
-    layout: dict[str, Any] = {}
-    for fragment in engine.fragments():
-        if not fragment.owned:
-            continue
-        weight = weights[fragment.name]
-        key = f"{fragment.state}/{fragment.name}/{fragment.start}"
-        pieces[key] = fragment.tensor.detach().to("cpu", torch.float32, copy=True)
-        entries.append(
-            {
-                "key": key,
-                "name": fragment.name,
-                "state": fragment.state,
-                "start": fragment.start,
-                "numel": fragment.tensor.numel(),
-            }
-        )
-        local = engine.local_shape(fragment.name)
-        layout[fragment.name] = {
-            "shape": global_shape(weight, groups.tensor_size, local),
-            "split_dim": split_dim(weight),
-            "ranges": local_ranges(weight, groups.tensor_rank, groups.tensor_size)
-            if split_dim(weight) is not None
-            else None,
-        }
-    pieces |= {f"rng/{device}": state for device, state in rng_states().items()}
-    index = {"tensor_rank": groups.tensor_rank, "tensor_size": groups.tensor_size, "weights": layout, "pieces": entries}
-    return pieces, index
+def newest_whole(folder: Path, groups: Groups) -> "CheckpointReader | None":
+    """The newest checkpoint that is whole, found by all ranks together; a broken one is named and passed over.
+
+    Raises UserError where there are checkpoints and none is whole.
+    """
+    found = list_checkpoints(folder)
+    for path in reversed(found):
+        problem = verify(path, groups.rank, groups.world_size)
+        broken = torch.tensor(problem is not None, dtype=torch.int32)
+        dist.all_reduce(broken)
+        if not broken:
+            return CheckpointReader(path)
+        if problem is not None:
+            logger.error("%s; the checkpoint before it is taken", problem)
+    if found:
+        raise UserError(f"{folder} has no whole checkpoint left: remove its folders to start anew")
+    return None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ import json
 import logging
 import math
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,6 +131,22 @@ class Stopwatch:
 
     def __init__(self, tokens: int) -> None:
         self.start, self.tokens = time.perf_counter(), tokens
+        self.last = self.start
+        self.quiet: deque[float] = deque(maxlen=20)  # seconds of the newest steps without a save beside them
+        self.busy: list[float] = []  # of those beside the newest save
+
+    def step(self, saving: bool) -> None:
+        """A step has ended; whether a checkpoint was being written."""
+        now = time.perf_counter()
+        (self.busy.append if saving else self.quiet.append)(now - self.last)
+        self.last = now
+
+    def dip(self) -> float | None:
+        """The share of the rate that was lost while the newest checkpoint was written; None where no step tells."""
+        busy, self.busy = self.busy, []
+        if not busy or not self.quiet:
+            return None
+        return 1 - statistics.median(self.quiet) / statistics.median(busy)
 
     def lap(self, tokens: int) -> float:
         """The rate since the last lap, given the tokens trained in all."""
@@ -141,7 +159,9 @@ class Stopwatch:
     def paused(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.start += time.perf_counter() - began
+        paused = time.perf_counter() - began
+        self.start += paused
+        self.last += paused
 
 
 def _short(value: Any) -> str:

@@ -16,7 +16,7 @@ from ssscale.config import to_yaml
 from ssscale.data.batch import Batch
 from ssscale.data.stream import PackedData, make_loader, make_order, valid_batches
 from ssscale.engine.deepspeed import DeepSpeedEngine
-from ssscale.errors import SAVED, Stop
+from ssscale.errors import SAVED, Stop, UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.model.init import initialize_weights
@@ -30,10 +30,11 @@ from ssscale.train.checkpoint import (
     list_checkpoints,
     load_training_state,
     load_weights,
-    save_checkpoint,
+    newest_whole,
 )
 from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, sums_by_source
 from ssscale.train.run_folder import check_folder, claim_folder
+from ssscale.train.save import CheckpointWriter, Retention, Saved
 from ssscale.train.schedule import learning_rate, stage_at
 from ssscale.train.signals import StopSignals
 from ssscale.train.stages import Part, Plan
@@ -53,8 +54,7 @@ class Trainer:
         check_folder(self.folder, config)
         self.plan = Plan(config)
         self.total_steps = self.plan.total_steps
-        found = list_checkpoints(self.folder / "checkpoints")
-        self.reader = CheckpointReader(found[-1]) if found else None
+        self.reader = newest_whole(self.folder / "checkpoints", groups)
         self.state = self.reader.state if self.reader else TrainState()
         self.saved_step = self.state.step
         self.part = self.plan.at(self.state.step)
@@ -62,6 +62,8 @@ class Trainer:
         last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
         self._open_data(self.state.data_fingerprint or None if last == self.config.data.path else None)
         self.lock = claim_folder(self.folder, config, groups, slurm_job)
+        retention = Retention(config.train.keep, config.train.keep_every, config.train.keep_best)
+        self.writer = CheckpointWriter(self.folder / "checkpoints", groups, retention)
         self._build()
 
     def _open_data(self, trained_on: str | None) -> None:
@@ -144,35 +146,45 @@ class Trainer:
 
     def _run(self) -> None:
         train = self.run_config.train
-        metrics = Metrics(self.folder, self.state.step, self.total_steps, self.groups.is_main)
-        with metrics:
-            watch = Stopwatch(self.state.tokens)
-            for step, batches in enumerate(self._steps(watch), self.state.step + 1):
+        self.metrics = Metrics(self.folder, self.state.step, self.total_steps, self.groups.is_main)
+        with self.metrics as metrics:
+            self.watch = Stopwatch(self.state.tokens)
+            for step, batches in enumerate(self._steps(), self.state.step + 1):
                 num_targets, stop = self._agree(batches)
                 if stop:
                     self._stop()
                 sums, result, lr = self._train_step(step, batches, num_targets)
+                self.watch.step(self.writer.active)
                 if self.started:
                     logger.info("first step after %.1f s", time.perf_counter() - self.started)
                     self.started = 0.0
                 if self._is_due(step, train.log_every):
                     record = self._record(step, sums, lr, result.grad_norm)
-                    metrics.write(record | self._speed(watch.lap(self.state.tokens)))
+                    metrics.write(record | self._speed(self.watch.lap(self.state.tokens)))
                 metrics.advance(step)
-                with watch.paused():
+                with self.watch.paused():
                     if self._is_due(step, train.eval_every):
-                        metrics.write({"step": step, "tokens": self.state.tokens, **self.evaluate()})
+                        losses = self.evaluate()
+                        self.state = replace(self.state, valid_loss=losses["valid_loss"])
+                        metrics.write({"step": step, "tokens": self.state.tokens, **losses})
                     if self._is_due(step, train.save_every):
-                        self.save()
+                        self.save(wait=not train.save_background)
+            if self.writer.active:
+                self._saved(self.writer.wait())
+            if train.save_every and self.saved_step != self.state.step:
+                raise UserError(
+                    f"the last step could not be saved in {self.folder}: make room there; the same command trains again "
+                    f"from step {self.saved_step}"
+                )
 
     def _is_due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.total_steps)
 
-    def _steps(self, watch: Stopwatch) -> Iterator[list[Batch]]:
+    def _steps(self) -> Iterator[list[Batch]]:
         """The microbatches of each step to the end of the run, from part to part of the plan."""
         while self.state.step < self.total_steps:
             part = self.plan.at(self.state.step)
-            with watch.paused():
+            with self.watch.paused():
                 self._enter(part)
             yield from make_loader(
                 self.data,
@@ -196,8 +208,7 @@ class Trainer:
         if self.config.data != before.data:
             self._open_data(None)
         if self.config.model != before.model:
-            if self.state.step != self.saved_step:
-                self.save()
+            self._save_now()
             logger.info("stage %s changes the model", self.config.train.stages[part.stage].name)
             self._rebuild()
         self.engine.set_batch_size(part.batch_size, self.config.train.microbatch)
@@ -213,20 +224,35 @@ class Trainer:
         self._build()
 
     def _agree(self, batches: list[Batch]) -> tuple[int, bool]:
-        """What all ranks must know alike before a step: its target tokens, and whether any of them was asked to stop."""
+        """What all ranks must know alike before a step: its target tokens, and whether any of them was asked to stop.
+
+        Also commits a checkpoint that all of them have written by now.
+        """
         asked = self.signals is not None and self.signals.received is not None
-        sums = torch.tensor([sum(batch.num_targets for batch in batches), asked])
+        targets = sum(batch.num_targets for batch in batches)
+        sums = torch.tensor([targets, asked, self.writer.done, self.writer.failed])
         dist.all_reduce(sums)
-        num_targets, stop = sums.tolist()
+        num_targets, stop, written, failed = sums.tolist()
+        if written == self.groups.world_size:
+            with self.watch.paused():
+                self._saved(self.writer.finish(whole=not failed))
         return max(num_targets // self.groups.tensor_size, 1), stop > 0
 
     def _stop(self) -> NoReturn:
         """Save the last step, if it is not saved, and leave."""
-        if self.state.step != self.saved_step:
-            self.save()
+        self._save_now()
         received = self.signals.received if self.signals else None
         reason = received.name if received else "a signal to another rank"
+        if self.saved_step != self.state.step:
+            raise Stop(f"{reason}; step {self.state.step} could not be saved, {self.saved_step} was the last", SAVED)
         raise Stop(f"{reason}; step {self.state.step} is saved, the same command goes on", SAVED)
+
+    def _save_now(self) -> None:
+        """Make sure that the last step is saved."""
+        if self.writer.active:
+            self._saved(self.writer.wait())
+        if self.state.step != self.saved_step:
+            self.save(wait=True)
 
     def _train_step(self, step: int, batches: list[Batch], num_targets: int) -> tuple[Tensor, Any, float]:
         """One optimizer step. Returns this rank's `sums_by_source`, the engine's result and the learning rate."""
@@ -243,6 +269,7 @@ class Trainer:
         self.state = replace(
             self.state,
             step=step,
+            valid_loss=None,
             applied_steps=self.state.applied_steps + (not result.skipped),
             tokens=tokens,
             samples=self.plan.next_sample(step - 1, self.state.skipped) + self.part.batch_size,
@@ -298,9 +325,19 @@ class Trainer:
         dist.all_reduce(sums, group=groups.data_group)
         return {"valid_loss": mean_loss(sums), **losses_by_source(sums, data.names, "valid_loss")}
 
-    def save(self) -> Path:
-        """Write a checkpoint of this step."""
+    def save(self, wait: bool = False) -> None:
+        """Write a checkpoint of this step, in the background unless told to wait."""
+        if self.writer.active:
+            self._saved(self.writer.wait())
         files = {"config.yaml": to_yaml(self.config), "tokenizer.json": Path(self.data.tokenizer_file).read_text()}
-        folder = self.folder / "checkpoints"
-        self.saved_step = self.state.step
-        return save_checkpoint(folder, self.engine, self.groups, self.state, files, self.config.train.keep)
+        self.writer.start(self.engine, self.state, files)
+        if wait:
+            self._saved(self.writer.wait())
+
+    def _saved(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        self.saved_step = saved.step
+        record: dict[str, Any] = {"step": self.state.step, "saved_step": saved.step, "save_blocked_s": saved.blocked_s}
+        record |= {"save_written_s": saved.written_s, "save_bytes": saved.bytes, "save_dip": self.watch.dip()}
+        self.metrics.write(record)

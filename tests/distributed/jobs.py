@@ -21,8 +21,8 @@ from ssscale.train.checkpoint import (
     list_checkpoints,
     load_training_state,
     load_weights,
-    save_checkpoint,
 )
+from ssscale.train.save import save_checkpoint
 
 LENGTH, ROWS, VOCAB = 24, 4, 300
 
@@ -119,5 +119,5 @@ def train(
     results = [train_step(engine, groups, step, microbatch, lr) for step in range(first_step, first_step + steps)]
     if save:
         state = TrainState(step=first_step + steps, applied_steps=first_step + steps)
-        save_checkpoint(Path(save), engine, groups, state, {}, keep=2)
+        save_checkpoint(Path(save), engine, groups, state)
     return {"losses": [loss for loss, _ in results], "norms": [norm for _, norm in results]}

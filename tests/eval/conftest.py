@@ -18,7 +18,8 @@ from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config, DataConfig, ModelConfig, ScheduleConfig, StageConfig, TrainConfig
-from ssscale.train.checkpoint import TrainState, save_checkpoint
+from ssscale.train.checkpoint import TrainState
+from ssscale.train.save import save_checkpoint
 
 LENGTH, VOCAB = 128, 400
 SYLLABLES = ("stick", "break", "soft", "max", "ing", "ed", "er", "la", "mo", "ti", "ra", "ne", "po", "wen")
@@ -125,7 +126,7 @@ def run(tmp_path: Path, config: Config, model: Decoder, groups: Groups, valid: P
     """A run folder with a checkpoint and the metrics of ten logged steps."""
     folder = tmp_path / "runs" / "trial"
     files = {"config.yaml": to_yaml(config), "tokenizer.json": Path(valid.tokenizer_file).read_text()}
-    save_checkpoint(folder / "checkpoints", Weights(model), groups, TrainState(step=10), files, keep=2)
+    save_checkpoint(folder / "checkpoints", Weights(model), groups, TrainState(step=10), files)
     (folder / "config.yaml").write_text(files["config.yaml"])
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, 11):

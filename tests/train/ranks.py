@@ -80,7 +80,7 @@ class Ranks:
         return codes
 
     def finish(self) -> None:
-        codes = self.wait()
+        codes = self.wait(600)
         assert set(codes) == {0}, f"{codes}:\n{self.output()}"
 
     def records(self) -> list[dict[str, Any]]:
