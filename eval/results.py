@@ -16,8 +16,12 @@ def run_folder(checkpoint: Path) -> Path:
     return checkpoint.parent.parent if absolute.parent.name == "checkpoints" else checkpoint
 
 
-def results_file(checkpoint: Path) -> Path:
-    return run_folder(checkpoint) / FOLDER / f"{checkpoint.resolve().name}.json"
+def results_file(checkpoint: Path, changes: list[str] | None = None) -> Path:
+    """Of the checkpoint as it was trained, or, in a folder named after them, with keys changed for the evaluation."""
+    folder = run_folder(checkpoint) / FOLDER
+    if changes:
+        folder /= ",".join(sorted(change.replace("/", "_") for change in changes))
+    return folder / f"{checkpoint.resolve().name}.json"
 
 
 def read_results(file: Path) -> dict[str, Any]:

@@ -5,8 +5,10 @@ tasks:      lm-eval tasks by name: cloze (from the held-out documents), or any o
 valid:      loss over the whole validation split (true)
 baseline:   the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)
 data:       the data folder, where it is no longer the one that the run was trained on from here
+model.*:    keys to change for this evaluation, such as model.position.rope_base=500000, model.position.window=512 or
+            model.attention.core=ssmax on a softmax run; the checkpoint stays as it is
 
-Prints a table and adds it to RUN/eval/step-XXXXXXXX.json. Needs no GPU.
+Prints a table and adds it to RUN/eval/step-XXXXXXXX.json (with changes: RUN/eval/CHANGES/...). Needs no GPU.
 """
 
 import logging
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ssscale.model.decoder import Decoder
     from ssscale.schema import Config
 
+CHANGEABLE = ("model.attention.", "model.position.")
 OPTIONS = {"checkpoint": str, "tasks": str, "valid": str, "baseline": str, "data": str}
 
 
@@ -47,8 +50,10 @@ def flag(options: dict[str, Any], key: str) -> bool | None:
 
 def main(argv: list[str]) -> None:
     options, rest = take_options(argv, OPTIONS)
-    if rest:
-        raise UserError(f"unknown argument {rest[0]!r}: this command takes {', '.join(f'{key}=' for key in OPTIONS)}")
+    unknown = [text for text in rest if not text.startswith(CHANGEABLE)]
+    if unknown:
+        known = ", ".join([*(f"{key}=" for key in OPTIONS), *(f"{key}*=" for key in CHANGEABLE)])
+        raise UserError(f"unknown argument {unknown[0]!r}: this command takes {known}")
     if not options.get("checkpoint"):
         raise UserError("checkpoint=RUN is missing: name a run folder or a checkpoint folder")
     names = [name for name in options.get("tasks", "cloze").split(",") if name and name != "none"]
@@ -60,11 +65,17 @@ def main(argv: list[str]) -> None:
     checkpoint = find_checkpoint(Path(options["checkpoint"]))
     console = Console()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    evaluate(checkpoint, names, valid is not False, baseline, options.get("data"), console)
+    evaluate(checkpoint, names, valid is not False, baseline, options.get("data"), rest, console)
 
 
 def evaluate(
-    checkpoint: Path, names: list[str], valid: bool, baseline: bool | None, data_path: str | None, console: Console
+    checkpoint: Path,
+    names: list[str],
+    valid: bool,
+    baseline: bool | None,
+    data_path: str | None,
+    changes: list[str],
+    console: Console,
 ) -> None:
     """Everything that was asked for, printed and added to the results file of the checkpoint."""
     from eval.results import add_results, read_results, results_file
@@ -72,10 +83,10 @@ def evaluate(
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_for_inference
 
-    file = results_file(checkpoint)
+    file = results_file(checkpoint, changes)
     read_results(file)  # a broken file is better said before the work than after it
     groups = initialize()
-    model, config = load_for_inference(checkpoint, groups)
+    model, config = load_for_inference(checkpoint, groups, changes=changes)
     needed = valid or "cloze" in names
     held_out = open_data(config, "valid", data_path) if needed else None
     tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
@@ -84,6 +95,8 @@ def evaluate(
         "parameters": model.num_parameters(),
         "prefix": "BOS before every document",
     }
+    if changes:
+        results["changes"] = changes
     tasks: list[TaskResult] = []
     if names:
         tasks = evaluate_tasks(model, config, tokenizer, held_out, names, file.parent, console)

@@ -22,7 +22,7 @@ from ssscale.errors import UserError
 from ssscale.schema import Config
 from ssscale.validate import validate
 
-__all__ = ["CONFIGS", "from_yaml", "load_config", "run_names", "save", "to_yaml", "validate"]
+__all__ = ["CONFIGS", "change", "from_yaml", "load_config", "run_names", "save", "to_yaml", "validate"]
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -44,11 +44,20 @@ def load_config(arguments: list[str], options: Iterable[str] = ()) -> Config:
         raise UserError(f"config=NAME {problem}: name one of {', '.join(run_names())} or a path ending in .yaml")
     path = _find(names[0], CONFIGS, "config=" + names[0])
     tree = {"name": path.stem} | _read(path, ())
-    tree = _merge(_plain(Config()), tree)
-    for key, text in pairs:
-        if key != "config":
-            _set(tree, key, _parse(key, text), options)
-    return _build_config(tree, "")
+    changes = [argument for argument, (key, _) in zip(arguments, pairs, strict=True) if key != "config"]
+    return _build_config(_change(_merge(_plain(Config()), tree), changes, options), "")
+
+
+def change(config: Config, arguments: list[str]) -> Config:
+    """`config` with `["model.position.rope_base=500000", ...]` in place of what it says. Raises UserError."""
+    return _build_config(_change(_plain(config), arguments, ()), "")
+
+
+def _change(tree: Tree, arguments: list[str], options: Iterable[str]) -> Tree:
+    for argument in arguments:
+        key, text = _split(argument)
+        _set(tree, key, _parse(key, text), options)
+    return tree
 
 
 def to_yaml(config: Config) -> str:

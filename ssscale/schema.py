@@ -224,7 +224,7 @@ class TrainConfig:
     batch_size: int = 1024  # rows an optimizer step, over all ranks
     microbatch: int = 4  # rows a rank a forward pass
     stages: list[StageConfig] = field(default_factory=lambda: [StageConfig()])
-    max_steps: int | None = None  # stop after so many steps whatever the stages say
+    max_steps: int | None = None  # stop after so many steps whatever the stages say; 0 saves what the run begins with
     seed: int = 0
     precision: Precision = Precision.auto
     compile: Compile = Compile.auto
@@ -250,6 +250,7 @@ class ParallelConfig:
 class Config:
     name: str = "run"
     run_dir: str | None = None  # None: runs/<name>
+    init_from: str | None = None  # a run or checkpoint whose weights this one begins with; softmax's may become ssmax's
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

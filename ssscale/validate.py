@@ -89,7 +89,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "optimizer.clip": (AT_LEAST_0,),
     "train.batch_size": (AT_LEAST_1,),
     "train.microbatch": (AT_LEAST_1,),
-    "train.max_steps": (AT_LEAST_1,),
+    "train.max_steps": (AT_LEAST_0,),
     "train.seed": (AT_LEAST_0,),
     "train.log_every": (AT_LEAST_1,),
     "train.eval_every": (AT_LEAST_0,),

@@ -1,16 +1,18 @@
 """From a configuration to a model on a device; from a checkpoint to a model that can be evaluated."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from ssscale.config import from_yaml
+from ssscale.config import change, validate
 from ssscale.errors import UserError
-from ssscale.model.decoder import VOCAB_WEIGHTS, Decoder
+from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config, Precision
-from ssscale.train.checkpoint import CheckpointReader, check_shapes, list_checkpoints, load_weights
+from ssscale.train.checkpoint import CheckpointReader, list_checkpoints
+from ssscale.train.switch import load_switched, saved_config
 
 logger = logging.getLogger("ssscale")
 
@@ -44,23 +46,26 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
         )
 
 
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint folder, given itself or its run's folder (the newest one there). Raises UserError."""
+def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
+    """A checkpoint folder, given itself or its run's folder (the newest one there). Raises UserError naming the option."""
     if (path / "state.json").is_file():
         return path
     found = list_checkpoints(path / "checkpoints")
     if not found:
-        raise UserError(f"checkpoint={path}: neither a checkpoint nor a run folder that has one")
+        raise UserError(f"{option}={path}: neither a checkpoint nor a run folder that has one")
     return found[-1]
 
 
-def load_for_inference(path: Path, groups: Groups, precision: Precision = Precision.auto) -> tuple[Decoder, Config]:
-    """The model of a checkpoint (or of a run's newest one) in eval mode, and its configuration. Raises UserError."""
+def load_for_inference(
+    path: Path, groups: Groups, precision: Precision = Precision.auto, changes: Sequence[str] = ()
+) -> tuple[Decoder, Config]:
+    """The model of a checkpoint (or of a run's newest one) in eval mode, and its configuration. Raises UserError.
+
+    changes: `model.position.rope_base=500000` and the like, in place of what the checkpoint's configuration says.
+    """
     path = find_checkpoint(path)
-    text = path / "config.yaml"
-    config = from_yaml(text.read_text(), str(text))
+    config = change(saved_config(path), list(changes))
+    validate(config)
     model = build_model(config, groups, choose_dtype(precision, groups.device))
-    reader = CheckpointReader(path)
-    check_shapes(reader, model, groups, VOCAB_WEIGHTS)
-    load_weights(reader, model, groups)
+    load_switched(CheckpointReader(path), model, config.model, groups)
     return model.eval().requires_grad_(False), config

@@ -215,7 +215,7 @@ class CheckpointReader:
 def new_weights(reader: CheckpointReader, model: nn.Module) -> set[str]:
     """The weights that a softmax checkpoint lacks of an SSMax model: they keep the values that they begin with."""
     names = {name for name, _ in model.named_parameters()} - reader.weights.keys()
-    return {name for name in names if name.endswith((".core.s", ".core.b"))}
+    return {name for name in names if name.endswith((".core.s", ".core.b")) or name == "pn"}
 
 
 def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, vocab_rows: Iterable[str]) -> None:

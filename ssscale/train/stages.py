@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ssscale.errors import UserError
-from ssscale.schema import Config, StageConfig
+from ssscale.schema import Config, Core, ModelConfig, SSMaxVariant, StageConfig
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,25 @@ class Part:
         return self.first_step + self.num_steps
 
 
+def switched_model(model: ModelConfig, length: int) -> ModelConfig:
+    """A softmax model as SSMax, its other keys as they are; s changes the logits least on average.
+
+    s = 1 / mean of ln n over n = 1 … length, which is length / Σ ln n (arXiv:2501.19399, Section 2.1 (e)); within a window
+    of W keys n is at most W. 1 under `pn`, whose p_n start at 1.
+    """
+    attention, window = model.attention, min(model.position.window or length, length)
+    total = math.lgamma(window + 1) + (length - window) * math.log(window)
+    scale = 1.0 if attention.ssmax is SSMaxVariant.pn or total == 0 else length / total
+    return replace(model, attention=replace(attention, core=Core.ssmax, ssmax_scale=scale))
+
+
 def stage_config(config: Config, index: int) -> Config:
     """The configuration as stage `index` trains it: a stage's changes hold from it on."""
     model, data, train = config.model, config.data, config.train
     for stage in train.stages[: index + 1]:
         if stage.core not in (None, model.attention.core):
-            # s ln n with s = 1 / mean of ln n over a row is 1 on average (arXiv:2501.19399, Section 2.1 (e))
-            scale = stage.ssmax_scale or data.length / math.lgamma(data.length + 1)
+            model = switched_model(model, data.length)
+            scale = stage.ssmax_scale or model.attention.ssmax_scale
             model = replace(model, attention=replace(model.attention, core=stage.core, ssmax_scale=scale))
         if stage.rope_base is not None:
             model = replace(model, position=replace(model.position, rope_base=stage.rope_base))

@@ -22,7 +22,7 @@ from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config
-from ssscale.train.build import build_model, choose_compile, choose_dtype
+from ssscale.train.build import build_model, choose_compile, choose_dtype, find_checkpoint
 from ssscale.train.checkpoint import (
     CheckpointReader,
     TrainState,
@@ -38,6 +38,7 @@ from ssscale.train.save import CheckpointWriter, Retention, Saved
 from ssscale.train.schedule import learning_rate, stage_at
 from ssscale.train.signals import StopSignals
 from ssscale.train.stages import Part, Plan
+from ssscale.train.switch import load_switched
 
 logger = logging.getLogger("ssscale")
 
@@ -94,6 +95,10 @@ class Trainer:
         self._log_choices(model, dtype)
         if self.reader is None:
             initialize_weights(model, config.model, groups, config.train.seed)
+            if config.init_from is not None:
+                source = find_checkpoint(Path(config.init_from), "init_from")
+                load_switched(CheckpointReader(source), model, config.model, groups)
+                logger.info("weights from %s, a new optimizer", source)
         else:
             check_shapes(self.reader, model, groups, VOCAB_WEIGHTS)
             load_weights(self.reader, model, groups)
@@ -137,6 +142,10 @@ class Trainer:
         """
         try:
             if self.state.step >= self.total_steps:
+                if self.total_steps == 0 and not list_checkpoints(self.folder / "checkpoints"):
+                    self._start_save()  # the weights that the run begins with are what was asked for
+                    if self.writer.wait() is None:
+                        raise UserError(f"the weights could not be saved in {self.folder}: make room there")
                 logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.total_steps)
             else:
                 self._run()
@@ -329,10 +338,13 @@ class Trainer:
         """Write a checkpoint of this step, in the background unless told to wait."""
         if self.writer.active:
             self._saved(self.writer.wait())
-        files = {"config.yaml": to_yaml(self.config), "tokenizer.json": Path(self.data.tokenizer_file).read_text()}
-        self.writer.start(self.engine, self.state, files)
+        self._start_save()
         if wait:
             self._saved(self.writer.wait())
+
+    def _start_save(self) -> None:
+        files = {"config.yaml": to_yaml(self.config), "tokenizer.json": Path(self.data.tokenizer_file).read_text()}
+        self.writer.start(self.engine, self.state, files)
 
     def _saved(self, saved: Saved | None) -> None:
         if saved is None:

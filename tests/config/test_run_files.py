@@ -10,7 +10,8 @@ from ssscale.train.stages import Plan
 
 PARAMETERS = {
     "162m_softmax": 162_148_608,
-    "162m_switched": 162_148_608,
+    "162m_ssmax_after": 162_148_752,
+    "162m_ssmax_during": 162_148_608,
     "162m_ssmax": 162_148_752,
     "162m_ssmax_fixed": 162_148_608,
     "162m_ssmax_bias": 162_148_896,
@@ -67,6 +68,7 @@ def test_core_and_position_are_what_the_name_says(name):
     model = CONFIGS[name].model
     variant = name.partition("_")[2]
     core = {"ssmax": Core.ssmax, "sb": Core.stickbreaking}.get(variant.split("_")[0], Core.softmax)
+    core = Core.softmax if variant == "ssmax_during" else core  # as it begins
     methods = {"nope": PositionMethod.nope, "alibi": PositionMethod.alibi, "fire": PositionMethod.fire}
     method = PositionMethod.nope if core is Core.stickbreaking else methods.get(variant, PositionMethod.rope)
     assert model.attention.core is core
@@ -88,11 +90,14 @@ def check_plan(config: Config, length: int, batch: int, tokens: list[int], kinds
     assert (config.optimizer.betas, config.optimizer.weight_decay, config.optimizer.clip) == ((0.9, 0.95), 0.1, 1.0)
 
 
-@pytest.mark.parametrize("name", [n for n in PARAMETERS if n.startswith("162m_s") and "switched" not in n])
+@pytest.mark.parametrize("name", [n for n in PARAMETERS if n.startswith("162m_s") and not n.endswith("during")])
 def test_ssmax_study(name):
     config = CONFIGS[name]
     steps = 25_000 if name.endswith("pn") else 200_000
     check_plan(config, 1024, 2048, [steps * 2_097_152], ["constant"])
+    if name.endswith("after"):
+        assert (config.init_from, config.train.max_steps) == ("runs/162m_softmax", 0)
+        steps = 0
     schedule = config.train.stages[0].schedule
     assert (schedule.lr, schedule.warmup_tokens) == (6e-4, 1000 * 2_097_152)
     assert Plan(config).total_steps == steps

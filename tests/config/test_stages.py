@@ -67,7 +67,7 @@ def test_stages_that_cannot_run_are_one_sentence(stages: list[StageConfig], sent
 
 
 def test_the_switch_of_the_ssmax_study() -> None:
-    config = load_config(["config=162m_switched"])
+    config = load_config(["config=162m_ssmax_during"])
     validate(config, world_size=8, gpu=True)
     plan = Plan(config)
     assert [(part.num_steps, part.tokens_per_step) for part in plan.parts] == [(175_000, 2**21), (25_000, 2**21)]

@@ -1,0 +1,104 @@
+"""Times of position biases and sliding windows beside plain softmax attention, on one GPU:
+
+python -m kernels.flex_benchmark [batch heads length head_dim]
+
+Forward and forward + backward in ms of 4 × 24 × 4096 × 64 in bf16 (unless given), packed with one and with four documents
+a row. FIRE's inference computes its MLP inside FlexAttention; its training writes a table of the bias (computed here with
+it, forward and backward), adds it in FlexAttention and adds the gradients up in it. Compilation takes about two minutes.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.flex import ScoreMod, biased_attention, document_mask, linear_bias, mlp_bias, table_bias
+from kernels.softmax import softmax_attention
+
+SHAPE = (4, 24, 4096, 64)
+WINDOWS = (512, 1024, 2048)
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """The median of `repeats` calls after three that warm up."""
+    times = []
+    for number in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        if number >= 3:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def fire_table(weights: list[Tensor], length: int) -> Tensor:
+    """The bias of arXiv:2310.04418 for every pair of positions, [N, L, L] float32."""
+    c, w1, b1, w2, b2 = weights
+    i = torch.arange(length, device=c.device)
+    x = ((c * (i[:, None] - i)).abs() + 1).log() / (c * i[:, None].clamp(min=512) + 1).log()
+    return ((x[..., None] * w1 + b1).relu() @ w2.T + b2).movedim(-1, 0)
+
+
+def cases(inputs: list[Tensor], length: int, each: int) -> dict[str, tuple[Callable[[], Tensor], bool]]:
+    """name → (a call that returns the output, whether it has a backward), for rows of documents of `each` tokens."""
+    q, k, v = inputs
+    tokens, heads, _ = q.shape
+    cu_seqlens = torch.arange(0, tokens + 1, each, device=q.device, dtype=torch.int32)
+    positions = (torch.arange(tokens, device=q.device) % each).to(torch.int32)
+    masks = {window: document_mask(positions, window) for window in (None, *WINDOWS)}
+    slopes = torch.exp2(-8 / heads * torch.arange(1, heads + 1, device=q.device))
+    shapes = [(1,), (32,), (32,), (heads, 32), (heads,)]
+    weights = [torch.rand(shape, device=q.device).requires_grad_() for shape in shapes]
+    c, w1, b1, w2, b2 = (x.detach() for x in weights)
+    reach = ((c * torch.arange(len(q), device=q.device)) + 1).log()
+    norm = (c * positions.clamp(min=512) + 1).log()
+
+    def softmax(window: int | None = None) -> Callable[[], Tensor]:
+        return lambda: softmax_attention(
+            q, k, v, cu_seqlens=cu_seqlens, max_seqlen=length, uniform_length=each, window=window
+        )
+
+    def flex(score_mod: Callable[[], ScoreMod], window: int | None = None) -> Callable[[], Tensor]:
+        return lambda: biased_attention(q, k, v, score_mod=score_mod(), block_mask=masks[window])
+
+    found = {"softmax": (softmax(), True)}
+    found |= {f"softmax, window {window}": (softmax(window), True) for window in WINDOWS}
+    found["FlexAttention, no bias"] = (flex(lambda: lambda score, b, h, i, j: score), True)
+    found["ALiBi"] = (flex(lambda: linear_bias(slopes)), True)
+    found["ALiBi, window 512"] = (flex(lambda: linear_bias(slopes), 512), True)
+    found["FIRE, inference"] = (flex(lambda: mlp_bias(reach, norm, w1, b1, w2, b2)), False)
+    found["FIRE, training"] = (flex(lambda: table_bias(fire_table(weights, length), positions)), True)
+    return found
+
+
+def main(shape: tuple[int, ...]) -> None:
+    batch, heads, length, head_dim = shape
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {batch} × {heads} × {length} × {head_dim}, bf16")
+    print("| documents a row | what | forward ms | forward + backward ms |\n|---|---|---|---|")
+    tokens = batch * length
+    q, k, v = (torch.randn(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    upstream = torch.randn_like(q)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    for documents in (1, 4):
+        each = length // documents
+        positions = (torch.arange(tokens, device="cuda") % each).to(torch.int32)
+        build = milliseconds(partial(document_mask, positions), 5)
+        for name, (run, trains) in cases(inputs, length, each).items():
+
+            def train(run: Callable[[], Tensor] = run) -> None:
+                torch.autograd.grad(run(), inputs, upstream)
+
+            with torch.no_grad():
+                forward = milliseconds(run)
+            both = f"{milliseconds(train):.2f}" if trains else "-"
+            print(f"| {documents} | {name} | {forward:.2f} | {both} |", flush=True)
+        print(f"| {documents} | block mask, once a batch | {build:.2f} | - |", flush=True)
+
+
+if __name__ == "__main__":
+    main(tuple(map(int, sys.argv[1:])) or SHAPE)
