@@ -127,8 +127,8 @@ def softmax_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, None]:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        four = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        return scaled_dot_product_attention(*four, is_causal=True, scale=scale)[0].transpose(0, 1), None
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1), None
 
 
 def worst_error(function: Attention, reference: Attention, layer: list[Tensor], length: int, scale: float) -> str:

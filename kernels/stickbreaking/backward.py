@@ -18,8 +18,6 @@ from .forward import COUNTS, GROUP_BYTES, Config, forward_config, head_group, la
 
 # Scratch a query and head: 8 bytes for each key tile, in slices of rows that keep it under this many bytes a row of the whole.
 SCRATCH_BYTES_PER_ROW = 2048
-DQ_PARTS = 1
-DK_PARTS = 1
 
 
 class BackwardConfig(NamedTuple):
@@ -34,7 +32,7 @@ def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
     if head_dim <= 32:
         return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 3))
     if head_dim <= 64:
-        return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 3))
+        return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 4))
     return BackwardConfig(Config(128, key_block, 8, 2), Config(128, key_block, 8, 2))
 
 
@@ -58,7 +56,7 @@ def _dq_tiles(
     scratch_step, first, last, position, num_keys,
     logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr = 1,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
     for t in tl.range(first, last, num_stages=1 if MASKED else None):
@@ -91,7 +89,7 @@ def _dq_tiles(
         before = behind[:, None] + tile.group_sums(g, farther, PRECISION)
         behind += tl.sum(g, 1)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-        dq = tile.dot_rounded(tile.whole(a0, a1, a2, a3, ROWS, BN), k, dq, False, PARTS, PRECISION)
+        dq = tl.dot(tile.whole(a0, a1, a2, a3, ROWS, BN).to(k.dtype), k, dq, input_precision=PRECISION)
     return dq, carry, behind
 
 
@@ -105,7 +103,7 @@ def dq_kernel(
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER:
-    tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr = 1,
+    tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -158,13 +156,12 @@ def dq_kernel(
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
         tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
-        stop, unmasked, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, False, PRECISION, PARTS,
+        stop, unmasked, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, False, PRECISION,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
         tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
         tl.maximum(stop, unmasked), end, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, True, PRECISION,
-        PARTS,
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
@@ -200,7 +197,7 @@ def _list_runs(
 def _dkv_run(
     dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr = 1,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Row blocks first … last − 1 of one head of the group. Their addresses follow from a counter, so that their loads are
     pipelined: behind a test, or an index that is itself loaded, they would be issued when they are needed."""
@@ -232,7 +229,8 @@ def _dkv_run(
         a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
         before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-        dk = tile.dot_rounded(tile.whole(a0, a1, a2, a3, ROWS, BN), q, dk, True, PARTS, PRECISION)
+        dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
+        dk = tl.dot(tl.trans(dz), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -245,7 +243,7 @@ def dkv_kernel(
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
     FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr = 1,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = tile.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -317,7 +315,7 @@ def dkv_kernel(
             dk, dv = _dkv_run(
                 dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, block - base,
                 block - base + alive.to(tl.int32), t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN,
-                H, True, PRECISION, PARTS,
+                H, True, PRECISION,
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -326,7 +324,7 @@ def dkv_kernel(
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         dk, dv = _dkv_run(
             dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, first % MAX_BLOCKS,
-            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PRECISION, PARTS,
+            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PRECISION,
         )  # fmt: skip
     dk *= scale
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
@@ -389,13 +387,13 @@ def backward(
             q_offsets,
             num_tokens, num_keys, num_heads, head_group(k, group, group_bytes), num_sequences, first, last, block_stop.shape[1],
             num_tiles, scratch_rows, *strides, scale, logit_scale,
-            ROWS=rows, HAS_REST=grad_log_rest is not None, NEARER_PARTS=dq_parts, PARTS=DQ_PARTS, **launch(dq_config), **common,
+            ROWS=rows, HAS_REST=grad_log_rest is not None, NEARER_PARTS=dq_parts, **launch(dq_config), **common,
         )  # fmt: skip
         dkv_kernel[(triton.cdiv(num_key_slots, num_sequences) * num_sequences * num_kv_heads,)](
             q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
             num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
             num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
             ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
-            NEARER_PARTS=sums.nearer_parts, PARTS=DK_PARTS, **launch(dkv_config), **common,
+            NEARER_PARTS=sums.nearer_parts, **launch(dkv_config), **common,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype), d_rest_in

@@ -127,26 +127,6 @@ def group_sums(x, triangle, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot_rounded(x, y, acc, TRANSPOSED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + x @ y (or xᵀ @ y) with a float32 x rounded to y's type, in as many parts."""
-    if PARTS == 1:
-        parts = x.to(y.dtype)
-        if TRANSPOSED:
-            parts = tl.trans(parts)
-        acc = tl.dot(parts, y, acc, input_precision=PRECISION)
-    else:
-        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        low = (x - high).to(y.dtype)
-        parts = high.to(y.dtype)
-        if TRANSPOSED:
-            parts = tl.trans(parts)
-            low = tl.trans(low)
-        acc = tl.dot(parts, y, acc, input_precision=PRECISION)
-        acc = tl.dot(low, y, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
 def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 

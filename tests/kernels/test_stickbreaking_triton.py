@@ -89,7 +89,7 @@ def compiled(kernel, config, head_dim, with_farther, **constants) -> Resources:
     }
     constants |= {"NEARER": sums.nearer, "NEARER_PARTS": sums.nearer_parts, "PRECISION": sums.dot}
     if with_farther:
-        constants |= {"FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts, "PARTS": 1}
+        constants |= {"FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts}
     signature = types(kernel, constants, scratch_rows="I32")
     return resources(compile_for_hopper(kernel, signature, constants, **F.launch(config)))
 
