@@ -4,7 +4,7 @@
 
 RUN is the folder of a run made by launch/pretrain.py with `model.attention.core=stickbreaking`, DATA a packed data folder whose
 validation rows are joined to sequences of each length, every one read as one document. One forward and one backward pass
-collect q, k, v and dO of all layers; each layer is then timed on its own.
+collect q, k, v and dO of all layers; each layer is then timed on its own. Last, decoded texts against full passes.
 """
 
 import argparse
@@ -26,11 +26,14 @@ from ssscale.attention.stickbreaking import StickBreakingCore
 from ssscale.data.stream import PackedData
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
+from ssscale.model.generate import generate
 from ssscale.parallel.groups import initialize, shutdown
+from ssscale.schema import Precision
 from ssscale.train.build import load_for_inference
 
 THRESHOLD = 2**-12
 ROWS, KEYS = 128, 64  # the tile in which liveness is counted
+PROMPT, NEW_TOKENS = 500, 200
 LONGEST_CHECKED = 4096  # float64 takes length² numbers
 FAINT = (2**-18, 2**-14, 2**-10)  # of a stick spent by any row of a tile
 BASELINES = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -260,6 +263,31 @@ def evaluate(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayou
     print(f"skipping takes {1 - results['on'] / results['off']:.1%} off the evaluation", flush=True)
 
 
+@torch.no_grad()
+def decode(model: Decoder, tokens: Tensor, length: int) -> str:
+    """How many of 200 greedily decoded tokens of every sequence are the full forward pass's likeliest ones."""
+    device = model.groups.device
+    prompts = [row[: PROMPT + 37 * i].tolist() for i, row in enumerate(tokens.unflatten(0, (-1, length)))]
+    start = time.perf_counter()
+    texts = generate(model, prompts, NEW_TOKENS)
+    seconds = time.perf_counter() - start
+    same = total = 0
+    furthest = 0.0
+    for prompt, text in zip(prompts, texts, strict=True):
+        layout = PackedLayout.from_lengths([len(prompt) + len(text)]).to(device)
+        logits = model(torch.tensor(prompt + text, device=device), layout)[len(prompt) - 1 : -1].float()
+        chosen = torch.tensor(text, device=device)
+        equal = logits.argmax(-1) == chosen
+        same, total = same + int(equal.sum()), total + len(text)
+        behind = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
+        furthest = max(furthest, float(behind.max()))
+    name = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return (
+        f"decoding {len(prompts)} texts in {name}: {same} of {total} tokens are the full pass's likeliest, the others at "
+        f"most {furthest:.3f} under it in their logit; {1e3 * seconds / NEW_TOKENS:.1f} ms a step"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
@@ -277,6 +305,9 @@ def main() -> None:
     print(f"{arguments.run.name}: {name}, torch {torch.__version__}")
     for length in lengths:
         report(model, held_out(data, length, max(1, arguments.rows * lengths[0] // length)), length)
+    for precision in (Precision.fp32, Precision.bf16):
+        model, _ = load_for_inference(arguments.run, groups, precision)
+        print(decode(model, held_out(data, lengths[0], arguments.rows), lengths[0]), flush=True)
     shutdown()
 
 

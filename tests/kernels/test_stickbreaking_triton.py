@@ -96,7 +96,7 @@ def compiled(kernel, config, head_dim, with_farther, **constants) -> Resources:
 
 # Local-memory accesses allowed in any one loop over tiles. Head dim 128 has no configuration without: of those that were
 # measured (README.md) the chosen ones are the fastest.
-ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 51, ("dkv", 64): 5}
+ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 51, ("dkv", 64): 6}
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
