@@ -128,8 +128,8 @@ def _varlen_backward(
     left, is_causal = _reach(documents)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    # FlashAttention-2 reads torch's global flag.
-    torch.use_deterministic_algorithms(documents.deterministic, warn_only=True)
+    # FlashAttention-2 reads torch's global flag, and not where it only warns.
+    torch.use_deterministic_algorithms(documents.deterministic)
     try:
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_o,

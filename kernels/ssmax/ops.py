@@ -66,7 +66,10 @@ def backward_op(
     slopes: bool,
     base_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dqkv [T, N + 2K, H], and the gradients of base [T], s [N] and b [N]: zero where `slopes`, `base_grad` ask for none."""
+    """dqkv [T, N + 2K, H], and the gradients of base [T], s [N] and b [N].
+
+    slopes: whether s or b wants one; base_grad: whether base does. What is not asked for is empty.
+    """
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     v, dv = (x.narrow(1, num_heads + num_kv_heads, num_kv_heads) for x in (qkv, dqkv))
@@ -74,7 +77,7 @@ def backward_op(
     dq, dk = backends.backward(grad_o, q, k, v, o, lse, documents, dv)
     if qkv.device.type == "cuda":
         return dqkv, *rotary.backward(dq, dk, qkv, dqkv, cos, sin, base, s, b, slopes, base_grad)
-    return dqkv, *_rotate_back(dq, dk, qkv, dqkv, cos, sin, base, s, b)
+    return dqkv, *_rotate_back(dq, dk, qkv, dqkv, cos, sin, base, s, b, slopes, base_grad)
 
 
 def _rotate_back(
@@ -87,6 +90,8 @@ def _rotate_back(
     base: Tensor | None,
     s: Tensor | None,
     b: Tensor | None,
+    slopes: bool,
+    base_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rotary.backward` in plain torch."""
     num_heads, num_kv_heads = dq.shape[1], dk.shape[1]
@@ -96,12 +101,13 @@ def _rotate_back(
     dqkv[:, num_heads : num_heads + num_kv_heads] = rotate(dk.to(wide), cos, minus_sin)
     factor = query_factor(base, s, b)
     dqkv[:, :num_heads] = du if factor is None else du * factor[..., None]
-    ds, db = (qkv.new_zeros(num_heads, dtype=torch.float32 if x is None else x.dtype) for x in (s, b))
-    if base is None or s is None:
-        return qkv.new_zeros(qkv.shape[0], dtype=torch.float32), ds, db
-    slope = (du * qkv[:, :num_heads].to(wide)).sum(2)  # [T, N]
-    dbase = (slope * s.to(wide)).sum(1).to(base.dtype)
-    return dbase, (slope * base[:, None]).sum(0).to(ds.dtype), slope.sum(0).to(db.dtype)
+    dbase, ds, db = (qkv.new_empty(0, dtype=torch.float32 if x is None else x.dtype) for x in (base, s, b))
+    if base is not None and s is not None and (slopes or base_grad):
+        slope = (du * qkv[:, :num_heads].to(wide)).sum(2)  # [T, N]
+        ds, db = (slope * base[:, None]).sum(0).to(ds.dtype), slope.sum(0).to(db.dtype)
+        if base_grad:
+            dbase = (slope * s.to(wide)).sum(1).to(dbase.dtype)
+    return dbase, ds, db
 
 
 @forward_op.register_fake
@@ -113,10 +119,12 @@ def _(qkv, cos, sin, base, s, b, cu_seqlens, num_heads, *_):  # type: ignore[no-
 
 
 @backward_op.register_fake
-def _(grad_o, qkv, o, lse, q, k, cos, sin, base, s, b, *_):  # type: ignore[no-untyped-def]
-    dbase = qkv.new_empty(qkv.shape[0], dtype=torch.float32 if base is None else base.dtype)
-    ds, db = (qkv.new_empty(q.shape[1], dtype=torch.float32 if x is None else x.dtype) for x in (s, b))
-    return qkv.new_empty(qkv.shape), dbase, ds, db
+def _(grad_o, qkv, o, lse, q, k, cos, sin, base, s, b, *others):  # type: ignore[no-untyped-def]
+    *_, slopes, base_grad = others
+    num_heads = q.shape[1] if slopes or base_grad else 0
+    sizes = (qkv.shape[0] if base_grad else 0, num_heads, num_heads)
+    types = (torch.float32 if x is None else x.dtype for x in (base, s, b))
+    return qkv.new_empty(qkv.shape), *(qkv.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, types))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -115,9 +115,9 @@ def backward_kernel(
             x, y = _load(x_ptr, tokens, heads, dims, sx_t, valid, H, HALF)
             # The gradient of the factor is dq·R q, which is R⁻¹ dq·q.
             slope = tl.sum(a * x + b * y, 2)  # [BT, BH]
-            at = sums_ptr + tl.program_id(1) * 2 * N + heads
+            at = sums_ptr + heads * tl.num_programs(1) + tl.program_id(1)
             tl.store(at, tl.sum(slope * base[:, None], 0))
-            tl.store(at + N, tl.sum(slope, 0))
+            tl.store(at + N * tl.num_programs(1), tl.sum(slope, 0))
             if BASE_GRAD:
                 at_base = dbase_ptr + tl.program_id(0).to(tl.int64) * num_tokens + tokens
                 tl.store(at_base, tl.sum(slope * s[None, :], 1), valid)
@@ -126,17 +126,16 @@ def backward_kernel(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def reduce_kernel(sums_ptr, ds_ptr, db_ptr, num_blocks, N: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr):
+def reduce_kernel(sums_ptr, ds_ptr, db_ptr, num_blocks, N: tl.constexpr, BLOCKS: tl.constexpr):
     """ds and db from the sums of each block of tokens, always in the same order."""
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    total = tl.zeros((ROWS, BN), tl.float32)
-    for first in range(0, num_blocks, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        at = sums_ptr + rows[:, None] * (2 * N) + columns[None, :]
-        total += tl.load(at, (rows < num_blocks)[:, None] & (columns < 2 * N)[None, :], 0.0)
-    result = tl.sum(total, 0)
-    tl.store(ds_ptr + columns, result.to(ds_ptr.dtype.element_ty), columns < N)
-    tl.store(db_ptr + columns - N, result.to(db_ptr.dtype.element_ty), (columns >= N) & (columns < 2 * N))
+    row, total = tl.program_id(0), tl.zeros((BLOCKS,), tl.float32)
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        total += tl.load(sums_ptr + row * num_blocks + block, block < num_blocks, 0.0)
+    if row < N:
+        tl.store(ds_ptr + row, tl.sum(total, 0).to(ds_ptr.dtype.element_ty))
+    else:
+        tl.store(db_ptr + row - N, tl.sum(total, 0).to(db_ptr.dtype.element_ty))
 
 
 def _launch(
@@ -200,22 +199,21 @@ def backward(
     base_grad: bool,
     tuned: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes the gradients of q and k into dqkv; returns those of base [T], s and b [N], zero unless asked for.
+    """Writes the gradients of q and k into dqkv; returns those of base [T], s and b [N].
 
-    slopes: of s and b; base_grad: of base too.
+    slopes: whether those of s and b are asked for; base_grad: that of base too. What is not asked for is empty.
     """
     total, num_heads = qkv.shape[0], dq.shape[1]
     grid, constants = _launch(qkv, num_heads, cos, base, b, tuned)
-    groups = num_heads // constants["BH"]
-    slopes = slopes or base_grad
-    ds, db = (qkv.new_zeros(num_heads, dtype=torch.float32 if x is None else x.dtype) for x in (s, b))
-    sums = qkv.new_empty((grid[1], 2, num_heads) if slopes else 0, dtype=torch.float32)
-    dbase = qkv.new_zeros((groups, total) if base_grad else (1, total), dtype=torch.float32)
+    groups, slopes = num_heads // constants["BH"], slopes or base_grad
+    ds, db = (qkv.new_empty(num_heads if slopes else 0, dtype=torch.float32 if x is None else x.dtype) for x in (s, b))
+    sums = qkv.new_empty((2, num_heads, grid[1]) if slopes else 0, dtype=torch.float32)
+    dbase = qkv.new_empty((groups, total) if base_grad else 0, dtype=torch.float32)
     if total:
         backward_kernel[grid](
             dq, dk, qkv, dqkv, cos, sin, base, s, b, sums, dbase, total, qkv.stride(0), dqkv.stride(0),
             **constants, SLOPE=slopes, BASE_GRAD=base_grad,
         )  # fmt: skip
-        if slopes:
-            reduce_kernel[(triton.cdiv(2 * num_heads, 16),)](sums, ds, db, grid[1], num_heads, 16, 128, num_warps=4)
-    return dbase.sum(0), ds, db
+    if slopes:
+        reduce_kernel[(2 * num_heads,)](sums, ds, db, grid[1], num_heads, 1024, num_warps=4)
+    return dbase.sum(0) if base_grad else dbase, ds, db
