@@ -1,7 +1,8 @@
 """Report on runs:   python launch/report.py RUN [RUN ...] [sample=false] [data=FOLDER]
 
 Into each run folder: loss.png (losses by tokens, learning rate, stages, the bigram where launch/evaluate.py has made
-it), sample.txt (the newest checkpoint goes on with held-out text) and summary.txt. Of several runs also one figure of
+it), sample.txt (the newest checkpoint goes on with held-out text), of an SSMax run ssmax.csv (s and b by layer and head)
+and pn.csv, and summary.txt. Of several runs also one figure of
 them all, compare.png in the first one's folder. Needs no GPU.
 """
 
@@ -43,6 +44,8 @@ def main(argv: list[str]) -> None:
 
     from eval.figures import draw_run, draw_runs
     from eval.run import Run
+    from eval.scales import write_scales
+    from ssscale.train.switch import saved_config
 
     runs = [Run.open(Path(folder)) for folder in folders]
 
@@ -51,6 +54,8 @@ def main(argv: list[str]) -> None:
         draw_run(run, run.folder / "loss.png")
         if with_sample is not False and run.checkpoint is not None:
             sample(run, options.get("data"))
+        if run.checkpoint is not None:
+            write_scales(run.checkpoint, saved_config(run.checkpoint), run.folder)
         text = summary(run)
         (run.folder / "summary.txt").write_text(text, encoding="utf-8")
         texts.append(text)
@@ -91,7 +96,11 @@ def summary(run: "Run") -> str:
         f"{model.num_layers} layers of {model.hidden_size:,}, {model.num_heads} heads, vocabulary {model.vocab_size:,}"
     )
     position = "" if model.attention.core == "stickbreaking" else f", positions {model.position.method.value}"
-    present = [name for name in ("loss.png", "sample.txt", "summary.txt") if name == "summary.txt" or _has(run, name)]
+    present = [
+        name
+        for name in ("loss.png", "sample.txt", "ssmax.csv", "pn.csv", "summary.txt")
+        if name == "summary.txt" or _has(run, name)
+    ]
     rows = [
         ("model", f"{model.attention.core.value} attention{position}; {shape}"),
         ("parameters", f"{count_parameters(model, run.config.data.length):,}"),

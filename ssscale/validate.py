@@ -32,7 +32,7 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     _check_numbers(config)
     _check_model(config.model)
     _check_attention(config.model)
-    _check_position(config.model)
+    _check_position(config.model, gpu)
     names = [stage.name for stage in config.train.stages]
     if not names:
         raise UserError("train.stages is empty: a run needs at least one stage")
@@ -183,7 +183,7 @@ def _check_attention(model: ModelConfig) -> None:
         )
 
 
-def _check_position(model: ModelConfig) -> None:
+def _check_position(model: ModelConfig, gpu: bool = False) -> None:
     core, position = model.attention.core, model.position
     allowed = POSITIONS[core]
     if position.method not in allowed:
@@ -195,6 +195,11 @@ def _check_position(model: ModelConfig) -> None:
         raise UserError(
             f"model.position.window={position.window} does not go with model.attention.core={core.value}, which spends its "
             "stick on the nearest keys anyway: set model.position.window=null"
+        )
+    if gpu and position.method in (PositionMethod.alibi, PositionMethod.fire) and model.head_size < 16:
+        raise UserError(
+            f"model.position.method={position.method.value} runs in FlexAttention on a GPU, which takes no heads of "
+            f"{model.head_size} dimensions: use at least 16"
         )
     scaling, factor = position.rope_scaling, position.rope_factor
     if scaling is not RopeScaling.none and position.method is not PositionMethod.rope:

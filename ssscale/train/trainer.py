@@ -119,7 +119,10 @@ class Trainer:
 
         config, groups = self.config, self.groups
         core = config.model.attention.core.value
-        if core != "stickbreaking":
+        method = config.model.position.method.value
+        if method in ("alibi", "fire"):
+            core += f" with {method} in " + ("FlexAttention" if groups.device.type == "cuda" else "plain torch")
+        elif core != "stickbreaking":
             deterministic = torch.are_deterministic_algorithms_enabled()
             size, window = config.model.head_size, config.model.position.window
             core += f" on {choose_backend(groups.device, dtype, size, config.data.length, window, deterministic)}"

@@ -87,6 +87,12 @@ def test_ntk_needs_a_second_pair():
     )
 
 
+def test_flex_attention_needs_16_dimensions_on_a_gpu():
+    overrides = ["model.position.method=alibi", "model.head_dim=8"]
+    assert "no heads of 8 dimensions: use at least 16" in refusal("tiny_softmax", *overrides, gpu=True)
+    validate(load_config(["config=tiny_softmax", *overrides]))
+
+
 def test_the_ffn_of_350m_bounds_tensor_parallelism():
     validate(load_config(["config=350m_sb", "parallel.tensor=2"]))
     text = refusal("350m_sb", "parallel.tensor=4")

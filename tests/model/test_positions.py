@@ -141,7 +141,8 @@ def test_logits_from_a_cache_are_those_of_a_document_alone(name: str, chunks: li
     torch.testing.assert_close(behind, alone, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+# What scales q differs between SSMax's variants, and its n does not.
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("ssmax_", "ssmax-rope_"))])
 def test_200_cached_tokens_are_the_argmax_of_full_passes(name: str, groups: Groups) -> None:
     decoder = make(name, groups).requires_grad_(False)
     prompts = [[3], [1, 2, 3, 4, 5, 6, 7, 8, 9]]

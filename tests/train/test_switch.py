@@ -1,11 +1,13 @@
 """A softmax checkpoint goes on as SSMax: by init_from, at evaluation, in its loss and to the number."""
 
+import csv
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from eval.scales import write_scales
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
@@ -13,6 +15,7 @@ from ssscale.schema import Config, Core, DataConfig, ModelConfig, PositionConfig
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import CheckpointReader, list_checkpoints
 from ssscale.train.stages import switched_model
+from ssscale.train.switch import saved_config
 from tests.pool import Pool
 from tests.train.test_sources import SMALL
 
@@ -52,6 +55,14 @@ def test_init_from_a_softmax_run(variant: str, corpus: Path, softmax_run: Path, 
     added = {name.removeprefix("blocks.0.attention.core.") for name in new.weights.keys() - old.weights.keys()}
     assert added == {"learned": {"s"}, "bias": {"s", "b"}, "pn": {"s", "b", "pn"}, "fixed": set()}[variant]
     expected = 1.0 if variant == "pn" else 256 / sum(map(math.log, range(1, 257)))
+    files = write_scales(checkpoint, saved_config(checkpoint), tmp_path)
+    assert [file.name for file in files] == ["ssmax.csv", *(["pn.csv"] if variant == "pn" else [])]
+    header, *rows = csv.reader(files[0].open())
+    assert header == ["layer", "head", "s", *(["b"] if "b" in added else [])]
+    assert [row[:2] for row in rows] == [["0", "0"], ["0", "1"]]
+    assert float(rows[1][2]) == pytest.approx(1.0 if variant in ("pn", "fixed") else expected)
+    if variant == "pn":
+        assert list(csv.reader(files[1].open()))[-1] == ["256", "1.0"]
     for name in added:
         value = new.whole(name if name == "pn" else f"blocks.0.attention.core.{name}", "weight")
         torch.testing.assert_close(value, torch.full_like(value, {"s": expected, "b": 0.0, "pn": 1.0}[name]))

@@ -1,0 +1,43 @@
+"""SSMax's learned numbers as tables."""
+
+import csv
+from pathlib import Path
+
+from ssscale.schema import Config, Core, SSMaxVariant
+from ssscale.train.checkpoint import CheckpointReader
+
+
+def write_scales(checkpoint: Path, config: Config, folder: Path) -> list[Path]:
+    """Write ssmax.csv (layer, head, s and, where it is learned, b) and, of the p_n study, pn.csv (n, p_n).
+
+    Layers and heads count from 0. Returns the files written: none for a checkpoint of another core.
+    """
+    attention = config.model.attention
+    reader = CheckpointReader(checkpoint)
+    if attention.core is not Core.ssmax:
+        return []
+    heads = config.model.num_heads
+    rows: list[list[float]] = []
+    for layer in range(config.model.num_layers):
+        columns = []
+        for name in ("s", "b"):
+            key = f"blocks.{layer}.attention.core.{name}"
+            if key in reader.weights:
+                columns.append(reader.whole(key, "weight").tolist())
+            elif name == "s":
+                columns.append([attention.ssmax_scale] * heads)
+        rows += [[layer, head, *values] for head, values in enumerate(zip(*columns, strict=True))]
+    header = ["layer", "head", "s", "b"][: len(rows[0])]
+    files = [_write(folder / "ssmax.csv", header, rows)]
+    if attention.ssmax is SSMaxVariant.pn:
+        values = reader.whole("pn", "weight").tolist()
+        files.append(_write(folder / "pn.csv", ["n", "p_n"], [[n, p] for n, p in enumerate(values, 1)]))
+    return files
+
+
+def _write(file: Path, header: list[str], rows: list[list[float]]) -> Path:
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        writer.writerow(header)
+        writer.writerows(rows)
+    return file
