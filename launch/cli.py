@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ssscale.errors import Stop, UserError
+from ssscale.errors import OUT_OF_MEMORY, STALLED, Stop, UserError
 
 
 def take_options(argv: list[str], options: Mapping[str, type]) -> tuple[dict[str, Any], list[str]]:
@@ -29,6 +29,14 @@ def take_options(argv: list[str], options: Mapping[str, type]) -> tuple[dict[str
     return taken, rest
 
 
+def note_code(code: int) -> None:
+    """Tell slurm/pretrain.sbatch, whose srun answers with the code of ranks that it killed."""
+    file = os.environ.get("SSSCALE_EXIT_CODES")
+    if file:
+        with open(file, "a") as opened:
+            opened.write(f"{code}\n")
+
+
 def run(main: Callable[[list[str]], None], usage: str | None = None) -> NoReturn:
     """Call main(argv) and exit: 0, or with one sentence on stderr 2 (UserError) or a Stop's code. --help prints `usage`."""
     argv = sys.argv[1:]
@@ -43,9 +51,14 @@ def run(main: Callable[[list[str]], None], usage: str | None = None) -> NoReturn
             # only this rank has met is still said.
             time.sleep(5)
         print(f"error: {error}", file=sys.stderr, flush=True)
+        note_code(2)
         sys.exit(2)
     except Stop as stop:
-        if os.environ.get("RANK", "0") == "0":
+        alone = stop.code in (STALLED, OUT_OF_MEMORY)  # not all ranks together
+        if alone or os.environ.get("RANK", "0") == "0":
             print(f"stopped: {stop}", file=sys.stderr, flush=True)
+        note_code(stop.code)
+        if alone:
+            os._exit(stop.code)  # process groups without their peers may hang in their destructors
         sys.exit(stop.code)
     sys.exit(0)

@@ -35,7 +35,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     import torch
 
     from ssscale.config import load_config, validate
-    from ssscale.errors import Stop
+    from ssscale.errors import SAVED, Stop
 
     config = load_config(argv)
     rank = int(os.environ.get("RANK", "0"))
@@ -52,8 +52,9 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     groups = initialize(config.parallel.tensor, int(os.environ.get("LOCAL_RANK", "0")), distributed=distributed)
     try:
         Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID")).run()
-    except Stop:
-        shutdown()  # all ranks stop together
+    except Stop as stop:
+        if stop.code == SAVED:
+            shutdown()  # all ranks stop together
         raise
     shutdown()  # not after an error: the other ranks may be inside a collective, and the launcher ends them
 

@@ -1,6 +1,6 @@
 """The seam between the training loop and what owns memory, precision and parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +37,7 @@ class Engine(Protocol):
     """Forward, backward, optimizer step and the state they keep."""
 
     module: nn.Module
+    mark: Callable[[str], None]  # called with the name of each phase as it begins
 
     def set_batch_size(self, rows: int, microbatch: int) -> None:
         """Rows a step over all ranks from the next step on."""

@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -120,14 +120,24 @@ class DeepSpeedEngine:
         self.module: nn.Module = self.engine.module
         self._applied_steps = 0
         self._microbatches = 0  # since the last step
+        self.mark: Callable[[str], None] = lambda phase: None
+        reduce = self.engine.allreduce_gradients
+
+        def allreduce_gradients(*arguments: Any, **more: Any) -> None:
+            self.mark("communication")
+            reduce(*arguments, **more)
+
+        self.engine.allreduce_gradients = allreduce_gradients
 
     def set_batch_size(self, rows: int, microbatch: int) -> None:
         self.accumulation = rows // (microbatch * self.groups.data_size)
 
     def forward_backward(self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int) -> Tensor:
+        self.mark("forward")
         self._microbatches += 1
         self.engine.set_gradient_accumulation_boundary(self._microbatches == self.accumulation)
         losses = self.engine(tokens, layout, labels)
+        self.mark("backward")
         # DeepSpeed averages gradients over the data-parallel ranks; the sum over all of them is wanted.
         self.engine.backward(losses.sum() * (self.groups.data_size / num_targets), scale_wrt_gas=False)
         if not self.engine.is_gradient_accumulation_boundary():
@@ -137,12 +147,24 @@ class DeepSpeedEngine:
     def step(self, lr: float) -> StepResult:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        self.engine.step()
+        self.mark("optimizer")
         self._microbatches = 0
+        if self.stage == 0 and not self._finite():
+            self.engine.zero_grad()
+            return StepResult(None, skipped=True)
+        self.engine.step()
         norm = self.engine.get_global_grad_norm()
         skipped = not self.engine.was_step_applied()
         self._applied_steps += not skipped
         return StepResult(None if norm is None else float(norm), skipped)
+
+    def _finite(self) -> bool:
+        """Whether all gradients of stage 0 are: without ZeRO, DeepSpeed would apply any."""
+        weights = self.module.parameters()
+        broken = sum((~weight.grad.isfinite()).sum() for weight in weights if weight.grad is not None)
+        broken = torch.as_tensor(broken, dtype=torch.float32, device=self.groups.device)
+        torch.distributed.all_reduce(broken, group=self.groups.tensor_group)
+        return not broken
 
     def fragments(self) -> Iterator[Fragment]:
         weights = dict(self.module.named_parameters())

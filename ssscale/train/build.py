@@ -46,6 +46,31 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
         )
 
 
+def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dtype) -> None:
+    """What was chosen, once a run."""
+    from kernels.softmax import choose_backend
+
+    core = config.model.attention.core.value
+    method = config.model.position.method.value
+    if method in ("alibi", "fire"):
+        core += f" with {method} in " + ("FlexAttention" if groups.device.type == "cuda" else "plain torch")
+    elif core != "stickbreaking":
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        size, window = config.model.head_size, config.model.position.window
+        core += f" on {choose_backend(groups.device, dtype, size, config.data.length, window, deterministic)}"
+    logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", core)
+    logger.info(
+        "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, data parallel %d, device %s",
+        str(dtype).removeprefix("torch."),
+        choose_compile(config, groups).value,
+        config.parallel.zero_stage,
+        groups.tensor_size,
+        " with sequence parallel" if config.parallel.sequence and groups.tensor_size > 1 else "",
+        groups.data_size,
+        torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
+    )
+
+
 def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
     """A checkpoint folder, given itself or its run's folder (the newest one there). Raises UserError naming the option."""
     if (path / "state.json").is_file():

@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from ssscale.data.batch import IGNORE, Batch
+from ssscale.model.flops import PEAK_FLOPS, flops_per_token
+from ssscale.parallel.groups import Groups
+from ssscale.schema import Config
 
 logger = logging.getLogger("ssscale")
 
@@ -124,6 +127,17 @@ def losses_by_source(sums: Tensor, names: Sequence[str], prefix: str) -> dict[st
     """`prefix/source` → nats a token, from `sums_by_source` over all ranks; a source without targets is left out."""
     pairs = zip(names, sums.T.tolist())
     return {f"{prefix}/{name}": loss / targets for name, (loss, targets) in pairs if targets}
+
+
+def speed(rate: float, config: Config, groups: Groups) -> dict[str, float]:
+    """Tokens a second of all ranks; on GPUs also MFU in both conventions, and the peak of memory."""
+    found = {"tokens_per_second": rate}
+    if groups.device.type == "cuda":
+        peak = PEAK_FLOPS * groups.world_size
+        for name, half in (("mfu", False), ("mfu_causal", True)):
+            found[name] = rate * flops_per_token(config.model, config.data.length, causal_half=half) / peak
+        found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
 
 
 class Stopwatch:

@@ -15,7 +15,7 @@ from ssscale.train.lock import RunLock
 # A run cannot change these between a stop and its continuation: its weights or its data order would not fit.
 FIXED = ("model", "data.length", "data.one_document", "data.shuffle_seed", "train.batch_size", "train.seed")
 
-OURS = ("run.lock", "config.yaml.tmp")  # all that a start killed before config.yaml leaves
+OURS = ("run.lock", "config.yaml.tmp", "slurm-")  # all that a start killed before config.yaml, or its job, leaves
 
 
 def _value(config: Config, key: str) -> object:

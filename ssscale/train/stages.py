@@ -142,6 +142,12 @@ class Plan:
                 found[part.stage] = (first, own.train.stages[part.stage].mix)
         return list(found.values())
 
+    def rows_between(self, first: int, last: int) -> int:
+        """Rows that the steps after `first` up to `last` read of the data folder in use at `first`."""
+        path = self.configs[self.at(first).stage].data.path
+        parts = (part for part in self.parts if self.configs[part.stage].data.path == path)
+        return sum(max(0, min(last, part.last_step) - max(first, part.first_step)) * part.batch_size for part in parts)
+
     def next_sample(self, step: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
         """The row of its data folder with which the step after `step` steps begins."""
         part = self.at(step)

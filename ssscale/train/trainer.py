@@ -1,7 +1,9 @@
 """The training loop: batches → engine → metrics and checkpoints."""
 
 import gc
+import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,15 +16,14 @@ from torch import Tensor
 
 from ssscale.config import to_yaml
 from ssscale.data.batch import Batch
-from ssscale.data.stream import PackedData, make_loader, make_order, valid_batches
+from ssscale.data.stream import PackedData, make_loader, make_order
 from ssscale.engine.deepspeed import DeepSpeedEngine
-from ssscale.errors import SAVED, Stop, UserError
+from ssscale.errors import DIVERGED, SAVED, Stop, UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
-from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config
-from ssscale.train.build import build_model, choose_compile, choose_dtype, find_checkpoint
+from ssscale.train.build import build_model, choose_compile, choose_dtype, find_checkpoint, log_choices
 from ssscale.train.checkpoint import (
     CheckpointReader,
     TrainState,
@@ -32,15 +33,20 @@ from ssscale.train.checkpoint import (
     load_weights,
     newest_whole,
 )
-from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, sums_by_source
+from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
+from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, speed, sums_by_source
 from ssscale.train.run_folder import check_folder, claim_folder
-from ssscale.train.save import CheckpointWriter, Retention, Saved
+from ssscale.train.save import CheckpointWriter, Retention, Saved, write_file
 from ssscale.train.schedule import learning_rate, stage_at
 from ssscale.train.signals import StopSignals
 from ssscale.train.stages import Part, Plan
 from ssscale.train.switch import load_switched
+from ssscale.train.validation import validation_losses
+from ssscale.train.watchdog import Watchdog
 
 logger = logging.getLogger("ssscale")
+
+MAX_ROLLBACKS = 3  # to one checkpoint
 
 
 class Trainer:
@@ -56,8 +62,9 @@ class Trainer:
         self.plan = Plan(config)
         self.total_steps = self.plan.total_steps
         self.reader = newest_whole(self.folder / "checkpoints", groups)
-        self.state = self.reader.state if self.reader else TrainState()
-        self.saved_step = self.state.step
+        self.state = self._with_skipped(self.reader.state) if self.reader else TrainState()
+        self.saved_step, self.skipped_in_a_row, self.held = self.state.step, 0, 0
+        self.spikes = SpikeDetector(config.train.spike_z)
         self.part = self.plan.at(self.state.step)
         self.config = self.plan.configs[self.part.stage]  # of the stage that is trained
         last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
@@ -92,7 +99,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         dtype = choose_dtype(config.train.precision, groups.device)
         model = build_model(config, groups, dtype)
-        self._log_choices(model, dtype)
+        log_choices(model, config, groups, dtype)
         if self.reader is None:
             initialize_weights(model, config.model, groups, config.train.seed)
             if config.init_from is not None:
@@ -108,51 +115,38 @@ class Trainer:
         elif compiled == Compile.block:
             model.compile_parts()
         self.engine = DeepSpeedEngine(model, config, groups)
+        self.engine.mark = self._mark
+        self.last_loss, self.last_targets = 0.0, 0
         if self.reader is not None:
             load_training_state(self.reader, self.engine, groups)
             logger.info("resumed from %s (step %d)", self.reader.path, self.state.step)
         self.reader = None
-
-    def _log_choices(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """What was chosen, once a run."""
-        from kernels.softmax import choose_backend
-
-        config, groups = self.config, self.groups
-        core = config.model.attention.core.value
-        method = config.model.position.method.value
-        if method in ("alibi", "fire"):
-            core += f" with {method} in " + ("FlexAttention" if groups.device.type == "cuda" else "plain torch")
-        elif core != "stickbreaking":
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            size, window = config.model.head_size, config.model.position.window
-            core += f" on {choose_backend(groups.device, dtype, size, config.data.length, window, deterministic)}"
-        logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", core)
-        logger.info(
-            "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, data parallel %d, device %s",
-            str(dtype).removeprefix("torch."),
-            choose_compile(config, groups).value,
-            config.parallel.zero_stage,
-            groups.tensor_size,
-            " with sequence parallel" if config.parallel.sequence and groups.tensor_size > 1 else "",
-            groups.data_size,
-            torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
-        )
 
     def run(self) -> None:
         """Train to the end, saving, evaluating and logging at their intervals. Returns at once for a finished run.
 
         Raises Stop where the run ends before its last step.
         """
+        self.watchdog = Watchdog(self.folder, self.groups.rank, self.groups.world_size, self.run_config.train.watchdog)
         try:
-            if self.state.step >= self.total_steps:
-                if self.total_steps == 0 and not list_checkpoints(self.folder / "checkpoints"):
-                    self._start_save()  # the weights that the run begins with are what was asked for
-                    if self.writer.wait() is None:
-                        raise UserError(f"the weights could not be saved in {self.folder}: make room there")
-                logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.total_steps)
-            else:
-                self._run()
+            if self.total_steps == 0 and not list_checkpoints(self.folder / "checkpoints"):
+                self._start_save()  # the weights that the run begins with are what was asked for
+                if self.writer.wait() is None:
+                    raise UserError(f"the weights could not be saved in {self.folder}: make room there")
+            while self.state.step < self.total_steps:
+                try:
+                    self._run()
+                except Rollback:
+                    self._roll_back()
+            logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.total_steps)
+        except RuntimeError as error:
+            stop = explain(error, self.config, self.groups.rank, self.state.step + 1, self.watchdog.phase, self.held)
+            if stop is None:
+                raise
+            logger.exception("%s", error)
+            raise stop from error
         finally:
+            self.watchdog.close()
             if self.lock is not None:
                 self.lock.release()
 
@@ -162,6 +156,7 @@ class Trainer:
         with self.metrics as metrics:
             self.watch = Stopwatch(self.state.tokens)
             for step, batches in enumerate(self._steps(), self.state.step + 1):
+                self._mark("agreement")
                 num_targets, stop = self._agree(batches)
                 if stop:
                     self._stop()
@@ -172,15 +167,20 @@ class Trainer:
                     self.started = 0.0
                 if self._is_due(step, train.log_every):
                     record = self._record(step, sums, lr, result.grad_norm)
-                    metrics.write(record | self._speed(self.watch.lap(self.state.tokens)))
+                    metrics.write(record | speed(self.watch.lap(self.state.tokens), self.config, self.groups))
                 metrics.advance(step)
+                self._check_step(result.skipped)
                 with self.watch.paused():
                     if self._is_due(step, train.eval_every):
+                        self._mark("evaluation")
                         losses = self.evaluate()
                         self.state = replace(self.state, valid_loss=losses["valid_loss"])
                         metrics.write({"step": step, "tokens": self.state.tokens, **losses})
                     if self._is_due(step, train.save_every):
+                        self._mark("checkpoint")
                         self.save(wait=not train.save_background)
+                self.watchdog.begin(step + 1)
+                self._mark("data")
             if self.writer.active:
                 self._saved(self.writer.wait())
             if train.save_every and self.saved_step != self.state.step:
@@ -214,6 +214,76 @@ class Trainer:
                 one_document=self.config.data.one_document,
             )
 
+    def _mark(self, phase: str) -> None:
+        """A phase of the step begins."""
+        self.watchdog.mark(phase)
+
+    def _check_step(self, skipped: bool) -> None:
+        """Count steps that were skipped for NaN or Inf, on all ranks alike; too many in a row are a Rollback."""
+        if not skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        self._event("skipped", step=self.state.step, in_a_row=self.skipped_in_a_row)
+        logger.warning("step %d has NaN or Inf in its gradients and changes nothing", self.state.step)
+        if self.skipped_in_a_row >= self.run_config.train.max_skipped:
+            raise Rollback
+
+    def _roll_back(self) -> None:
+        """Go back to the last checkpoint and pass over the rows that were read since."""
+        step, self.skipped_in_a_row = self.state.step, 0
+        if self.writer.active:
+            self.writer.wait()
+        reader = newest_whole(self.folder / "checkpoints", self.groups)
+        if reader is None:
+            raise Stop(f"losses are NaN up to step {step} and there is no checkpoint to go back to", DIVERGED)
+        state = self._with_skipped(reader.state)
+        times = sum(at == state.step for at, _ in state.skipped)
+        if times == MAX_ROLLBACKS:
+            raise Stop(
+                f"losses are NaN up to step {step}, after going back to step {state.step} {times} times with other rows: "
+                "lower the learning rate or look at events.jsonl",
+                DIVERGED,
+            )
+        rows = self.plan.rows_between(state.step, step)
+        self.state = replace(state, skipped=(*state.skipped, (state.step, rows)))
+        if self.groups.is_main:
+            text = json.dumps({"step": state.step, "skipped": self.state.skipped})
+            write_file(self.folder / "rollback.json.tmp", [memoryview(text.encode())])
+            os.replace(self.folder / "rollback.json.tmp", self.folder / "rollback.json")
+        self._event("rollback", step=step, to=state.step, rows=rows)
+        logger.warning("NaN up to step %d: back to step %d, passing over %d rows", step, state.step, rows)
+        self.part = self.plan.at(state.step)
+        self.config = self.plan.configs[self.part.stage]
+        self._open_data(None)
+        self._rebuild(reader)
+
+    def _with_skipped(self, state: TrainState) -> TrainState:
+        """The state of a checkpoint, with the rows that were passed over after it was written."""
+        file = self.folder / "rollback.json"
+        if file.is_file():
+            saved = json.loads(file.read_text())
+            if saved["step"] == state.step:
+                return replace(state, skipped=tuple((step, rows) for step, rows in saved["skipped"]))
+        return state
+
+    def _event(self, name: str, **more: Any) -> None:
+        if self.groups.is_main:
+            write_event(self.folder, {"event": name, **more})
+
+    def _look_at(self, loss: float) -> None:
+        """Note a loss that stands out, with the rows that made it."""
+        z = self.spikes.score(loss)
+        if z is not None:
+            last = self.state.samples
+            rows: dict[str, list[int]] = {}
+            for sample in map(self.order.__getitem__, range(last - self.part.batch_size, last)):
+                rows.setdefault(self.data.names[sample.source], []).append(sample.row)
+            logger.warning(
+                "step %d: loss %.4g is a spike (z = %.1f); its rows are in events.jsonl", self.state.step, loss, z
+            )
+            self._event("loss_spike", step=self.state.step, loss=loss, z=z, rows=rows)
+
     def _enter(self, part: Part) -> None:
         """Make ready for a part of the plan; a stage with another model is built anew from a checkpoint of this one."""
         before, self.part, self.config = self.config, part, self.plan.configs[part.stage]
@@ -222,13 +292,12 @@ class Trainer:
         if self.config.model != before.model:
             self._save_now()
             logger.info("stage %s changes the model", self.config.train.stages[part.stage].name)
-            self._rebuild()
+            self._rebuild(CheckpointReader(list_checkpoints(self.folder / "checkpoints")[-1]))
         self.engine.set_batch_size(part.batch_size, self.config.train.microbatch)
 
-    def _rebuild(self) -> None:
-        """The engine anew, from the newest checkpoint."""
-        self.reader = CheckpointReader(list_checkpoints(self.folder / "checkpoints")[-1])
-        self.state = self.reader.state
+    def _rebuild(self, reader: CheckpointReader) -> None:
+        """The engine anew, from a checkpoint."""
+        self.reader, self.saved_step = reader, reader.state.step
         del self.engine
         gc.collect()
         if self.groups.device.type == "cuda":
@@ -242,13 +311,17 @@ class Trainer:
         """
         asked = self.signals is not None and self.signals.received is not None
         targets = sum(batch.num_targets for batch in batches)
-        sums = torch.tensor([targets, asked, self.writer.done, self.writer.failed])
+        sums = torch.tensor([targets, asked, self.writer.done, self.writer.failed, self.last_loss], dtype=torch.float64)
         dist.all_reduce(sums)
-        num_targets, stop, written, failed = sums.tolist()
+        num_targets, stop, written, failed, loss = sums.tolist()
+        if self.last_targets and self.groups.is_main:
+            self._look_at(loss / self.groups.tensor_size / self.last_targets)
+        self.held = torch.cuda.memory_allocated() if self.groups.device.type == "cuda" else 0
         if written == self.groups.world_size:
             with self.watch.paused():
                 self._saved(self.writer.finish(whole=not failed))
-        return max(num_targets // self.groups.tensor_size, 1), stop > 0
+        self.last_targets = max(int(num_targets) // self.groups.tensor_size, 1)
+        return self.last_targets, stop > 0
 
     def _stop(self) -> NoReturn:
         """Save the last step, if it is not saved, and leave."""
@@ -278,6 +351,7 @@ class Trainer:
         tokens = self.state.tokens + self.part.tokens_per_step
         lr = learning_rate(config.train.stages, self.run_config.train.batch_size, tokens)
         result = self.engine.step(lr)
+        self.last_loss = float(sums[0].sum())  # the step has ended: its gradient norm is known
         self.state = replace(
             self.state,
             step=step,
@@ -304,38 +378,9 @@ class Trainer:
             **{f"tokens/{name}": rows * self.config.data.length for name, rows in zip(names, seen)},
         }
 
-    def _speed(self, rate: float) -> dict[str, float]:
-        speed = {"tokens_per_second": rate}
-        if self.groups.device.type == "cuda":
-            peak = PEAK_FLOPS * self.groups.world_size
-            for name, half in (("mfu", False), ("mfu_causal", True)):
-                per_token = flops_per_token(self.config.model, self.config.data.length, causal_half=half)
-                speed[name] = rate * per_token / peak
-            speed["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        return speed
-
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Mean loss in nats a token over `eval_rows` rows of the validation split, in all and by source."""
-        config, groups = self.config, self.groups
         data = self._open("valid", self.data.fingerprint)
-        sums = torch.zeros(2, len(data.names), dtype=torch.float64, device=groups.device)
-        self.engine.module.eval()
-        batches = valid_batches(
-            data,
-            rows=config.train.eval_rows,
-            microbatch=config.train.microbatch,
-            rank=groups.data_rank,
-            world_size=groups.data_size,
-            one_document=config.data.one_document,
-        )
-        for batch in batches:
-            batch = batch.to(groups.device)
-            losses = self.engine.module(batch.tokens, batch.layout, batch.labels)
-            sums += sums_by_source(losses, batch, len(data.names))
-        self.engine.module.train()
-        dist.all_reduce(sums, group=groups.data_group)
-        return {"valid_loss": mean_loss(sums), **losses_by_source(sums, data.names, "valid_loss")}
+        return validation_losses(self.engine.module, data, self.config, self.groups)
 
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint of this step, in the background unless told to wait."""

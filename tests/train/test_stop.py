@@ -46,7 +46,7 @@ def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, argumen
 def stop_slowly() -> None:
     from ssscale.train import trainer
 
-    trainer.Trainer.save = lambda self: time.sleep(60)  # type: ignore[assignment, method-assign, return-value]
+    trainer.Trainer.save = lambda self, wait=False: time.sleep(60)  # type: ignore[assignment, method-assign]
 
 
 def test_a_second_signal_leaves_at_once(arguments: list[str], tmp_path: Path) -> None:

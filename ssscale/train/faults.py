@@ -1,0 +1,76 @@
+"""Loss spikes, running out of memory and lost peers: telling them apart and saying what can be done."""
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ssscale.errors import OUT_OF_MEMORY, STALLED, Stop
+from ssscale.schema import Config
+
+GIB = 2**30
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Timed out", "NCCL", "gloo")
+
+
+class Rollback(Exception):  # noqa: N818 - an order, not a mistake
+    """Losses stay NaN or Inf: go back to the last checkpoint."""
+
+
+class SpikeDetector:
+    """z = (loss − median) / (1.4826 · MAD) of the last `window` losses: robust, as spikes in the window do not widen it.
+
+    (Iglewicz & Hoaglin 1993.) The deviation counts as at least 0.1 % of the median, as equal losses would have none.
+    """
+
+    def __init__(self, threshold: float, window: int = 100, least: int = 20) -> None:
+        self.threshold, self.least = threshold, least
+        self.losses: deque[float] = deque(maxlen=window)
+
+    def score(self, loss: float) -> float | None:
+        """z where it is above the threshold, else None; the loss joins the window."""
+        found = None
+        if not math.isfinite(loss):
+            return None
+        if self.threshold and len(self.losses) >= self.least:
+            median = statistics.median(self.losses)
+            deviation = 1.4826 * statistics.median(abs(value - median) for value in self.losses)
+            z = (loss - median) / max(deviation, 1e-3 * abs(median))
+            found = z if z > self.threshold else None
+        self.losses.append(loss)
+        return found
+
+
+def write_event(folder: Path, event: dict[str, Any]) -> None:
+    """Append to events.jsonl, which no resuming cuts back."""
+    with open(folder / "events.jsonl", "a") as file:
+        file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S"), **event}) + "\n")
+
+
+def explain(error: RuntimeError, config: Config, rank: int, step: int, phase: str, held: int) -> Stop | None:
+    """The end that an error means, or None where it is none of these. held: bytes allocated between two steps."""
+    where = f"rank {rank}, step {step}, {phase}"
+    if isinstance(error, torch.OutOfMemoryError):
+        now = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        train, parallel = config.train, config.parallel
+        grown = max(now - held, 0)
+        if held > grown:
+            part, change = (
+                "weights, gradients and optimizer",
+                "more ranks, parallel.zero_stage=2 or 3, or parallel.tensor",
+            )
+            change += f" (now ZeRO {parallel.zero_stage}, tensor {parallel.tensor})"
+        else:
+            part, change = "activations and logits", f"train.microbatch below {train.microbatch}"
+            change += f" or train.recompute=selective or full (now {train.recompute.value})"
+        sizes = f"{held / GIB:.1f} GiB stay between steps, {grown / GIB:.1f} GiB more were in use"
+        return Stop(f"{where}: out of GPU memory: {sizes}; the larger part is {part}: use {change}", OUT_OF_MEMORY)
+    if isinstance(error, dist.DistError) or any(text in str(error) for text in LOST_PEER):
+        first = (str(error).splitlines() or [""])[0]
+        return Stop(f"{where}: another rank is gone ({first[:200]}); the same command goes on", STALLED)
+    return None

@@ -1,0 +1,32 @@
+"""The validation loss of a run."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ssscale.data.stream import PackedData, valid_batches
+from ssscale.parallel.groups import Groups
+from ssscale.schema import Config
+from ssscale.train.metrics import losses_by_source, mean_loss, sums_by_source
+
+
+@torch.no_grad()
+def validation_losses(model: nn.Module, data: PackedData, config: Config, groups: Groups) -> dict[str, float]:
+    """Mean loss in nats a token over `eval_rows` rows of the validation split, in all and by source."""
+    sums = torch.zeros(2, len(data.names), dtype=torch.float64, device=groups.device)
+    model.eval()
+    batches = valid_batches(
+        data,
+        rows=config.train.eval_rows,
+        microbatch=config.train.microbatch,
+        rank=groups.data_rank,
+        world_size=groups.data_size,
+        one_document=config.data.one_document,
+    )
+    for batch in batches:
+        batch = batch.to(groups.device)
+        losses = model(batch.tokens, batch.layout, batch.labels)
+        sums += sums_by_source(losses, batch, len(data.names))
+    model.train()
+    dist.all_reduce(sums, group=groups.data_group)
+    return {"valid_loss": mean_loss(sums), **losses_by_source(sums, data.names, "valid_loss")}

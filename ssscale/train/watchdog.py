@@ -1,0 +1,92 @@
+"""A thread beside every rank that ends a run which stands still, and says which rank holds it up."""
+
+import faulthandler
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ssscale.errors import STALLED
+
+logger = logging.getLogger("ssscale")
+
+PHASES = ("data", "agreement", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint")
+GATHER_S = 5.0
+
+
+class Watchdog:
+    """Every `mark` must come within `timeout` seconds of the one before.
+
+    Else each rank writes where it is and the stacks of all its threads to stacks/rank-00000.txt in the run folder, the
+    lowest rank that could do so says which ranks are behind or silent, and all leave with exit code STALLED.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, timeout: float) -> None:
+        self.folder, self.rank, self.world_size, self.timeout = folder / "stacks", rank, world_size, timeout
+        self.step, self.phase, self.marked = 0, "start", time.monotonic()
+        self.marks = 0  # within the step
+        self._ended = threading.Event()
+        self.file = self.folder / f"rank-{rank:05d}.txt"
+        self.file.unlink(missing_ok=True)
+        if timeout:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def mark(self, phase: str) -> None:
+        self.phase, self.marked = phase, time.monotonic()
+        self.marks += 1
+
+    def begin(self, step: int) -> None:
+        self.step, self.marks = step, 0
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(1.0, self.timeout / 4)):
+            if time.monotonic() - self.marked > self.timeout:
+                self._report()
+                os._exit(STALLED)
+
+    def _report(self) -> None:
+        place = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": self.step}
+        place |= {"phase": self.phase, "marks": self.marks, "seconds": round(time.monotonic() - self.marked, 1)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.file.with_suffix(".tmp")
+        with open(temporary, "w") as file:
+            file.write(json.dumps(place) + "\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        os.replace(temporary, self.file)
+        time.sleep(GATHER_S)
+        found = self._read()
+        if self.rank == min(found, default=self.rank):
+            print(f"stopped: {self.verdict(found)}; stacks are in {self.folder}", file=sys.stderr, flush=True)
+        time.sleep(1.0)  # for the sentence to come before any launcher's
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        found = {}
+        for rank in range(self.world_size):
+            path = self.folder / f"rank-{rank:05d}.txt"
+            if path.is_file():
+                found[rank] = json.loads(path.read_text().splitlines()[0])
+        return found
+
+    def verdict(self, found: dict[int, dict[str, Any]]) -> str:
+        """One sentence: who is silent, who is behind."""
+        silent = [rank for rank in range(self.world_size) if rank not in found]
+        text = f"no progress for {self.timeout:g} s at step {self.step}"
+        if silent:
+            text += f": no answer from rank {', '.join(map(str, silent))}"
+        places = {rank: (place["step"], place["marks"]) for rank, place in found.items()}
+        behind = [rank for rank, place in places.items() if place == min(places.values())]
+        if len(behind) < len(found):
+            names = ", ".join(f"{rank} ({found[rank]['phase']} on {found[rank]['host']})" for rank in behind)
+            text += f": rank {names} is behind the others"
+        elif not silent:
+            text += f": all ranks are in {self.phase}"
+        return text

@@ -1,0 +1,193 @@
+"""Training jobs on a real Slurm of two nodes on this machine (cluster.sh), and what happens to nodes, cables and ranks."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ssscale.train.metrics import read_metrics
+from tests.train.conftest import ROOT, corpus  # noqa: F401 - a fixture
+from tests.train.ranks import SMALL, Ranks
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+CLUSTER = Path(__file__).with_name("cluster.sh")
+PREEMPTION = """PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=urgent Nodes=ALL PriorityTier=9 MaxTime=INFINITE State=UP"""
+STEPS = 160
+ARGUMENTS = ["train.save_every=20", "data.num_workers=0"]
+
+
+def cluster(*arguments: str) -> None:
+    subprocess.run([str(CLUSTER), *arguments], check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if shutil.which("slurmctld") is None or shutil.which("munged") is None:
+        pytest.skip("Slurm is not installed: make test-slurm installs it")
+    root = tmp_path_factory.mktemp("slurm")
+    root.parent.chmod(0o755)  # munge wants its socket's folders readable
+    for folder in (root, *root.parents[:2]):
+        folder.chmod(0o755)
+    settings = {"SLURM_ROOT": str(root), "SLURM_NET": "10.78.0", "SLURM_PORT": "17100", "SLURM_EXTRA_CONF": PREEMPTION}
+    os.environ |= {**settings, "SLURM_CONF": str(root / "slurm.conf"), "SSSCALE_PYTHON": sys.executable}
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = subprocess.run([str(CLUSTER), "up"], capture_output=True, text=True, check=False)
+    if started.returncode:
+        subprocess.run([str(CLUSTER), "down"], capture_output=True, check=False)
+        pytest.skip(
+            f"no Slurm of two nodes comes up here, as where namespaces are forbidden: {started.stderr.strip()[-300:]}"
+        )
+    yield
+    cluster("down")
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:  # noqa: F811
+    """The losses of an uninterrupted run on two ranks."""
+    run = tmp_path_factory.mktemp("plain") / "run"
+    Ranks([*ARGUMENTS, f"data.path={corpus}", f"train.max_steps={STEPS}"], run).finish()
+    return losses(run)
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+
+
+class Job:
+    """A two-node training job through slurm/submit.py."""
+
+    def __init__(self, run: Path, corpus: Path, *options: str, steps: int = STEPS) -> None:  # noqa: F811
+        self.run = run
+        command = [sys.executable, "slurm/submit.py", *SMALL, *ARGUMENTS, f"data.path={corpus}", f"run_dir={run}"]
+        command += ["nodes=2", "gpus=1", f"train.max_steps={steps}", *options]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        self.number = result.stdout.split()[1].rstrip(",")
+
+    def log(self) -> str:
+        file = self.run / f"slurm-{self.number}.log"
+        return file.read_text() if file.is_file() else ""
+
+    def field(self, name: str) -> str:
+        shown = subprocess.run(["scontrol", "show", "job", self.number], capture_output=True, text=True, check=False)
+        return dict(text.split("=", 1) for text in shown.stdout.split() if "=" in text).get(name, "")
+
+    def wait_for(self, reached: Callable[[], Any], what: str, timeout: float = 300.0) -> None:
+        end = time.monotonic() + timeout
+        while not reached():
+            assert time.monotonic() < end, (
+                f"no {what}; {self.field('JobState')} {self.field('Reason')}\n{self.log()[-4000:]}"
+            )
+            time.sleep(0.2)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: len(losses(self.run)) >= step, f"step {step}")
+
+    def finish(self) -> None:
+        self.wait_for(
+            lambda: self.field("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"), "end"
+        )
+        assert self.field("JobState") == "COMPLETED", self.log()[-4000:]
+
+
+def test_a_job_completes_and_is_recorded(slurm: None, corpus: Path, plain: list[float], tmp_path: Path) -> None:  # noqa: F811
+    job = Job(tmp_path / "run", corpus)
+    job.finish()
+    assert losses(job.run) == plain
+    assert f"job {job.number}: finished" in job.log()
+    saved = json.loads((job.run / f"slurm-{job.number}.json").read_text())
+    assert len(saved["commit"]) == 40
+    assert f"run_dir={job.run}" in saved["command"]
+
+
+def requeue(job: Job) -> None:
+    subprocess.run(["scontrol", "requeue", job.number], check=True)
+
+
+def early_signal(job: Job) -> None:
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job.number], check=True)
+
+
+def kill_a_rank(job: Job) -> None:
+    ranks = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if process.info["cmdline"] and f"run_dir={job.run}" in process.info["cmdline"] and "srun" not in process.name()
+    ]
+    max(
+        (process for process in ranks if "launch/pretrain.py" in process.info["cmdline"][1]), key=lambda p: p.pid
+    ).kill()
+
+
+def preempt(job: Job) -> None:
+    command = ["sbatch", "-p", "urgent", "-N2", "--ntasks-per-node=8", "--output=/dev/null", "--wrap", "sleep 3"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def crash(job: Job) -> None:
+    cluster("crash", "2")
+    job.wait_for(lambda: job.field("Restarts") == "1", "restart after the crash")
+    cluster("boot", "2")
+
+
+def unplug(job: Job) -> None:
+    cluster("unplug", "2")
+    job.wait_for(lambda: job.field("Restarts") == "1", "restart after the cable was pulled")
+    cluster("plug", "2")
+
+
+@pytest.mark.parametrize("fault", [requeue, early_signal, kill_a_rank, preempt, crash, unplug])
+def test_a_job_gets_over(
+    fault: Callable[[Job], None],
+    slurm: None,
+    corpus: Path,  # noqa: F811
+    plain: list[float],
+    tmp_path: Path,
+) -> None:
+    job = Job(tmp_path / "run", corpus)
+    job.wait_for_step(30)
+    began = time.monotonic()
+    fault(job)
+    job.finish()
+    assert losses(job.run) == plain
+    assert job.field("Restarts") == "1", job.log()
+    print(f"{fault.__name__}: finished {time.monotonic() - began:.0f} s after it; {job.log().splitlines()[-1]}")
+
+
+def test_the_time_limit(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+    steps = 1600
+    job = Job(tmp_path / "run", corpus, "time=00:01:00", "early=30", steps=steps)
+    job.finish()
+    assert int(job.field("Restarts")) >= 1
+    assert "saved on a signal, queued again" in job.log()
+    run = tmp_path / "plain"
+    Ranks([*ARGUMENTS, f"data.path={corpus}", f"train.max_steps={steps}"], run).finish()
+    assert losses(job.run) == losses(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["partition=nowhere"], "Slurm refuses the job: .*invalid partition specified: nowhere"),
+        (["nodes=5"], "Slurm refuses the job: .*(node count|Requested node configuration)"),
+    ],
+)
+def test_what_slurm_refuses_is_passed_on(slurm: None, options: list[str], sentence: str, tmp_path: Path) -> None:
+    command = [sys.executable, "slurm/submit.py", *SMALL, f"run_dir={tmp_path / 'run'}", "nodes=2", "gpus=1"]
+    command += ["train.batch_size=20", *options]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result.stdout + result.stderr
+    import re
+
+    assert re.search(sentence, result.stderr), result.stderr

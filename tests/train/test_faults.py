@@ -1,0 +1,140 @@
+"""Faults planted in one rank: NaN, spikes, hanging, dying, running out of memory."""
+
+import functools
+import json
+import os
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssscale.train.checkpoint import list_checkpoints
+from ssscale.train.faults import SpikeDetector
+from ssscale.train.watchdog import Watchdog
+from tests.train.ranks import Ranks, running, state_of
+
+MICROBATCHES = 2  # of a step of 4 rows on 2 ranks
+
+
+def plant(fault: str, steps: tuple[int, ...], rank: int = 1) -> None:
+    """In one rank, do something else at some steps' forward passes (counted as this process makes them)."""
+    from ssscale.model.decoder import Decoder
+
+    if os.environ["RANK"] != str(rank):
+        return
+    original, calls = Decoder.forward, []
+
+    def forward(self: Any, *arguments: Any, **more: Any) -> torch.Tensor:
+        losses = original(self, *arguments, **more)
+        calls.append(1)
+        if (len(calls) - 1) // MICROBATCHES + 1 in steps:
+            if fault == "hang":
+                time.sleep(1000)
+            if fault == "die":
+                os._exit(1)
+            if fault == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return losses * (torch.nan if fault == "nan" else 10.0)
+        return losses
+
+    Decoder.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def arguments(corpus: Path) -> list[str]:
+    return [f"data.path={corpus}", "train.save_every=4", "data.num_workers=0"]
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    file = run / "events.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_nan_on_one_rank_skips_the_step_on_all(zero: int, arguments: list[str], tmp_path: Path) -> None:
+    arguments = [*arguments, "train.max_steps=6", f"parallel.zero_stage={zero}"]
+    Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "nan", (3,))).finish()
+    ranks = Ranks(arguments, tmp_path / "run")
+    assert [(event["event"], event["step"]) for event in events(ranks.run_dir)] == [("skipped", 3)]
+    state = state_of(list_checkpoints(tmp_path / "run/checkpoints")[-1])
+    assert (state["step"], state["applied_steps"]) == (6, 5)
+    losses = [record["loss"] for record in ranks.records() if "loss" in record]
+    assert [loss == loss for loss in losses] == [True, True, False, True, True, True]
+    ranks.finish()
+
+
+def test_nan_in_a_row_goes_back_and_passes_over_the_rows(arguments: list[str], tmp_path: Path) -> None:
+    arguments = [*arguments, "train.max_steps=12", "train.max_skipped=2"]
+    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "nan", (6, 7)))
+    ranks.finish()
+    found = [(event["event"], event["step"]) for event in events(ranks.run_dir)]
+    assert found == [("skipped", 6), ("skipped", 7), ("rollback", 7)]
+    assert "back to step 4, passing over 12 rows" in ranks.output()
+    state = state_of(list_checkpoints(tmp_path / "run/checkpoints")[-1])
+    assert (state["step"], state["applied_steps"], state["samples"]) == (12, 12, 60)
+    assert state["skipped"] == [[4, 12]]
+    records = [record for record in ranks.records() if "loss" in record]
+    assert [record["step"] for record in records] == list(range(1, 13))
+
+
+def test_nan_for_ever_ends_the_run(arguments: list[str], tmp_path: Path) -> None:
+    arguments = [*arguments, "train.max_steps=12", "train.max_skipped=2"]
+    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "nan", tuple(range(6, 99))))
+    assert ranks.wait() == [77, 77]
+    assert "after going back to step 4 3 times with other rows: lower the learning rate" in ranks.output()
+
+
+def test_a_spike_is_noted_with_its_rows(arguments: list[str], tmp_path: Path) -> None:
+    ranks = Ranks([*arguments, "train.max_steps=26"], tmp_path / "run", plant=functools.partial(plant, "spike", (24,)))
+    ranks.finish()
+    (event,) = events(ranks.run_dir)
+    assert (event["event"], event["step"]) == ("loss_spike", 24)
+    assert sum(len(rows) for rows in event["rows"].values()) == 4
+
+
+def test_spikes_are_robust_deviations() -> None:
+    generator = random.Random(0)
+    detector = SpikeDetector(threshold=8.0)
+    scores = [detector.score(3.0 + generator.gauss(0, 0.05)) for _ in range(300)]
+    assert not any(scores)
+    assert detector.score(float("nan")) is None
+    z = detector.score(4.0)
+    assert z is not None
+    assert 15 < z < 27  # one nat is 20 deviations
+    assert detector.score(4.0) is not None  # the first one has not widened the window
+    assert SpikeDetector(threshold=0.0).score(99.0) is None
+
+
+def test_a_hanging_rank_is_named_and_all_stacks_are_written(arguments: list[str], tmp_path: Path) -> None:
+    arguments = [*arguments, "train.max_steps=12", "train.watchdog=3"]
+    with running(arguments, tmp_path / "run", plant=functools.partial(plant, "hang", (3,))) as ranks:
+        assert ranks.wait(60) == [76, 76]
+        assert "no progress for 3 s at step 3: rank 1 (forward on" in ranks.output()
+        assert "is behind the others" in ranks.output()
+        assert "test_faults.py" in (tmp_path / "run/stacks/rank-00001.txt").read_text()
+        assert "test_faults.py" not in (tmp_path / "run/stacks/rank-00000.txt").read_text()
+
+
+def test_a_silent_rank_is_named(tmp_path: Path) -> None:
+    place = {"rank": 0, "host": "a", "phase": "agreement", "step": 7, "marks": 1}
+    watchdog = Watchdog(tmp_path, 0, 3, timeout=0)
+    watchdog.step = 7
+    assert watchdog.verdict({0: place, 2: place}) == "no progress for 0 s at step 7: no answer from rank 1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "sentence"),
+    [
+        ("die", [76, 1], r"rank 0, step 3, \w+: another rank is gone"),
+        ("memory", [76, 78], "rank 1, step 3, forward: out of GPU memory: 0.0 GiB stay between steps"),
+    ],
+)
+def test_a_rank_that_dies(fault: str, codes: list[int], sentence: str, arguments: list[str], tmp_path: Path) -> None:
+    arguments = [*arguments, "train.max_steps=12"]
+    with running(arguments, tmp_path / "run", plant=functools.partial(plant, fault, (3,))) as ranks:
+        assert ranks.wait() == codes
+        assert re.search(sentence, ranks.output())
