@@ -125,7 +125,7 @@ class PackedLM(TemplateLM):
             inputs += [self.prefix_token_id] * filler
             lengths.append(filler)
         layout = PackedLayout.from_lengths(lengths, self.length).to(self._device)
-        logits = self.model(torch.tensor(inputs, device=self._device), layout)[rows.to(self._device)].float()
+        logits = self.model(torch.tensor(inputs, device=self._device), layout, rows=rows.to(self._device)).float()
         targets = targets.to(self._device)
         values = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].double().cpu()
         greedy = (logits.argmax(-1) == targets).cpu()

@@ -1,4 +1,4 @@
-"""Softmax attention in plain torch, for what the fused kernels do not take: windows on CPUs, position biases, cached keys.
+"""Softmax attention in plain torch, for what the fused kernels do not take: position biases on CPUs, cached keys.
 
 Exact on every device. One document at a time, a block of queries at a time, so that about TILE_ELEMENTS scores live; the
 backward pass of a document of several blocks computes each of them again.

@@ -68,7 +68,8 @@ def biased_attention(
 
 @functools.cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+    # Training has one shape. Evaluation has many: from the second on, one kernel serves them all.
+    return torch.compile(flex_attention)
 
 
 def linear_bias(slopes: Tensor) -> ScoreMod:

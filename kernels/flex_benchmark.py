@@ -78,6 +78,9 @@ def cases(inputs: list[Tensor], length: int, each: int) -> dict[str, tuple[Calla
 
 def main(shape: tuple[int, ...]) -> None:
     batch, heads, length, head_dim = shape
+    torch._dynamo.config.recompile_limit = (
+        64  # every case is a graph of its own; beyond the limit it would run uncompiled
+    )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {batch} × {heads} × {length} × {head_dim}, bf16")
     print("| documents a row | what | forward ms | forward + backward ms |\n|---|---|---|---|")
     tokens = batch * length

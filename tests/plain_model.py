@@ -101,6 +101,12 @@ def plain_losses(
     w: dict[str, Tensor], config: ModelConfig, tokens: Tensor, layout: PackedLayout, labels: Tensor
 ) -> Tensor:
     """Losses [T] from a dictionary of whole weights named as the decoder names them."""
+    logits = plain_logits(w, config, tokens, layout)
+    return F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+
+
+def plain_logits(w: dict[str, Tensor], config: ModelConfig, tokens: Tensor, layout: PackedLayout) -> Tensor:
+    """[T, vocab_size], in the weights' dtype throughout."""
     x = w["embedding.weight"][tokens] * config.width.embedding_multiplier
     sizes = [
         config.num_heads * config.head_size,
@@ -126,5 +132,4 @@ def plain_losses(
         x = x + m * ((F.silu(gate) * up) @ w[f"{layer}.mlp.down.weight"].T)
     x = rms(x, w["norm.weight"], config.norm_eps) / config.width.logits_divisor
     head = w["embedding.weight"] if config.tie_embeddings else w["head.weight"]
-    logits = (x @ head.T)[:, : config.vocab_size]
-    return F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+    return (x @ head.T)[:, : config.vocab_size]

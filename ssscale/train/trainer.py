@@ -32,6 +32,7 @@ from ssscale.train.checkpoint import (
     load_training_state,
     load_weights,
     newest_whole,
+    verify,
 )
 from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
 from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, speed, sums_by_source
@@ -104,6 +105,9 @@ class Trainer:
             initialize_weights(model, config.model, groups, config.train.seed)
             if config.init_from is not None:
                 source = find_checkpoint(Path(config.init_from), "init_from")
+                problem = verify(source, groups.rank, groups.world_size)
+                if problem is not None:
+                    raise UserError(f"init_from={config.init_from}: {problem}")
                 load_switched(CheckpointReader(source), model, config.model, groups)
                 logger.info("weights from %s, a new optimizer", source)
         else:

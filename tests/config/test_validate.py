@@ -4,6 +4,7 @@ import pytest
 
 from ssscale.config import load_config, validate
 from ssscale.errors import UserError
+from ssscale.schema import POSITIONS, Core, PositionMethod
 
 
 def refusal(name, *overrides, world_size=None, gpu=False):
@@ -79,6 +80,17 @@ def test_tiny_sb_refuses(overrides, expected):
 )
 def test_ssmax_refuses_positions(overrides, expected):
     assert expected in refusal("tiny_ssmax", *(f"model.position.{override}" for override in overrides))
+
+
+REFUSED = [(core, method) for core in Core for method in PositionMethod if method not in POSITIONS[core]]
+
+
+@pytest.mark.parametrize(("core", "method"), REFUSED)
+def test_every_refused_pair_has_its_sentence(core, method):
+    text = refusal("tiny_softmax", f"model.attention.core={core.value}", f"model.position.method={method.value}")
+    reason = {"ssmax": "would miss a bias", "stickbreaking": "takes the nearest keys first"}[core.value]
+    assert text.startswith(f"model.position.method={method.value} does not go with model.attention.core={core.value}: ")
+    assert reason in text
 
 
 def test_ntk_needs_a_second_pair():

@@ -35,10 +35,11 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def exact_matrix_products() -> Iterator[None]:
+def exact_products_and_many_graphs() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    yield
+    with torch._dynamo.config.patch(recompile_limit=64):  # every case is a graph of its own
+        yield
     torch.set_float32_matmul_precision(before)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,12 @@ def test_init_from_a_softmax_run(variant: str, corpus: Path, softmax_run: Path, 
 def test_mistakes_are_one_sentence(corpus: Path, softmax_run: Path, tmp_path: Path, pool1: Pool) -> None:
     job = SMALL | SOFTMAX | {"data": str(corpus), "run": str(tmp_path / "a"), "init_from": str(tmp_path)}
     assert pool1.run(TRAIN, **job) == [f"init_from={tmp_path}: neither a checkpoint nor a run folder that has one"]
+    shutil.copytree(softmax_run, tmp_path / "damaged")
+    weights = list_checkpoints(tmp_path / "damaged" / "checkpoints")[-1] / "rank-00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    (error,) = pool1.run(TRAIN, **(job | {"run": str(tmp_path / "c"), "init_from": str(tmp_path / "damaged")}))
+    assert error.startswith(f"init_from={tmp_path / 'damaged'}: ")
+    assert "rank-00000.safetensors" in error
     job |= {"run": str(tmp_path / "b"), "init_from": str(softmax_run), "model.ffn_hidden_size": 64}
     assert "is of another model: blocks.0.mlp" in pool1.run(TRAIN, **job)[0]
 
