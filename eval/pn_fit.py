@@ -3,7 +3,7 @@
     python -m eval.pn_fit RUN [--figure FILE.png] [--data FOLDER]
 
 RUN is the folder of a run made by launch/pretrain.py with `model.attention.ssmax=pn`. Fits p_n ≈ a1 · ln n + a2 by least
-squares, each n weighted by how often it occurs in training, prints a1, a2 and R², and draws p_n with the fit.
+squares, each n weighted by how many targets stand behind it in training, prints a1, a2 and R², and draws p_n with the fit.
 """
 
 import argparse
@@ -45,9 +45,14 @@ def fit_logarithm(p: np.ndarray, weights: np.ndarray) -> Fit:
 
 
 def occurrences(lengths: np.ndarray, size: int) -> np.ndarray:
-    """How many tokens see n keys, n = 1 … size, in documents of these lengths: those that have n tokens or more."""
-    ended = np.bincount(np.minimum(lengths, size), minlength=size + 1)
-    return len(lengths) - np.cumsum(ended)[:size]
+    """How many tokens with a target see n keys, n = 1 … size, in documents of these lengths.
+
+    A document's last token has no target. Nor does p_1 count: the softmax over one key is 1 whatever multiplies it.
+    """
+    ended = np.cumsum(np.bincount(np.minimum(lengths, size + 1), minlength=size + 2))
+    counts = len(lengths) - ended[1 : size + 1]  # documents of more than n tokens
+    counts[0] = 0
+    return counts
 
 
 def training_lengths(run: Run, data_path: str | None) -> np.ndarray:

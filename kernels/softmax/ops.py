@@ -55,6 +55,7 @@ def _(grad_o, q, k, v, *_):  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, cu_seqlens, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)  # zeros for the outputs without a gradient would be as large as they are
     ctx.mark_non_differentiable(output[1])
 
 

@@ -131,6 +131,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     qkv, cos, sin, base, s, b, cu_seqlens, _, *ctx.options = inputs
     o, lse, q, k = output
     ctx.save_for_backward(qkv, o, lse, q, k, cos, sin, base, s, b, cu_seqlens)
+    ctx.set_materialize_grads(False)  # zeros for the outputs without a gradient would be as large as they are
     ctx.mark_non_differentiable(lse, q, k)
     ctx.wanted = [x is not None and x.requires_grad for x in (base, s, b)]
 

@@ -11,14 +11,16 @@ from eval.pn_fit import fit_logarithm, main, occurrences
 from ssscale.config import to_yaml
 from ssscale.model.decoder import Decoder
 from ssscale.schema import AttentionConfig, Core, SSMaxVariant
-from ssscale.train.checkpoint import TrainState, save_checkpoint
+from ssscale.train.checkpoint import TrainState
+from ssscale.train.save import save_checkpoint
 from tests.eval.conftest import LENGTH, Weights
 
 
-def test_occurrences_count_the_tokens_that_see_n_keys():
+def test_occurrences_count_the_targets_behind_n_keys():
     lengths = np.array([3, 1, 7, 3])
-    expected = [sum(length >= n for length in lengths) for n in range(1, 6)]
-    assert occurrences(lengths, 5).tolist() == expected
+    for size in (2, 5, 9):
+        expected = [sum(length > n for length in lengths) for n in range(2, size + 1)]
+        assert occurrences(lengths, size).tolist() == [0, *expected]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
@@ -48,11 +50,11 @@ def test_a_run_gives_its_fit_and_figure(run, config, groups, monkeypatch, capsys
     with torch.no_grad():
         decoder.pn.copy_(0.5 * torch.arange(1, LENGTH + 1).log() + 0.25)
     text = to_yaml(replace(config, model=model))
-    save_checkpoint(run / "checkpoints", Weights(decoder), groups, TrainState(step=20), {"config.yaml": text}, keep=2)
+    save_checkpoint(run / "checkpoints", Weights(decoder), groups, TrainState(step=20), {"config.yaml": text})
     (run / "config.yaml").write_text(text)
     monkeypatch.setattr(sys, "argv", ["pn_fit", str(run)])
     main()
-    assert "p_n ≈ 0.5000 ln n +0.2500, R² 1.0000 over 128 n, 10,240 tokens" in capsys.readouterr().out
+    assert "p_n ≈ 0.5000 ln n +0.2500, R² 1.0000 over 126 n, 10,240 tokens" in capsys.readouterr().out
     assert (run / "pn.png").stat().st_size > 10_000
 
 
