@@ -28,9 +28,10 @@ def scaled_base(config: ModelConfig, layout: PackedLayout) -> float | Tensor:
         raise ValueError("rope_scaling=dynamic_ntk needs the training length: set model.position.train_length")
     counts = layout.cu_seqlens.diff()
     final = counts if layout.final_lengths is None else layout.final_lengths
-    lengths = torch.repeat_interleave(final, counts, output_size=len(layout.positions)).float()
+    lengths = torch.repeat_interleave(final, counts, output_size=len(layout.positions)).double()
     excess = (lengths / position.train_length).clamp(min=1.0) - 1
-    return position.rope_base * (position.rope_factor * excess[:, None] + 1) ** power
+    # float64: a power in float32 depends on where in a vector it is computed.
+    return (position.rope_base * (position.rope_factor * excess[:, None] + 1) ** power).float()
 
 
 def scaled_positions(config: ModelConfig, layout: PackedLayout) -> Tensor:
