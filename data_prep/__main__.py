@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     for command, run in ((verify, _verify), (stats, _stats), (show, _show)):
         command.add_argument("folder")
         command.set_defaults(run=run)
+    stats.add_argument("--figure", metavar="FILE", help="also draw the lengths, as .png, .svg or .pdf")
     show.add_argument("--split", default="train")
     show.add_argument("--source")
     show.add_argument("--row", type=int, default=0)
@@ -164,7 +165,7 @@ def _verify(args: argparse.Namespace, console: Console, progress: Progress) -> N
 def _stats(args: argparse.Namespace, console: Console, progress: Progress) -> None:
     from data_prep.inspect_shards import stats
 
-    stats(args.folder, console)
+    stats(args.folder, console, args.figure)
 
 
 def _show(args: argparse.Namespace, console: Console, progress: Progress) -> None:

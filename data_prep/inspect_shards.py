@@ -18,6 +18,8 @@ def summary(manifest: dict[str, Any], console: Console) -> None:
     """A few words a split and source."""
     for split, sources in manifest["splits"].items():
         for source, counts in sources.items():
+            if not counts["documents"]:
+                continue
             dropped = sum(counts["tokens_dropped"].values())
             console.print(
                 f"{split}/{source}: {counts['documents']:,} documents, {counts['bytes']:,} bytes,"
@@ -28,27 +30,61 @@ def summary(manifest: dict[str, Any], console: Console) -> None:
             )
 
 
-def stats(folder: str, console: Console) -> None:
-    """The summary, what was dropped and why, and a histogram of the parts' lengths."""
+def stats(folder: str, console: Console, figure: str | None = None) -> None:
+    """The summary, what was dropped and why, and a histogram of the documents' lengths; also as a picture, `figure`."""
     manifest = read_manifest(folder)
     summary(manifest, console)
+    found = {}
     for split, sources in manifest["splits"].items():
         for source, counts in sources.items():
             for what in ("documents_dropped", "tokens_dropped"):
                 for reason, number in counts[what].items():
                     console.print(f"{split}/{source}: {number:,} {what.split('_')[0]} dropped: {reason}")
             if counts["rows"]:
-                lengths = np.concatenate([sample["lengths"] for sample in _rows(folder, split, source)])
+                lengths = found[f"{split}/{source}"] = _document_lengths(folder, split, source)
                 _histogram(lengths, counts, f"{split}/{source}", console)
+    if figure:
+        _draw(found, manifest["length"], figure)
+        console.print(f"\n{figure}: the lengths of all sources")
+
+
+def _document_lengths(folder: str, split: str, source: str) -> np.ndarray:
+    """Tokens of each document that lie in rows."""
+    parts = [(sample["documents"], sample["lengths"]) for sample in _rows(folder, split, source)]
+    _, document = np.unique(np.concatenate([documents for documents, _ in parts]), return_inverse=True)
+    return np.bincount(document, np.concatenate([lengths for _, lengths in parts])).astype(np.int64)
 
 
 def _histogram(lengths: np.ndarray, counts: dict[str, Any], name: str, console: Console) -> None:
     efficiency = counts["tokens_out"] / counts["tokens_in"]
-    console.print(f"\n{name}: {len(lengths):,} parts, packing efficiency {efficiency:.2%} (tokens out / tokens in)")
+    console.print(
+        f"\n{name}: {len(lengths):,} documents in {counts['parts']:,} parts,"
+        f" packing efficiency {efficiency:.2%} (tokens out / tokens in); tokens a document:"
+    )
     bins = np.bincount(np.floor(np.log2(lengths)).astype(int))
     for power, number in enumerate(bins):
         bar = "█" * round(BAR * number / bins.max())
         console.print(f"  {1 << power:>9,} – {(2 << power) - 1:<9,} {number:>10,} {bar}")
+
+
+def _draw(lengths: dict[str, np.ndarray], row: int, file: str) -> None:
+    """Tokens by the length of the document they belong to, stacked by source, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    edges = 2.0 ** np.arange(0, np.log2(max(found.max() for found in lengths.values())) + 1, 0.5)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.hist(list(lengths.values()), edges.tolist(), weights=list(lengths.values()), stacked=True, label=list(lengths))
+    axes.axvline(row, color="black", linestyle="--", linewidth=1, label=f"a row: {row:,}")
+    axes.set(xscale="log", xlabel="tokens of the document", ylabel="tokens")
+    axes.legend(fontsize="small")
+    try:
+        figure.savefig(file, dpi=150)
+    except ValueError as error:  # a format that matplotlib does not know
+        raise DataError(f"--figure {file}: {error}") from error
+    pyplot.close(figure)
 
 
 def show(folder: str, split: str, source: str | None, row: int, console: Console) -> None:

@@ -21,8 +21,9 @@ def document_key(text: bytes) -> int:
 class Parser:
     """Texts of a batch.
 
-    field: a record's text. where: column → what it must hold: a value, a list of values, or {min: a, max: b} (both
-    included, either may be absent); other records are left out. min_chars, max_chars: of a text, both included.
+    field: a record's text. where: column (or `column.key` of what it holds) → what it must be: a value, a list of
+    values, or {min: a, max: b} (both included, either may be absent); other records are left out. min_chars, max_chars:
+    of a text, both included.
     """
 
     field: str = "text"
@@ -34,7 +35,7 @@ class Parser:
     @property
     def columns(self) -> Columns:
         """What is read of a table."""
-        return [self.field, *(name for name in self.where if name != self.field)]
+        return list(dict.fromkeys([self.field, *(name.partition(".")[0] for name in self.where)]))
 
     def __call__(self, batch: RawBatch) -> tuple[list[str], dict[str, int]]:
         """A text a document, "" for those left out, and how many were left out for which reason.
@@ -94,12 +95,19 @@ class Parser:
 
     def _field(self, record: dict[str, Any], where: str) -> str | None:
         """The record's text, or None if it is filtered out."""
-        if not all(_holds(record.get(name), wanted) for name, wanted in self.where.items()):
+        if not all(_holds(_value(record, name), wanted) for name, wanted in self.where.items()):
             return None
         text = record[self.field]
         if not isinstance(text, str):
             raise DataError(f"{where}: field {self.field!r} is {type(text).__name__}, not text")
         return text
+
+
+def _value(record: Any, name: str) -> Any:
+    if not isinstance(record, dict) or name in record:
+        return record.get(name) if isinstance(record, dict) else None
+    column, dot, rest = name.partition(".")
+    return _value(record.get(column), rest) if dot else None
 
 
 def _decoded(cell: Any) -> Any:

@@ -180,12 +180,12 @@ def test_filters(tokenizer: str, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [{"text": f"{i} " * (i + 1), "score": i, "lang": "de" if i % 3 else "en"} for i in range(60)]
+    rows = [{"text": f"{i} " * (i + 1), "score": i, "meta": {"lang": "de" if i % 3 else "en"}} for i in range(60)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    where = {"a": {"score": {"min": 10, "max": 50}, "lang": ["en", "fr"]}}
+    where = {"a": {"score": {"min": 10, "max": 50}, "meta.lang": ["en", "fr"]}}
     (tmp_path / "c.yaml").write_text(json.dumps({"where": where, "min_chars": 40, "max_chars": 130}))
-    kept = [r for r in rows if 10 <= r["score"] <= 50 and r["lang"] == "en" and 40 <= len(r["text"]) <= 130]
+    kept = [r for r in rows if 10 <= r["score"] <= 50 and r["meta"]["lang"] == "en" and 40 <= len(r["text"]) <= 130]
     for kind in ("jsonl", "parquet"):
         out = tmp_path / kind
         assert pack(out, f"{tmp_path}/a.{kind}", tokenizer, "--config", f"{tmp_path}/c.yaml", "--length", "16") == 0

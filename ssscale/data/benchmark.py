@@ -1,0 +1,74 @@
+"""Loader speed: `python -m ssscale.data.benchmark FOLDER` times our batches beside a bare StreamingDataLoader.
+
+Both read the training rows of the folder's largest source from decompressed shards, in turn, with as many workers. Ours
+hands out `Batch`es (labels, positions, boundaries); the other one stacks the rows' tokens and nothing else.
+"""
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssscale.data._torchvision import install_stand_in
+from ssscale.data.stream import PackedData, make_loader
+
+MICROBATCH = 4
+
+
+def ours(data: PackedData, source: str, rows: int, workers: int) -> Iterator[Any]:
+    arguments = {"seed": 0, "first_sample": 0, "num_samples": rows, "batch_size": MICROBATCH, "microbatch": MICROBATCH}
+    return make_loader(data, mixes=[(0, {source: 1.0})], num_workers=workers, **arguments)  # type: ignore[arg-type]
+
+
+def bare(data: PackedData, source: str, rows: int, workers: int) -> Iterator[Any]:
+    install_stand_in()
+    from streaming import StreamingDataLoader, StreamingDataset
+
+    dataset = StreamingDataset(
+        local=str(data.stores[source].folder), shuffle=True, batch_size=MICROBATCH, num_canonical_nodes=1
+    )
+    loader = StreamingDataLoader(dataset, batch_size=MICROBATCH, num_workers=workers, collate_fn=_stack)
+    return islice(loader, rows // MICROBATCH)
+
+
+def _stack(samples: list[dict[str, np.ndarray]]) -> torch.Tensor:
+    return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
+
+
+def speed(batches: Iterable[Any], tokens: int) -> float:
+    """Tokens a second from the second batch on: the start of the workers is not counted."""
+    iterator = iter(batches)
+    next(iterator)
+    began, count = time.perf_counter(), 0
+    for _ in iterator:
+        count += 1
+    return count * tokens / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    data = PackedData.open(args.folder)
+    source = max(data.sources, key=lambda name: data.sources[name])
+    rows = data.sources[source] // MICROBATCH * MICROBATCH
+    for _ in data.rows():  # decompress every shard before anything is timed
+        pass
+    found: dict[str, list[float]] = {"ours": [], "StreamingDataLoader": []}
+    for _ in range(args.rounds):
+        for name, make in (("ours", ours), ("StreamingDataLoader", bare)):
+            found[name].append(speed(make(data, source, rows, args.workers), MICROBATCH * data.length))
+    print(f"{rows:,} rows of {data.length:,} tokens, {args.workers} workers: tokens a second")
+    for name, speeds in found.items():
+        print(f"{name:20} median {median(speeds):,.0f}  (from {min(speeds):,.0f} to {max(speeds):,.0f})")
+
+
+if __name__ == "__main__":
+    main()
