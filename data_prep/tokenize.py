@@ -7,8 +7,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from hashlib import sha256
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -147,6 +148,16 @@ def _start_worker(file: str, info: TokenizerInfo, parser: Parser) -> None:
     # The processes are the parallelism; threads under them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = Encoder(file, info, parser)
+    if parent_process() is not None:
+        Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot stop its workers, which would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(batch: RawBatch) -> Encoded:

@@ -165,3 +165,18 @@ def test_key_set_equals_a_set() -> None:
             expected.append(max(key, 1) not in plain)
             plain.add(max(key, 1))
         assert new.tolist() == expected
+
+
+def test_workers_end_with_a_killed_run(tokenizer: str, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", make_texts(30_000, 1))
+    command = ["pack", "--out", str(tmp_path / "out"), "--source", f"a={tmp_path}/a.jsonl", "--tokenizer", tokenizer]
+    process = get_context("fork").Process(target=lambda: main([*command, "--length", "64", "--workers", "2"]))
+    process.start()
+    while len(workers := psutil.Process(process.pid).children(recursive=True)) < 3:  # with the tracker of resources
+        time.sleep(0.05)
+    while not all(worker.num_threads() > 1 for worker in workers[1:]):
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
