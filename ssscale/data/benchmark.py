@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from ssscale.data._torchvision import install_stand_in
@@ -40,14 +41,23 @@ def _stack(samples: list[dict[str, np.ndarray]]) -> torch.Tensor:
     return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
 
 
-def speed(batches: Iterable[Any], tokens: int) -> float:
-    """Tokens a second from the second batch on: the start of the workers is not counted."""
+def speed(batches: Iterable[Any], tokens: int, num_batches: int) -> tuple[float, float]:
+    """Tokens a second, and a second of CPU time. From the second batch on: the start of the workers is not counted."""
     iterator = iter(batches)
     next(iterator)
-    began, count = time.perf_counter(), 0
-    for _ in iterator:
-        count += 1
-    return count * tokens / (time.perf_counter() - began)
+    began, used = time.perf_counter(), cpu_seconds()
+    # One less than there are, as the workers end with the last one and their CPU time with them.
+    for _ in islice(iterator, num_batches - 2):
+        pass
+    done = (num_batches - 2) * tokens
+    return done / (time.perf_counter() - began), done / (cpu_seconds() - used)
+
+
+def cpu_seconds() -> float:
+    """Of this process and its workers so far."""
+    this = psutil.Process()
+    times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
 
 
 def main() -> None:
@@ -61,13 +71,15 @@ def main() -> None:
     rows = data.sources[source] // MICROBATCH * MICROBATCH
     for _ in data.rows():  # decompress every shard before anything is timed
         pass
-    found: dict[str, list[float]] = {"ours": [], "StreamingDataLoader": []}
+    found: dict[str, list[tuple[float, float]]] = {"ours": [], "StreamingDataLoader": []}
     for _ in range(args.rounds):
         for name, make in (("ours", ours), ("StreamingDataLoader", bare)):
-            found[name].append(speed(make(data, source, rows, args.workers), MICROBATCH * data.length))
-    print(f"{rows:,} rows of {data.length:,} tokens, {args.workers} workers: tokens a second")
+            batches = make(data, source, rows, args.workers)
+            found[name].append(speed(batches, MICROBATCH * data.length, rows // MICROBATCH))
+    print(f"{rows:,} rows of {data.length:,} tokens, {args.workers} workers: tokens a second (a CPU second), medians")
     for name, speeds in found.items():
-        print(f"{name:20} median {median(speeds):,.0f}  (from {min(speeds):,.0f} to {max(speeds):,.0f})")
+        wall, cpu = (median(column) for column in zip(*speeds))
+        print(f"{name:20} {wall:>14,.0f} ({cpu:,.0f})  best {max(wall for wall, _ in speeds):,.0f}")
 
 
 if __name__ == "__main__":
