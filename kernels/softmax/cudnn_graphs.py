@@ -2,8 +2,8 @@
 
 torch calls cuDNN for dense batches only. Here documents of any lengths lie one behind the other and each tensor is given
 the offset of every document ("ragged offsets"), so that nothing is padded. A plan is built once for each bucket of
-shapes (about 0.7 s) and kept: numbers of documents and maximum lengths are rounded up to powers of two, which costs
-thread blocks that find nothing to do, and no memory.
+shapes (about 0.7 s) and kept: numbers of documents are rounded up to a `bucket`, maximum lengths to a power of two. That
+costs thread blocks that find nothing to do, and no memory.
 """
 
 import functools
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .documents import Documents
+from .documents import Documents, bucket
 
 logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()  # a handle belongs to one thread at a time, and autograd calls from its own
-MIN_LENGTH, MIN_BOUNDARIES = 128, 16
+MIN_LENGTH = 128
 
 
 @functools.cache
@@ -186,7 +186,7 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Shape:
     """The bucket of a call. A window of the whole length is none."""
     uniform, window = documents.uniform_length, documents.window
     if uniform is None or uniform < MIN_LENGTH:
-        ragged, count = True, _bucket(documents.cu_seqlens.shape[0]) - 1
+        ragged, count = True, bucket(documents.cu_seqlens.shape[0]) - 1
         length = max(MIN_LENGTH, 1 << (documents.max_seqlen - 1).bit_length())
     else:
         ragged, count, length = False, q.shape[0] // uniform, uniform
@@ -194,10 +194,6 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Shape:
     window = None if window is not None and window >= length else window
     heads = (q.shape[1], k.shape[1], q.shape[2])
     return Shape(q.device, q.dtype, count, length, *heads, strides, ragged, documents.scale, window, 0)
-
-
-def _bucket(boundaries: int) -> int:
-    return max(MIN_BOUNDARIES, 1 << (boundaries - 1).bit_length())
 
 
 def _positions(plan: Plan, shape: Shape, cu_seqlens: Tensor) -> dict[int, Tensor]:

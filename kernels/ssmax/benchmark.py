@@ -18,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.softmax import backends, choose_backend, softmax_attention
-from kernels.softmax.documents import Documents
+from kernels.softmax.documents import Documents, bucket
 from kernels.ssmax import query_factor, rotary, rotary_attention, rotary_attention_reference, rotate
 from kernels.stickbreaking.benchmark import forward_and_backward, graph_ms
 
@@ -182,7 +182,7 @@ def times(step: Step, sets: list[dict[str, Tensor]]) -> tuple[float, float]:
 def attention_step(lengths: list[int], factor: bool, longest: int, window: int | None = None) -> Step:
     """Only one document a row takes the dense plan here: equal ones show what ragged offsets cost beside dense kernels."""
     uniform = LENGTH if lengths[0] == LENGTH else None
-    cu = boundaries(lengths, 1 << len(lengths).bit_length())
+    cu = boundaries(lengths, bucket(len(lengths) + 1))
 
     def step(tensors: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         given = {"base": tensors["base"].detach(), "s": tensors["s"]} if factor else {}
@@ -213,7 +213,7 @@ def measure(flex: bool) -> None:
         cells = [tuple(statistics.median(turn[i][j] for turn in rounds) for j in range(2)) for i in range(2)]
         q, k, v = ([x["qkv"][:, i * HEADS : (i + 1) * HEADS].contiguous() for x in sets] for i in range(3))
         parts = [list(part) for part in zip(q, k, v, (x["grad"] for x in sets))]
-        cu, longest = boundaries(lengths, 1 << len(lengths).bit_length()), max(lengths)
+        cu, longest = boundaries(lengths, bucket(len(lengths) + 1)), max(lengths)
         uniform = lengths[0] if name == "1" else None
         ours = forward_and_backward(
             lambda q, k, v: softmax_attention(q, k, v, cu_seqlens=cu, max_seqlen=LENGTH, uniform_length=uniform),

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.softmax.documents import bucket
 from ssscale.layout import PackedLayout
 
 IGNORE = -100  # the label of a position without target, as torch's cross entropy has it
-SMALLEST_BUCKET = 16
 
 
 class Row(NamedTuple):
@@ -32,7 +32,7 @@ class Batch:
     """A microbatch: `rows` packed rows of equal length, one behind the other, T tokens in all.
 
     tokens: [T] int64. labels: [T] int64, the next token of the same part, -100 at the last token of each.
-    layout.cu_seqlens is padded with T to a power of two (at least 16), so that torch.compile meets few shapes;
+    layout.cu_seqlens is padded with T to one of few sizes (`bucket`), so that few kernels and plans serve all batches;
     layout.max_seqlen is the row length always; layout.uniform_length is the row length where each row is one document.
     sources: [rows] int64, numbers of the rows' sources in `PackedData.names`. num_targets: labels that are not -100.
     """
@@ -84,8 +84,7 @@ def collate(
     labels[real:] = IGNORE
     num_targets = real - int((ends <= real).sum())
     positions = np.arange(len(tokens), dtype=np.int32) - np.repeat((ends - lengths).astype(np.int32), lengths)
-    bucket = max(SMALLEST_BUCKET, 1 << len(lengths).bit_length())  # the power of two above, for len + 1 entries
-    cu_seqlens = np.full(bucket, len(tokens), np.int32)
+    cu_seqlens = np.full(bucket(len(lengths) + 1), len(tokens), np.int32)
     cu_seqlens[0] = 0
     cu_seqlens[1 : len(ends) + 1] = ends
     uniform = length if len(lengths) == len(rows) else None

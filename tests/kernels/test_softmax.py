@@ -6,7 +6,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.softmax import ops, softmax_attention
 from kernels.softmax.backends import choose_backend
-from kernels.softmax.cudnn_graphs import Documents, _bucket, _shape
+from kernels.softmax.cudnn_graphs import _shape
+from kernels.softmax.documents import Documents, bucket
 
 
 def starts(*values):
@@ -160,7 +161,8 @@ def test_backends():
 
 def test_plans_are_built_for_buckets():
     """Batches of one bucket share a plan; what a batch's collation pads to is a bucket."""
-    assert [_bucket(n) for n in (2, 16, 17, 128, 129)] == [16, 16, 32, 128, 256]
+    assert [bucket(n) for n in (2, 16, 17, 33, 65, 128, 129)] == [16, 16, 20, 40, 80, 128, 160]
+    assert all(n <= bucket(n) == bucket(bucket(n)) <= max(16, 1.25 * n) for n in range(1, 5000))
     q, k, v = (x.detach() for x in make(600))
 
     def shape(boundaries, longest, uniform=None, window=None):
