@@ -90,9 +90,19 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
         weights=width * (n if stage < 3 else n / ranks + block),
         gradients=(width * n, 4 * n + width * largest, partitioned, partitioned)[stage],
         optimizer=8 * n if stage == 0 else OPTIMIZER_BYTES * n / ranks,
-        activations=tokens * activation_bytes_per_token(config),
+        activations=tokens * activation_bytes_per_token(config) + fire_bytes(config),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
     )
+
+
+def fire_bytes(config: Config) -> float:
+    """FIRE in training, of one layer at a time, fp32 for each pair of positions: (2·N + 4·32)·L² numbers.
+
+    The table of the bias and its gradient; the MLP's hidden layer before and behind ReLU, and their gradients.
+    """
+    if config.model.position.method is not PositionMethod.fire:
+        return 0.0
+    return 4 * (2 * config.model.num_heads / config.parallel.tensor + 4 * 32) * config.data.length**2
 
 
 def weight_bytes(config: Config) -> int:

@@ -26,6 +26,13 @@ def test_days_and_tokens_of_3b():
     assert (result.parameters, result.tokens, result.steps) == (N, 1_250_000_000_000, 298_024)
 
 
+def test_fire_needs_a_table():
+    fire, alibi = (
+        estimate(load_config([f"config=350m_{name}"]), gpus=8, mfu=0.4).memory.activations for name in ("fire", "alibi")
+    )
+    assert fire - alibi == 4 * (2 * 32 + 4 * 32) * 2048**2
+
+
 def test_max_steps_bounds_the_budget():
     result = estimate(load_config(["config=3b_sb", "train.max_steps=100"]), gpus=64, mfu=0.4)
     assert (result.steps, result.tokens) == (100, 100 * 4_194_304)

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eval import suite
-from eval.results import add_results, newest_results, results_file
+from eval.results import add_results, newest_results, read_results, results_file
 from eval.validation import model_loss
 from launch.evaluate import main as evaluate
 from launch.report import main as report
@@ -56,6 +57,25 @@ def test_results_of_several_evaluations_are_merged(run):
     assert results["tasks"] == {"one": {"value": 1}, "two": {"value": 2}}
     assert results["baseline"] == {"targets": 2}
     assert results["valid"]["nats_per_token"] > 0
+
+
+def test_keys_changed_for_an_evaluation_have_results_of_their_own(run):
+    only_loss = [f"checkpoint={run}", "tasks=none", "baseline=false"]
+    evaluate(only_loss)
+    evaluate([*only_loss, "model.position.rope_base=500000"])
+    before = newest_results(run)
+    changed = read_results(run / "eval" / "model.position.rope_base=500000" / "step-00000010.json")
+    assert changed["changes"] == ["model.position.rope_base=500000"]
+    assert changed["valid"]["targets"] == before["valid"]["targets"]
+    assert changed["valid"]["nats_per_token"] != before["valid"]["nats_per_token"]
+    assert "changes" not in before
+    for argument, words in [
+        ("model.hidden_size=8", "unknown argument 'model.hidden_size=8'"),
+        ("model.position.base=8", "did you mean model.position.rope_base?"),
+        ("model.position.method=alibi model.attention.core=ssmax", "would miss a bias"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(words)):
+            evaluate([*only_loss, *argument.split()])
 
 
 def test_report_without_an_evaluation_and_of_two_runs(run, config, capsys):
