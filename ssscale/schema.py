@@ -234,6 +234,9 @@ class TrainConfig:
     eval_rows: int = 256
     save_every: int = 1000  # steps; 0 = never. Else also after the last step
     save_background: bool = True  # write while training goes on
+    observe_every: int = 1000  # steps between looks into attention: s by head, unspent stick, live tiles; 0 = never
+    profile: int | None = None  # a step whose torch profiler trace (and GPU memory snapshot) goes to profile/
+    wandb: bool = False  # metrics also go to Weights & Biases, where its package is installed
     max_skipped: int = 10  # steps in a row with NaN or Inf before the run goes back to its last checkpoint
     spike_z: float = 8.0  # a loss so many robust deviations above the last 100 is noted with its rows; 0 = never
     watchdog: float = 1800.0  # seconds without progress after which the run ends, naming the rank; 0 = never

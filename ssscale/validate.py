@@ -95,6 +95,8 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.eval_every": (AT_LEAST_0,),
     "train.eval_rows": (AT_LEAST_1,),
     "train.save_every": (AT_LEAST_0,),
+    "train.observe_every": (AT_LEAST_0,),
+    "train.profile": (AT_LEAST_1,),
     "train.max_skipped": (AT_LEAST_1,),
     "train.spike_z": (AT_LEAST_0,),
     "train.watchdog": (AT_LEAST_0,),

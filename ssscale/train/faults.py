@@ -1,6 +1,7 @@
 """Loss spikes, running out of memory and lost peers: telling them apart and saying what can be done."""
 
 import json
+import logging
 import math
 import statistics
 import time
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ssscale.data.order import Order
 from ssscale.errors import OUT_OF_MEMORY, STALLED, Stop
 from ssscale.schema import Config
+
+logger = logging.getLogger("ssscale")
 
 GIB = 2**30
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Timed out", "NCCL", "gloo")
@@ -44,6 +48,16 @@ class SpikeDetector:
             found = z if z > self.threshold else None
         self.losses.append(loss)
         return found
+
+    def look(self, folder: Path, step: int, loss: float, samples: range, order: Order) -> None:
+        """Note a loss that stands out, with the rows that made it."""
+        z = self.score(loss)
+        if z is not None:
+            rows: dict[str, list[int]] = {}
+            for sample in map(order.__getitem__, samples):
+                rows.setdefault(order.names[sample.source], []).append(sample.row)
+            logger.warning("step %d: loss %.4g is a spike (z = %.1f); its rows are in events.jsonl", step, loss, z)
+            write_event(folder, {"event": "loss_spike", "step": step, "loss": loss, "z": z, "rows": rows})
 
 
 def write_event(folder: Path, event: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from ssscale.data.batch import IGNORE, Batch
+from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
@@ -53,10 +54,12 @@ def keep_until(path: Path, step: int) -> None:
 class Metrics:
     """Writes `metrics.jsonl`, `tensorboard/` and a line a record; silent on all but the main rank."""
 
-    def __init__(self, folder: Path, first_step: int, total_steps: int, is_main: bool) -> None:
-        self.is_main = is_main
+    def __init__(self, folder: Path, first_step: int, total_steps: int, is_main: bool, use_wandb: bool = False) -> None:
+        self.is_main, self.wandb = is_main, None
         if not is_main:
             return
+        if use_wandb:
+            self.wandb = _wandb(folder)
         path = folder / "metrics.jsonl"
         keep_until(path, first_step)
         self.file = open(path, "a", buffering=1)  # noqa: SIM115
@@ -83,6 +86,8 @@ class Metrics:
         if self.is_main:
             self.progress.stop()
             self.tensorboard.close()
+            if self.wandb is not None:
+                self.wandb.finish()
             self.file.close()
 
     def advance(self, step: int) -> None:
@@ -98,10 +103,24 @@ class Metrics:
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step":
                 self.tensorboard.add_scalar(name, value, record["step"])
-        shown = {name: value for name, value in record.items() if "/" not in name}  # without one figure a source
+            elif isinstance(value, list):
+                for layer, entry in enumerate(value):
+                    mean = statistics.fmean(entry) if isinstance(entry, list) else entry
+                    self.tensorboard.add_scalar(f"{name}/layer{layer:02d}", mean, record["step"])
+        if self.wandb is not None:
+            self.wandb.log(record, step=record["step"])
+        shown = {name: value for name, value in record.items() if "/" not in name and not isinstance(value, list)}
         self.progress.console.print(
             "  ".join(f"{name} {_short(value)}" for name, value in shown.items()), highlight=False
         )
+
+
+def _wandb(folder: Path) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError("train.wandb=true needs the package wandb: pip install wandb, or leave it out") from error
+    return wandb.init(project="ssscale", id=folder.name, name=folder.name, dir=str(folder), resume="allow")
 
 
 def sums_by_source(losses: Tensor, batch: Batch, num_sources: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The folder of a run: who may write to it, and whether a configuration continues what lies there."""
 
+import json
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,7 +11,9 @@ from ssscale.config import from_yaml, to_yaml
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
+from ssscale.train.checkpoint import TrainState
 from ssscale.train.lock import RunLock
+from ssscale.train.save import write_file
 
 # A run cannot change these between a stop and its continuation: its weights or its data order would not fit.
 FIXED = ("model", "data.length", "data.one_document", "data.shuffle_seed", "train.batch_size", "train.seed")
@@ -71,3 +74,22 @@ def claim_folder(folder: Path, config: Config, groups: Groups, slurm_job: str | 
             raise UserError(f"run_dir={folder} cannot be written: {error.strerror}") from error
     dist.barrier()
     return lock
+
+
+def write_rollback(folder: Path, state: TrainState) -> None:
+    """Remember which rows a run passes over from now on, until a later checkpoint does."""
+    file = folder / "rollback.json"
+    text = json.dumps({"step": state.step, "skipped": state.skipped})
+    write_file(file.with_suffix(".tmp"), [memoryview(text.encode())])
+    os.replace(file.with_suffix(".tmp"), file)
+
+
+def read_rollback(folder: Path, state: TrainState) -> TrainState:
+    """The state of a checkpoint, with the rows that were passed over after it was written."""
+    file = folder / "rollback.json"
+    if not file.is_file():
+        return state
+    saved = json.loads(file.read_text())
+    if saved["step"] != state.step:
+        return state
+    return replace(state, skipped=tuple((step, rows) for step, rows in saved["skipped"]))

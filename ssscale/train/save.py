@@ -66,6 +66,7 @@ class CheckpointWriter:
         self.folder, self.groups, self.retention = folder, groups, retention
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.thread: threading.Thread | None = None
+        self.pinning: threading.Thread | None = None
         self.error: OSError | None = None
         self.written_s = self.blocked_s = 0.0
         if groups.is_main:
@@ -85,6 +86,15 @@ class CheckpointWriter:
     @property
     def failed(self) -> bool:
         return self.done and self.error is not None
+
+    def prepare(self, engine: Engine) -> None:
+        """Lock pages for the snapshots beside the first steps, as it takes seconds for tens of GB."""
+        weights = sum(fragment.tensor.numel() for fragment in engine.fragments() if fragment.state == "weight")
+        if (
+            self.groups.device.type == "cuda" and self.pinning is None
+        ):  # weights and two moments in fp32, and the generators' states
+            self.pinning = threading.Thread(target=self.reserve, args=(12 * weights + 2**16,), name="pinning")
+            self.pinning.start()
 
     def reserve(self, size: int) -> None:
         """Make room for a snapshot of `size` bytes, page-locked where there is a GPU."""
@@ -146,6 +156,9 @@ class CheckpointWriter:
         """Fill the buffer. Returns the header of the safetensors file and what its pieces are."""
         pieces, index = collect(engine, self.groups)
         self.size = sum(tensor.nbytes for tensor in pieces.values())
+        if self.pinning is not None:
+            self.pinning.join()
+            self.pinning = None
         self.reserve(self.size)
         entries: dict[str, Any] = {}
         offset = 0

@@ -1,11 +1,10 @@
 """The training loop: batches → engine → metrics and checkpoints."""
 
 import gc
-import json
 import logging
-import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,8 +35,9 @@ from ssscale.train.checkpoint import (
 )
 from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
 from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, speed, sums_by_source
-from ssscale.train.run_folder import check_folder, claim_folder
-from ssscale.train.save import CheckpointWriter, Retention, Saved, write_file
+from ssscale.train.observe import StepParts, observe, profiled
+from ssscale.train.run_folder import check_folder, claim_folder, read_rollback, write_rollback
+from ssscale.train.save import CheckpointWriter, Retention, Saved
 from ssscale.train.schedule import learning_rate, stage_at
 from ssscale.train.signals import StopSignals
 from ssscale.train.stages import Part, Plan
@@ -63,7 +63,7 @@ class Trainer:
         self.plan = Plan(config)
         self.total_steps = self.plan.total_steps
         self.reader = newest_whole(self.folder / "checkpoints", groups)
-        self.state = self._with_skipped(self.reader.state) if self.reader else TrainState()
+        self.state = read_rollback(self.folder, self.reader.state) if self.reader else TrainState()
         self.saved_step, self.skipped_in_a_row, self.held = self.state.step, 0, 0
         self.spikes = SpikeDetector(config.train.spike_z)
         self.part = self.plan.at(self.state.step)
@@ -124,6 +124,8 @@ class Trainer:
         if self.reader is not None:
             load_training_state(self.reader, self.engine, groups)
             logger.info("resumed from %s (step %d)", self.reader.path, self.state.step)
+        if config.train.save_every:
+            self.writer.prepare(self.engine)
         self.reader = None
 
     def run(self) -> None:
@@ -156,7 +158,9 @@ class Trainer:
 
     def _run(self) -> None:
         train = self.run_config.train
-        self.metrics = Metrics(self.folder, self.state.step, self.total_steps, self.groups.is_main)
+        self.metrics = Metrics(self.folder, self.state.step, self.total_steps, self.groups.is_main, train.wandb)
+        self.parts = StepParts(self.groups.device.type == "cuda")
+        logged = self.state.step
         with self.metrics as metrics:
             self.watch = Stopwatch(self.state.tokens)
             for step, batches in enumerate(self._steps(), self.state.step + 1):
@@ -164,14 +168,17 @@ class Trainer:
                 num_targets, stop = self._agree(batches)
                 if stop:
                     self._stop()
-                sums, result, lr = self._train_step(step, batches, num_targets)
+                with profiled(self.folder / "profile", step, self.groups) if step == train.profile else nullcontext():
+                    sums, result, lr = self._train_step(step, batches, num_targets)
                 self.watch.step(self.writer.active)
                 if self.started:
                     logger.info("first step after %.1f s", time.perf_counter() - self.started)
                     self.started = 0.0
                 if self._is_due(step, train.log_every):
                     record = self._record(step, sums, lr, result.grad_norm)
-                    metrics.write(record | speed(self.watch.lap(self.state.tokens), self.config, self.groups))
+                    record |= speed(self.watch.lap(self.state.tokens), self.config, self.groups)
+                    metrics.write(record | self.parts.lap(step - logged))
+                    logged = step
                 metrics.advance(step)
                 self._check_step(result.skipped)
                 with self.watch.paused():
@@ -180,6 +187,10 @@ class Trainer:
                         losses = self.evaluate()
                         self.state = replace(self.state, valid_loss=losses["valid_loss"])
                         metrics.write({"step": step, "tokens": self.state.tokens, **losses})
+                    if self._is_due(step, train.observe_every):
+                        seen = observe(self.engine.module, batches[0].to(self.groups.device), self.groups)
+                        if seen:
+                            metrics.write({"step": step, "tokens": self.state.tokens, **seen})
                     if self._is_due(step, train.save_every):
                         self._mark("checkpoint")
                         self.save(wait=not train.save_background)
@@ -221,6 +232,7 @@ class Trainer:
     def _mark(self, phase: str) -> None:
         """A phase of the step begins."""
         self.watchdog.mark(phase)
+        self.parts.mark(phase)
 
     def _check_step(self, skipped: bool) -> None:
         """Count steps that were skipped for NaN or Inf, on all ranks alike; too many in a row are a Rollback."""
@@ -241,7 +253,7 @@ class Trainer:
         reader = newest_whole(self.folder / "checkpoints", self.groups)
         if reader is None:
             raise Stop(f"losses are NaN up to step {step} and there is no checkpoint to go back to", DIVERGED)
-        state = self._with_skipped(reader.state)
+        state = read_rollback(self.folder, reader.state)
         times = sum(at == state.step for at, _ in state.skipped)
         if times == MAX_ROLLBACKS:
             raise Stop(
@@ -252,9 +264,7 @@ class Trainer:
         rows = self.plan.rows_between(state.step, step)
         self.state = replace(state, skipped=(*state.skipped, (state.step, rows)))
         if self.groups.is_main:
-            text = json.dumps({"step": state.step, "skipped": self.state.skipped})
-            write_file(self.folder / "rollback.json.tmp", [memoryview(text.encode())])
-            os.replace(self.folder / "rollback.json.tmp", self.folder / "rollback.json")
+            write_rollback(self.folder, self.state)
         self._event("rollback", step=step, to=state.step, rows=rows)
         logger.warning("NaN up to step %d: back to step %d, passing over %d rows", step, state.step, rows)
         self.part = self.plan.at(state.step)
@@ -262,31 +272,9 @@ class Trainer:
         self._open_data(None)
         self._rebuild(reader)
 
-    def _with_skipped(self, state: TrainState) -> TrainState:
-        """The state of a checkpoint, with the rows that were passed over after it was written."""
-        file = self.folder / "rollback.json"
-        if file.is_file():
-            saved = json.loads(file.read_text())
-            if saved["step"] == state.step:
-                return replace(state, skipped=tuple((step, rows) for step, rows in saved["skipped"]))
-        return state
-
     def _event(self, name: str, **more: Any) -> None:
         if self.groups.is_main:
             write_event(self.folder, {"event": name, **more})
-
-    def _look_at(self, loss: float) -> None:
-        """Note a loss that stands out, with the rows that made it."""
-        z = self.spikes.score(loss)
-        if z is not None:
-            last = self.state.samples
-            rows: dict[str, list[int]] = {}
-            for sample in map(self.order.__getitem__, range(last - self.part.batch_size, last)):
-                rows.setdefault(self.data.names[sample.source], []).append(sample.row)
-            logger.warning(
-                "step %d: loss %.4g is a spike (z = %.1f); its rows are in events.jsonl", self.state.step, loss, z
-            )
-            self._event("loss_spike", step=self.state.step, loss=loss, z=z, rows=rows)
 
     def _enter(self, part: Part) -> None:
         """Make ready for a part of the plan; a stage with another model is built anew from a checkpoint of this one."""
@@ -319,7 +307,9 @@ class Trainer:
         dist.all_reduce(sums)
         num_targets, stop, written, failed, loss = sums.tolist()
         if self.last_targets and self.groups.is_main:
-            self._look_at(loss / self.groups.tensor_size / self.last_targets)
+            loss /= self.groups.tensor_size * self.last_targets
+            rows = range(self.state.samples - self.part.batch_size, self.state.samples)
+            self.spikes.look(self.folder, self.state.step, loss, rows, self.order)
         self.held = torch.cuda.memory_allocated() if self.groups.device.type == "cuda" else 0
         if written == self.groups.world_size:
             with self.watch.paused():

@@ -161,7 +161,7 @@ def test_a_job_gets_over(
     fault(job)
     job.finish()
     assert losses(job.run) == plain
-    assert job.field("Restarts") == "1", job.log()
+    assert int(job.field("Restarts")) >= 1, job.log()  # a node that boots late may cost a second one
     print(f"{fault.__name__}: finished {time.monotonic() - began:.0f} s after it; {job.log().splitlines()[-1]}")
 
 

@@ -1,0 +1,71 @@
+"""What is looked at inside a run: the parts of a step, s by head, unspent sticks, live tiles; the profile of a step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.stickbreaking import stickbreaking_reference
+from ssscale.train.observe import KEYS, ROWS, live_tiles
+from tests.train.ranks import Ranks
+
+
+def live_by_hand(q: torch.Tensor, k: torch.Tensor, scale: float, skip_below: float) -> float:
+    """Tile by tile from the reference: a query enters a tile with the stick that it has left after the nearer keys."""
+    length, heads = q.shape[:2]
+    live = total = 0
+    for first in range(0, length, ROWS):
+        last = min(first + ROWS, length)
+        for key in range(0, last - 1, KEYS):
+            for head in range(heads):
+                total += 1
+                rests = []
+                for query in range(max(first, key + 1), last):
+                    near = k[key + KEYS : query, head : head + 1]
+                    one = q[query : query + 1, head : head + 1]
+                    offset = torch.tensor([len(near)], dtype=torch.int32)
+                    _, rest = stickbreaking_reference(one, near, near, q_offsets=offset, scale=scale)
+                    rests.append(float(rest.exp()))
+                live += max(rests) >= skip_below
+    return live / total
+
+
+@pytest.mark.parametrize("length", [1, 65, 200])
+def test_live_tiles_against_the_reference(length: int) -> None:
+    torch.manual_seed(length)
+    q, k = torch.randn(2, length, 2, 8).mul(2).unbind()
+    expected = live_by_hand(q, k, 0.3, 2**-12) if length > 1 else 0.0
+    assert live_tiles(q, k, 0.3, 2**-12) == pytest.approx(expected, abs=1e-6)
+    assert live_tiles(q, k, 0.3, 0.0) == (1.0 if length > 1 else 0.0)
+
+
+def test_a_run_shows_its_parts_its_sticks_and_a_profile(corpus: Path, tmp_path: Path) -> None:
+    arguments = [f"data.path={corpus}", "train.max_steps=4", "train.observe_every=2", "train.profile=3"]
+    ranks = Ranks(arguments, tmp_path / "run")
+    ranks.finish()
+    records = ranks.records()
+    parts = {name for record in records for name in record if name.startswith("seconds/")}
+    assert {f"seconds/{name}" for name in ("agreement", "forward", "backward", "optimizer", "data")} <= parts
+    seen = [record for record in records if "stick_unspent" in record]
+    assert [record["step"] for record in seen] == [2, 4]
+    assert all(0 < value < 1 for record in seen for value in record["stick_unspent"] + record["stick_live_tiles"])
+    assert (tmp_path / "run/profile/step-3.json.gz").stat().st_size > 1000
+
+
+def test_s_of_every_head_and_a_missing_wandb(corpus: Path, tmp_path: Path) -> None:
+    ssmax = [
+        "config=tiny_ssmax",
+        "model.num_layers=2",
+        "train.batch_size=4",
+        "train.microbatch=1",
+        "train.eval_every=0",
+    ]
+    arguments = [*ssmax, f"data.path={corpus}", "train.max_steps=2", "train.observe_every=1"]
+    ranks = Ranks([*arguments, "parallel.tensor=2"], tmp_path / "run", small=False)
+    ranks.finish()
+    scales = [record["ssmax_s"] for record in ranks.records() if "ssmax_s" in record]
+    assert [len(layer) for layer in scales[0]] == [2, 2]
+    assert scales[0] != scales[1]
+    with_wandb = Ranks([*arguments, "train.wandb=true"], tmp_path / "wandb", size=1, small=False)
+    assert with_wandb.wait() == [2]
+    assert "train.wandb=true needs the package wandb" in with_wandb.output()
