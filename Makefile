@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c 'import sys;
 # One process a GPU where there are any, else two on the CPU.
 PROCESSES ?= $(shell gpus=$$({ nvidia-smi -L 2>/dev/null || true; } | wc -l); echo $$((gpus == 0 ? 2 : gpus > 2 ? 2 : gpus)))
 RUN ?= runs/tiny_sb
+SLURM_TESTS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 export TOKENIZERS_PARALLELISM := false
@@ -54,4 +55,10 @@ test-slow: $(STAMP)  ## the tests that take minutes
 test-gpu: $(STAMP)  ## the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu
 
-.PHONY: help setup pretrain format check test test-slow test-gpu
+test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (installs Debian's packages; needs root)
+	@command -v slurmctld >/dev/null || { [ $$(id -u) = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurmctld slurmd slurm-client munge iproute2 >/dev/null; } || \
+		echo "test-slurm: Slurm cannot be installed here (it needs root and apt-get): its tests are skipped"
+	$(BIN)/python -m pytest tests/slurm -m slurm -k "$(SLURM_TESTS)"
+
+.PHONY: help setup pretrain format check test test-slow test-gpu test-slurm
