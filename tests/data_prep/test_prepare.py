@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import time
 from collections import defaultdict
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -73,26 +71,6 @@ def test_same_bytes_whatever_the_workers(corpus, tokenizer, tmp_path):
         flags = [*source_flags(corpus), "--tokenizer", tokenizer, "--length", "64", "--workers", str(workers)]
         assert main(["pack", "--out", str(tmp_path / str(workers)), *flags]) == 0
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
-
-
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(corpus, tokenizer, tmp_path):
-    flags = [*source_flags(corpus), "--tokenizer", tokenizer, "--length", "64", "--workers", "1"]
-    start = time.monotonic()
-    assert main(["pack", "--out", str(tmp_path / "whole"), *flags]) == 0
-    duration = time.monotonic() - start
-    out = tmp_path / "killed"
-    for fraction in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95):
-        # Forked, because importing streaming anew takes longer than the whole run.
-        process = get_context("fork").Process(target=main, args=(["pack", "--out", str(out), *flags],))
-        process.start()
-        process.join(fraction * duration)
-        process.kill()
-        process.join()
-        assert not out.exists() or (out / "manifest.json").is_file()
-    assert main(["pack", "--out", str(out), *flags]) == 0
-    (out / ".lock").unlink(missing_ok=True)
-    assert contents(out) == contents(tmp_path / "whole")
-    assert not (tmp_path / "killed.partial").exists()
 
 
 def test_a_whole_folder_is_kept_and_another_one_refused(packed, corpus, tokenizer, capsys):
