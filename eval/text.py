@@ -1,5 +1,6 @@
 """Text to tokens and back, as the training data has them, and the held-out documents as text."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +28,20 @@ class TextTokenizer:
         self.bos_id, self.eos_id = bos_id, eos_id
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Path, data: PackedData | None) -> "TextTokenizer":
-        """The tokenizer that lies in a checkpoint; its boundary tokens by the data's manifest or else by their names.
+    def of_checkpoint(cls, checkpoint: Path, data: PackedData | None = None) -> "TextTokenizer":
+        """The tokenizer that lies in a checkpoint; its boundary tokens as boundaries.json there says.
+
+        Checkpoints without that file: by the data's manifest or else by their names.
 
         Raises UserError where the checkpoint has none, or where nothing says which tokens bound a document.
         """
         file = checkpoint / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
+        bounds = checkpoint / "boundaries.json"
+        if bounds.is_file():
+            entry = json.loads(bounds.read_text(encoding="utf-8"))
+            return cls(str(file), entry["bos_id"], entry["eos_id"])
         if data is not None:
             entry = data.manifest["tokenizer"]
             return cls(str(file), entry["bos_id"], entry["eos_id"])

@@ -385,7 +385,12 @@ class Trainer:
             self._saved(self.writer.wait())
 
     def _start_save(self) -> None:
-        files = {"config.yaml": to_yaml(self.config), "tokenizer.json": Path(self.data.tokenizer_file).read_text()}
+        tokenizer = self.data.manifest["tokenizer"]
+        files = {
+            "config.yaml": to_yaml(self.config),
+            "tokenizer.json": Path(self.data.tokenizer_file).read_text(),
+            "boundaries.json": json.dumps({key: tokenizer[key] for key in ("bos_id", "eos_id")}),
+        }
         self.writer.start(self.engine, self.state, files)
 
     def _saved(self, saved: Saved | None) -> None:

@@ -1,19 +1,15 @@
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from data_prep.__main__ import main as data_prep
 from eval.harness import PackedLM
 from eval.text import TextTokenizer
 from ssscale.config import to_yaml
 from ssscale.data.stream import PackedData
-from ssscale.engine.base import Fragment
+from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
@@ -36,20 +32,6 @@ def make_documents(number: int, seed: int) -> list[str]:
         sentences = [" ".join(text[i : i + 9]).capitalize() + "." for i in range(0, len(text), 9)]
         documents.append(f"{seed}.{index} " + " ".join(sentences) + ("\n" if index % 2 else ""))
     return documents
-
-
-@dataclass
-class Weights:
-    """The part of an engine that a checkpoint is written from, without an optimizer."""
-
-    module: nn.Module
-
-    def fragments(self) -> Iterator[Fragment]:
-        for name, weight in self.module.named_parameters():
-            yield Fragment(name, "weight", 0, weight.detach().flatten(), True)
-
-    def local_shape(self, name: str) -> torch.Size:
-        return dict(self.module.named_parameters())[name].shape
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +108,7 @@ def run(tmp_path: Path, config: Config, model: Decoder, groups: Groups, valid: P
     """A run folder with a checkpoint and the metrics of ten logged steps."""
     folder = tmp_path / "runs" / "trial"
     files = {"config.yaml": to_yaml(config), "tokenizer.json": Path(valid.tokenizer_file).read_text()}
-    save_checkpoint(folder / "checkpoints", Weights(model), groups, TrainState(step=10), files)
+    save_checkpoint(folder / "checkpoints", WeightsOnly(model), groups, TrainState(step=10), files)
     (folder / "config.yaml").write_text(files["config.yaml"])
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, 11):

@@ -9,11 +9,12 @@ import torch
 
 from eval.pn_fit import fit_logarithm, main, occurrences
 from ssscale.config import to_yaml
+from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
 from ssscale.schema import AttentionConfig, Core, SSMaxVariant
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
-from tests.eval.conftest import LENGTH, Weights
+from tests.eval.conftest import LENGTH
 
 
 def test_occurrences_count_the_targets_behind_n_keys():
@@ -50,7 +51,7 @@ def test_a_run_gives_its_fit_and_figure(run, config, groups, monkeypatch, capsys
     with torch.no_grad():
         decoder.pn.copy_(0.5 * torch.arange(1, LENGTH + 1).log() + 0.25)
     text = to_yaml(replace(config, model=model))
-    save_checkpoint(run / "checkpoints", Weights(decoder), groups, TrainState(step=20), {"config.yaml": text})
+    save_checkpoint(run / "checkpoints", WeightsOnly(decoder), groups, TrainState(step=20), {"config.yaml": text})
     (run / "config.yaml").write_text(text)
     monkeypatch.setattr(sys, "argv", ["pn_fit", str(run)])
     main()

@@ -1,0 +1,12 @@
+"""Our models as transformers knows them. `register()` lets its Auto classes load them without remote code."""
+
+
+def register() -> None:
+    """Make AutoConfig and AutoModelForCausalLM know our models in this process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ssscale.hf.configuration_ssscale import SSScaleConfig
+    from ssscale.hf.modeling_ssscale import SSScaleForCausalLM
+
+    AutoConfig.register(SSScaleConfig.model_type, SSScaleConfig, exist_ok=True)
+    AutoModelForCausalLM.register(SSScaleConfig, SSScaleForCausalLM, exist_ok=True)

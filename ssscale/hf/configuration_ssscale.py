@@ -1,0 +1,70 @@
+"""The configuration of an exported model. This file travels with it: it needs transformers alone."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+class SSScaleConfig(PretrainedConfig):
+    """A Llama-2-style decoder with softmax, Scalable-Softmax (arXiv:2501.19399) or stick-breaking attention (arXiv:2410.17980).
+
+    attention: core (softmax, ssmax, stickbreaking), ssmax (learned, fixed, bias, pn), ssmax_scale, remainder, ...
+    position: method (rope, nope, alibi, fire), rope_base, rope_scaling (none, linear, ntk, dynamic_ntk), rope_factor,
+    train_length, window. width: embedding_multiplier, residual_multiplier, logits_divisor, attention_scale, ...
+    max_position_embeddings: the training length; longer inputs are taken.
+    """
+
+    model_type = "ssscale"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - as transformers declares it
+
+    def __init__(
+        self,
+        vocab_size: int = 50_257,
+        hidden_size: int = 768,
+        intermediate_size: int = 2048,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        rms_norm_eps: float = 1e-5,
+        initializer_range: float = 0.02,
+        max_position_embeddings: int = 1024,
+        attention: dict[str, Any] | None = None,
+        position: dict[str, Any] | None = None,
+        width: dict[str, Any] | None = None,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.rms_norm_eps = rms_norm_eps
+        self.initializer_range = initializer_range
+        self.max_position_embeddings = max_position_embeddings
+        self.attention: dict[str, Any] = {
+            "core": "softmax",
+            "ssmax": "learned",
+            "ssmax_scale": 1.0,
+            "remainder": False,
+        } | (attention or {})
+        self.position: dict[str, Any] = {
+            "method": "rope",
+            "rope_base": 10_000.0,
+            "rope_scaling": "none",
+            "rope_factor": 1.0,
+            "train_length": None,
+            "window": None,
+        } | (position or {})
+        self.width: dict[str, Any] = {
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_divisor": 1.0,
+            "attention_scale": None,
+        } | (width or {})
+        self.use_cache = use_cache
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)

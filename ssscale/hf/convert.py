@@ -1,0 +1,249 @@
+"""Checkpoints to folders that transformers loads, and back.
+
+A folder holds config.json, generation_config.json, the weights as safetensors, the tokenizer and the two files of code that
+`trust_remote_code=True` runs. Weights keep their names and, unless another dtype is asked for, every bit.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor, nn
+
+from ssscale.config import from_yaml, to_yaml, validate
+from ssscale.engine.base import Engine, Fragment
+from ssscale.errors import UserError
+from ssscale.model.decoder import VOCAB_WEIGHTS
+from ssscale.parallel.groups import Groups
+from ssscale.schema import Config
+from ssscale.train.build import build_model
+from ssscale.train.checkpoint import CheckpointReader, TrainState, verify
+from ssscale.train.save import save_checkpoint
+from ssscale.train.switch import saved_config
+
+SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CODE = ("configuration_ssscale.py", "modeling_ssscale.py")
+AUTO = {
+    "AutoConfig": "configuration_ssscale.SSScaleConfig",
+    "AutoModelForCausalLM": "modeling_ssscale.SSScaleForCausalLM",
+}
+# config.json's name of each key of `model`; what is not here has the same name in both.
+RENAMED = {
+    "num_layers": "num_hidden_layers",
+    "ffn_hidden_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+
+
+def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dtype: str = "float32") -> None:
+    """Write a checkpoint of any parallel layout as a folder for transformers.
+
+    bos_id, eos_id: the tokens that bound a document; the tokenizer begins every text with BOS, as in training. Reads one
+    weight after the other. Raises UserError where the checkpoint is broken, has no tokenizer, or `out` holds something.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype}: weights are written as {', '.join(DTYPES)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"out={out} exists and is not empty")
+    if not (checkpoint / "tokenizer.json").is_file():
+        raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
+    problem = verify(checkpoint)
+    if problem:
+        raise UserError(problem)
+    config = saved_config(checkpoint)
+    out.mkdir(parents=True, exist_ok=True)
+    _write_weights(_whole_weights(CheckpointReader(checkpoint), config, DTYPES[dtype]), out)
+    _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
+    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
+    _write_json(out / "generation_config.json", ids)
+    for name in CODE:
+        shutil.copyfile(Path(__file__).with_name(name), out / name)
+    # Last: a folder without it is no model.
+    _write_json(out / "config.json", hf_config(config, dtype) | ids)
+
+
+def hf_config(config: Config, dtype: str) -> dict[str, Any]:
+    """config.json of a run's model, the tokens' ids apart."""
+    model = asdict(config.model)
+    # Round numbers where the schema says "as the heads are": whoever reads config.json need not know that.
+    model |= {"num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_size}
+    return {
+        "architectures": ["SSScaleForCausalLM"],
+        "model_type": "ssscale",
+        "auto_map": AUTO,
+        "dtype": dtype,
+        "max_position_embeddings": config.data.length,
+        **{RENAMED.get(key, key): value for key, value in model.items()},
+    }
+
+
+def _whole_weights(reader: CheckpointReader, config: Config, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name in reader.weights:
+        whole = reader.whole(name, "weight")
+        if name in VOCAB_WEIGHTS:
+            whole = whole[: config.model.vocab_size]
+        yield name, whole.to(dtype).contiguous()
+
+
+def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> None:
+    """One file, or several with an index where they are more than SHARD_BYTES."""
+    files: list[dict[str, Any]] = []
+    shard: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        file = out / f"part-{len(files):05d}"
+        save_file(shard, file, metadata={"format": "pt"})
+        files.append({"file": file, "names": list(shard), "bytes": sum(w.nbytes for w in shard.values())})
+        shard.clear()
+
+    for name, weight in weights:
+        if shard and sum(w.nbytes for w in shard.values()) + weight.nbytes > SHARD_BYTES:
+            flush()
+        shard[name] = weight
+    flush()
+    if len(files) == 1:
+        files[0]["file"].rename(out / "model.safetensors")
+        return
+    index: dict[str, str] = {}
+    for number, entry in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        entry["file"].rename(out / name)
+        index |= dict.fromkeys(entry["names"], name)
+    total = sum(entry["bytes"] for entry in files)
+    _write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+
+
+def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: int) -> None:
+    tokenizer = Tokenizer.from_file(str(file))
+    bos, eos = (tokenizer.id_to_token(token) for token in (bos_id, eos_id))
+    if bos is None or eos is None:
+        raise UserError(f"{file} has no tokens {bos_id} and {eos_id} for a document's beginning and end")
+    template = TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
+    )
+    tokenizer.post_processor = template
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": eos,
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # spelt out in a text they are text, as in training
+    }
+    _write_json(out / "tokenizer_config.json", settings)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
+    """Write a folder of `export_checkpoint`'s form as a run with one checkpoint, for evaluation and `init_from`.
+
+    Its optimizer is left behind: the checkpoint is step 0 of a run that nothing has trained. Returns the checkpoint. Raises
+    UserError where the folder is broken or of another kind of model, or `out` holds something.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"out={out} exists and is not empty")
+    content = _read_json(folder / "config.json")
+    if content.get("model_type") != "ssscale":
+        raise UserError(f"{folder / 'config.json'} is of a model_type {content.get('model_type')!r}, not 'ssscale'")
+    config = _native_config(content, out.name, folder / "config.json")
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise UserError(f"{folder} has no tokenizer.json")
+    model = build_model(config, groups, torch.float32)
+    _fill(model, _open_weights(folder), folder)
+    bounds = {"bos_id": content.get("bos_token_id"), "eos_id": content.get("eos_token_id")}
+    files = {
+        "config.yaml": to_yaml(config),
+        "tokenizer.json": tokenizer.read_text(encoding="utf-8"),
+        "boundaries.json": json.dumps(bounds),
+    }
+    save_checkpoint(out / "checkpoints", cast(Engine, WeightsOnly(model)), groups, TrainState(), files)
+    (out / "config.yaml").write_text(files["config.yaml"], encoding="utf-8")
+    return out / "checkpoints" / "step-00000000"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds no object")
+    return content
+
+
+def _native_config(content: dict[str, Any], name: str, file: Path) -> Config:
+    names = asdict(Config())["model"]
+    model = {key: content[RENAMED.get(key, key)] for key in names if RENAMED.get(key, key) in content}
+    tree = {"name": name, "model": model, "data": {"length": content.get("max_position_embeddings")}}
+    config = from_yaml(yaml.safe_dump(tree), str(file))
+    validate(config)
+    return config
+
+
+def _open_weights(folder: Path) -> dict[str, Any]:
+    """Each weight's open file."""
+    whole = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    names = {whole.name} if whole.is_file() else set(_read_json(index)["weight_map"].values())
+    found: dict[str, Any] = {}
+    for name in sorted(names):
+        try:
+            opened = safe_open(folder / name, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder / name} cannot be read: {error}") from error
+        found |= dict.fromkeys(opened.keys(), opened)
+    return found
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, weights: dict[str, Any], folder: Path) -> None:
+    """The weights of a folder into a model of one process; the vocabulary's padding is zeros."""
+    ours = dict(model.named_parameters())
+    for name in ours.keys() ^ weights.keys():
+        where = "config.json describes" if name in ours else "the folder has"
+        raise UserError(f"{folder} is not whole: only {where} {name}")
+    for name, weight in ours.items():
+        value = weights[name].get_tensor(name)
+        wanted = list(weight.shape)
+        if name in VOCAB_WEIGHTS:
+            wanted[0] = model.config.vocab_size
+            weight.zero_()
+        if list(value.shape) != wanted:
+            raise UserError(f"{folder}: {name} is {list(value.shape)}, and config.json describes {wanted}")
+        weight[: wanted[0]] = value
+
+
+@dataclass
+class WeightsOnly:
+    """The part of an engine that a checkpoint is written from, without an optimizer."""
+
+    module: nn.Module
+
+    def fragments(self) -> Iterator[Fragment]:
+        for name, weight in self.module.named_parameters():
+            yield Fragment(name, "weight", 0, weight.detach().flatten(), True)
+
+    def local_shape(self, name: str) -> torch.Size:
+        return dict(self.module.named_parameters())[name].shape

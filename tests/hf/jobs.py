@@ -1,0 +1,58 @@
+"""A job for the worker pool: write a checkpoint of some weights from any number of tensor-parallel ranks."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ssscale.config import to_yaml
+from ssscale.engine.base import Fragment
+from ssscale.hf.convert import WeightsOnly
+from ssscale.model.decoder import Decoder
+from ssscale.model.init import initialize_weights
+from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron import split_dim
+from ssscale.schema import Config, DataConfig, ModelConfig
+from ssscale.train.checkpoint import TrainState
+from ssscale.train.save import save_checkpoint
+from tests.distributed.jobs import regroup
+
+LENGTH = 48
+
+
+class Share(WeightsOnly):
+    """The weights that a tensor-parallel rank writes: what all ranks hold alike is the first one's."""
+
+    def __init__(self, module: Decoder) -> None:
+        super().__init__(module)
+        self.first = module.groups.tensor_rank == 0
+
+    def fragments(self) -> Iterator[Fragment]:
+        weights = dict(self.module.named_parameters())
+        for fragment in super().fragments():
+            yield replace(fragment, owned=self.first or split_dim(weights[fragment.name]) is not None)
+
+
+def make_decoder(model: ModelConfig, groups: Groups) -> Decoder:
+    """Weights whose s, b, p_n and FIRE parameters all matter."""
+    decoder = Decoder(model, groups, LENGTH)
+    initialize_weights(decoder, model, groups, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            if name == "pn" or name.endswith(("core.s", "core.b")):
+                weight += 0.3 * torch.rand(1, generator=generator)
+    return decoder.eval().requires_grad_(False)
+
+
+def write_checkpoint(model: ModelConfig, groups: Groups, folder: Path, tokenizer: Path) -> Decoder:
+    decoder = make_decoder(model, groups)
+    config = Config(name="trial", model=model, data=DataConfig(length=LENGTH))
+    files = {"config.yaml": to_yaml(config), "tokenizer.json": tokenizer.read_text()}
+    save_checkpoint(folder / "checkpoints", Share(decoder), groups, TrainState(step=7), files)
+    return decoder
+
+
+def write(model: ModelConfig, tensor: int, folder: str, tokenizer: str) -> None:
+    write_checkpoint(model, regroup(tensor), Path(folder), Path(tokenizer))
