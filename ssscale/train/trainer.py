@@ -1,6 +1,7 @@
 """The training loop: batches → engine → metrics and checkpoints."""
 
 import gc
+import json
 import logging
 import time
 from collections.abc import Iterator
