@@ -56,7 +56,7 @@ def model_loss(model: Decoder, data: PackedData, microbatch: int, one_document: 
         losses = model(batch.tokens, batch.layout, batch.labels)
         sums[0] += losses.double().sum()
         sums[1] += batch.num_targets
-    dist.all_reduce(sums, group=groups.data_group)
+    dist.all_reduce(sums, group=groups.replica_group)
     return make_loss(float(sums[0]), int(sums[1]), data)
 
 

@@ -49,7 +49,10 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     from ssscale.train.trainer import Trainer
 
     distributed = "RANK" in os.environ
-    groups = initialize(config.parallel.tensor, int(os.environ.get("LOCAL_RANK", "0")), distributed=distributed)
+    parallel, local_rank = config.parallel, int(os.environ.get("LOCAL_RANK", "0"))
+    groups = initialize(
+        parallel.tensor, local_rank, distributed=distributed, ulysses=parallel.ulysses, ring=parallel.ring
+    )
     try:
         Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID")).run()
     except Stop as stop:

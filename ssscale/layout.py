@@ -29,6 +29,34 @@ class CachedKeys:
 
 
 @dataclass(frozen=True)
+class RingChunks:
+    """How the documents of each row lie over the 2R chunks into which a ring of R ranks divides it.
+
+    size: tokens of a chunk. Rank r of the ring has chunks r and 2R − 1 − r of every row. heads[row][i]: tokens at the start
+    of chunk i whose document begins in an earlier chunk. begins[row][i]: where the document of chunk i's first token begins,
+    in tokens of the row. Of all rows and chunks, not of this rank's: the ranks must agree on who needs what.
+    """
+
+    size: int
+    heads: list[list[int]]
+    begins: list[list[int]]
+
+    def num_far_keys(self, row: int, query_chunk: int, key_chunk: int) -> int:
+        """How many keys, the last ones of an earlier chunk, the first heads[row][query_chunk] queries of a chunk see."""
+        if not self.heads[row][query_chunk]:
+            return 0
+        return max(0, (key_chunk + 1) * self.size - max(self.begins[row][query_chunk], key_chunk * self.size))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The tokens that attention sees when ranks exchange tokens for heads: of `rows` rows, an equal part from each rank."""
+
+    rows: int
+    layout: "PackedLayout"
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """The documents of T packed tokens: document d is tokens cu_seqlens[d] to cu_seqlens[d + 1].
 
@@ -39,6 +67,10 @@ class PackedLayout:
     past: where the keys lie when some of them were cached by earlier passes; None: queries and keys are the same tokens.
     final_lengths: [num_documents] int32, the lengths that documents in a cache are to reach; None: these are whole.
     block_mask: FlexAttention's mask of these documents, made once a batch for the position methods that need it.
+
+    Under context parallelism the tokens are a rank's share of the rows: cu_seqlens bounds the parts of documents that lie
+    together in it, while positions still count within the whole document.
+    gathered: what attention sees under Ulysses. ring: where further keys of these documents lie, under a ring.
     """
 
     cu_seqlens: Tensor
@@ -48,6 +80,8 @@ class PackedLayout:
     past: CachedKeys | None = None
     final_lengths: Tensor | None = None
     block_mask: "BlockMask | None" = None
+    gathered: Gathered | None = None
+    ring: RingChunks | None = None
 
     @classmethod
     def from_lengths(cls, lengths: list[int], max_seqlen: int | None = None) -> Self:
@@ -70,4 +104,8 @@ class PackedLayout:
         assert self.past is None
         assert self.block_mask is None
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
-        return replace(self, cu_seqlens=cu_seqlens, positions=self.positions.to(device, non_blocking=non_blocking))
+        positions = self.positions.to(device, non_blocking=non_blocking)
+        gathered = self.gathered
+        if gathered is not None:
+            gathered = replace(gathered, layout=gathered.layout.to(device, non_blocking))
+        return replace(self, cu_seqlens=cu_seqlens, positions=positions, gathered=gathered)

@@ -249,7 +249,13 @@ class TrainConfig:
 class ParallelConfig:
     tensor: int = 1
     sequence: bool = True  # split the residual stream over the tensor-parallel ranks
+    ulysses: int = 1  # ranks that share a microbatch's tokens and exchange them for heads in attention
+    ring: int = 1  # ranks that share them and pass keys and values round; both: ulysses · ring ranks share
     zero_stage: int = 1
+
+    @property
+    def context(self) -> int:
+        return self.ulysses * self.ring
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Combinations that cannot run, each with a sentence that says what would. `ssscale.config` has checked the types."""
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -103,6 +104,8 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.keep": (AT_LEAST_1,),
     "train.keep_every": (AT_LEAST_0,),
     "parallel.tensor": (AT_LEAST_1,),
+    "parallel.ulysses": (AT_LEAST_1,),
+    "parallel.ring": (AT_LEAST_1,),
     "parallel.zero_stage": (AT_LEAST_0, ("at most 3", operator.le, 3)),
 }
 
@@ -296,9 +299,12 @@ def _check_parallel(config: Config, gpu: bool) -> None:
             raise UserError(
                 f"parallel.tensor={tensor} does not divide model.{name}={size}: use {_near_divisors(size, tensor)}"
             )
-    if tensor > 1 and parallel.sequence and (train.microbatch * config.data.length) % tensor:
+    _check_context(config)
+    tokens = train.microbatch * config.data.length // parallel.context
+    if tensor > 1 and parallel.sequence and tokens % tensor:
+        share = f", of which a context rank has {tokens}," if parallel.context > 1 else ""
         raise UserError(
-            f"parallel.sequence splits a microbatch of {train.microbatch} × {config.data.length} tokens over "
+            f"parallel.sequence splits a microbatch of {train.microbatch} × {config.data.length} tokens{share} over "
             f"parallel.tensor={tensor} ranks, which does not divide it: set parallel.sequence=false or another "
             "train.microbatch"
         )
@@ -315,14 +321,70 @@ def _check_parallel(config: Config, gpu: bool) -> None:
         )
 
 
+def _check_context(config: Config) -> None:
+    model, parallel, length = config.model, config.parallel, config.data.length
+    ulysses, ring, position = parallel.ulysses, parallel.ring, config.model.position
+    if parallel.context == 1:
+        return
+    heads = model.kv_heads // parallel.tensor
+    if heads % ulysses:
+        each = f", {heads} on each of parallel.tensor={parallel.tensor} ranks" if parallel.tensor > 1 else ""
+        raise UserError(
+            f"parallel.ulysses={ulysses} does not divide the {model.kv_heads} key/value heads of the model{each}: use "
+            f"parallel.ulysses={_near_divisors(heads, ulysses)}, and parallel.ring for further ranks"
+        )
+    if length % ulysses:
+        raise UserError(
+            f"parallel.ulysses={ulysses} does not divide the rows of data.length={length} tokens: use "
+            f"{_near_divisors(math.gcd(length, heads), ulysses)}"
+        )
+    if ring > 1 and length % (2 * ring * ulysses):
+        half = length // (2 * ulysses) if length % (2 * ulysses) == 0 else 1
+        divides = f"use parallel.ring={_near_divisors(half, ring)}" if half > 1 else "use parallel.ring=1"
+        raise UserError(
+            f"parallel.ring={ring} divides each row into {2 * ring} chunks{_among(ulysses)}, and data.length={length} is no "
+            f"multiple of {2 * ring * ulysses}: {divides}, or rows of another length"
+        )
+    if position.method in (PositionMethod.alibi, PositionMethod.fire):
+        raise UserError(
+            f"model.position.method={position.method.value} is a bias that every rank would need of all tokens: set "
+            "parallel.ulysses=1 and parallel.ring=1"
+        )
+    if position.rope_scaling is RopeScaling.dynamic_ntk:
+        raise UserError(
+            "model.position.rope_scaling=dynamic_ntk depends on the whole document's length, of which a context rank has a "
+            "part: set parallel.ulysses=1 and parallel.ring=1, or rope_scaling=ntk"
+        )
+    if position.window is not None and ring > 1:
+        raise UserError(
+            f"model.position.window={position.window} does not go with parallel.ring={ring}, which passes all keys round: "
+            "use parallel.ulysses instead"
+        )
+    if config.train.compile is Compile.model:
+        raise UserError(
+            f"train.compile=model needs parallel.ulysses=1 and parallel.ring=1, not {ulysses} and {ring}: their "
+            "communication breaks the graph in every block; use train.compile=none"
+        )
+
+
+def _among(ulysses: int) -> str:
+    return f", shared by {ulysses} Ulysses ranks" if ulysses > 1 else ""
+
+
 def _check_world(config: Config, world_size: int) -> None:
-    train, tensor = config.train, config.parallel.tensor
+    train, tensor, context = config.train, config.parallel.tensor, config.parallel.context
     if world_size % tensor:
         raise UserError(
             f"parallel.tensor={tensor} does not divide the {world_size} processes of this run: "
             f"use {_near_divisors(world_size, tensor)}, or a multiple of {tensor} processes"
         )
-    ranks = world_size // tensor
+    ranks = world_size // (tensor * context)
+    if world_size % (tensor * context):
+        each = f"parallel.ulysses={config.parallel.ulysses} × parallel.ring={config.parallel.ring}"
+        raise UserError(
+            f"{each} = {context} context ranks do not divide the {world_size // tensor} processes that "
+            f"parallel.tensor={tensor} leaves of {world_size}: use {_near_divisors(world_size // tensor, context)} of them"
+        )
     together = train.microbatch * ranks
     if train.batch_size % together:
         below = train.batch_size // together * together

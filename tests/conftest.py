@@ -23,6 +23,14 @@ def pool2() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
+def pool4() -> Iterator[Pool]:
+    """Four gloo processes."""
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def pool1() -> Iterator[Pool]:
     """One process with a world of its own."""
     pool = Pool(1)

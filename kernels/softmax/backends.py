@@ -231,8 +231,9 @@ def _exact_backward(
     for rows, keys in _tiles(q, documents.window):
         weights = torch.exp(_logits(q, k, rows, keys, documents) - lse[:, :, rows, None])
         d_weights = grad[:, :, rows] @ value[:, :, keys].transpose(-1, -2)
-        # Σ_j p_j dp_j, which is dO·o but for the rounding of o.
-        d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * documents.scale
+        # Σ_j p_j dp_j over all keys, which is dO·o but for the rounding of o.
+        product = grad[:, :, rows] * o[:, :, rows].to(lse.dtype) if documents.partial else weights * d_weights
+        d_logits = weights * (d_weights - product.sum(-1, keepdim=True)) * documents.scale
         dq[:, :, rows] = d_logits @ key[:, :, keys]
         dk[:, :, keys] += d_logits.transpose(-1, -2) @ query[:, :, rows]
         dv[:, :, keys] += weights.transpose(-1, -2) @ grad[:, :, rows]

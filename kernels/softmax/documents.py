@@ -20,6 +20,7 @@ class Documents(NamedTuple):
     cu_seqlens [num_documents + 1] int32, ascending from 0 to T; equal neighbours are empty documents. max_seqlen: an upper
     bound of their lengths; uniform_length: their length where all have one. window: keys a query sees, itself
     included; None: all before it. deterministic: gradients must be the same bits in every run.
+    partial: backward's o and lse are of more keys than the k and v that it gets (other ranks have those).
     """
 
     cu_seqlens: Tensor
@@ -28,3 +29,4 @@ class Documents(NamedTuple):
     scale: float
     window: int | None
     deterministic: bool
+    partial: bool = False

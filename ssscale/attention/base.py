@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ssscale.layout import PackedLayout
+from ssscale.parallel.context import heads_to_tokens, tokens_to_heads
 from ssscale.parallel.groups import Groups
 from ssscale.position import Tables, rotate
 from ssscale.schema import ModelConfig
@@ -23,6 +24,7 @@ class AttentionCore(nn.Module):
 
     def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__()
+        self.groups = groups
         self.scale = config.width.attention_scale  # None: 1 / sqrt(H)
         self.window = config.position.window
 
@@ -42,7 +44,10 @@ class AttentionCore(nn.Module):
         q, k = rotate(q, k, tables, self.query_factor(tables))
         if extend is not None:
             k, v = extend(k, v)
-        return self(q, k, v, layout)
+        if layout.gathered is None:
+            return self(q, k, v, layout)
+        rows, whole = layout.gathered.rows, layout.gathered.layout
+        return heads_to_tokens(self(*tokens_to_heads(q, k, v, rows, self.groups), whole), rows, self.groups)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
         raise NotImplementedError

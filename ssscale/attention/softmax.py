@@ -9,6 +9,7 @@ from kernels.ssmax import rotary_attention
 from ssscale.attention.base import AttentionCore, Extend
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
+from ssscale.parallel.softmax_ring import ring_softmax
 from ssscale.position import Tables
 from ssscale.position.bias import position_bias
 from ssscale.schema import ModelConfig
@@ -33,7 +34,8 @@ class SoftmaxCore(AttentionCore):
     ) -> Tensor:
         base, s, b = self.factor_parameters(tables)
         unchanged = tables.cos is None and base is None
-        if extend is not None or self.bias is not None or unchanged:
+        shared = layout.gathered is not None or layout.ring is not None
+        if extend is not None or self.bias is not None or unchanged or shared:
             return super().attend(qkv, num_heads, layout, tables, extend)
         return rotary_attention(
             qkv,
@@ -65,6 +67,8 @@ class SoftmaxCore(AttentionCore):
                 scale=self.scale,
                 bias=self.bias,
             )
+        if layout.ring is not None:
+            return ring_softmax(q, k, v, layout, self.groups, self.scale)
         if self.bias is not None and layout.block_mask is not None:
             return self.bias.attend(q, k, v, layout, self.scale)
         if self.bias is not None:

@@ -6,6 +6,7 @@ from kernels.stickbreaking import stickbreaking_attention
 from ssscale.attention.base import AttentionCore
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
+from ssscale.parallel.stickbreaking_ring import ring_stickbreaking
 from ssscale.schema import ModelConfig
 
 
@@ -22,18 +23,21 @@ class StickBreakingCore(AttentionCore):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
         past = layout.past
-        o, log_rest = stickbreaking_attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=layout.cu_seqlens,
-            cu_seqlens_k=layout.cu_seqlens if past is None else past.cu_seqlens,
-            max_seqlen_q=layout.max_seqlen,
-            max_seqlen_k=layout.max_seqlen if past is None else past.capacity,
-            q_offsets=None if past is None else past.offsets,
-            scale=self.scale,
-            skip_below=self.skip_below,
-        )
+        if layout.ring is not None:
+            o, log_rest = ring_stickbreaking(q, k, v, layout, self.groups, self.scale, self.skip_below)
+        else:
+            o, log_rest = stickbreaking_attention(
+                q,
+                k,
+                v,
+                cu_seqlens_q=layout.cu_seqlens,
+                cu_seqlens_k=layout.cu_seqlens if past is None else past.cu_seqlens,
+                max_seqlen_q=layout.max_seqlen,
+                max_seqlen_k=layout.max_seqlen if past is None else past.capacity,
+                q_offsets=None if past is None else past.offsets,
+                scale=self.scale,
+                skip_below=self.skip_below,
+            )
         if self.remainder:
             own = v if past is None else v[past.rows]
             own = own.repeat_interleave(q.shape[1] // v.shape[1], 1)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kernels.softmax.documents import bucket
 from ssscale.layout import PackedLayout
+from ssscale.parallel.context import share_of
+from ssscale.parallel.groups import Groups
 
 IGNORE = -100  # the label of a position without target, as torch's cross entropy has it
 
@@ -60,6 +62,16 @@ class Batch:
         )
         tensors = (self.tokens.pin_memory(), self.labels.pin_memory())
         return type(self)(*tensors, pinned, self.sources.pin_memory(), self.num_targets)
+
+
+def take_share(batch: Batch, groups: Groups) -> Batch:
+    """This rank's tokens of a batch that all ranks of its context group have read."""
+    if groups.context_size == 1:
+        return batch
+    tokens, layout = share_of(batch.layout, len(batch.sources), groups)
+    labels = batch.labels[tokens]
+    num_targets = int((labels != IGNORE).sum())
+    return Batch(batch.tokens[tokens], labels, layout, batch.sources, num_targets)
 
 
 def collate(

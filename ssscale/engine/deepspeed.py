@@ -138,8 +138,8 @@ class DeepSpeedEngine:
         self.engine.set_gradient_accumulation_boundary(self._microbatches == self.accumulation)
         losses = self.engine(tokens, layout, labels)
         self.mark("backward")
-        # DeepSpeed averages gradients over the data-parallel ranks; the sum over all of them is wanted.
-        self.engine.backward(losses.sum() * (self.groups.data_size / num_targets), scale_wrt_gas=False)
+        # DeepSpeed averages gradients over the replicas; the sum over all of them is wanted.
+        self.engine.backward(losses.sum() * (self.groups.replica_size / num_targets), scale_wrt_gas=False)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()  # counts the microbatch
         return losses.detach()
@@ -175,7 +175,7 @@ class DeepSpeedEngine:
                 found = self._fragment(weight, state)
                 if found is not None:
                     start, tensor = found
-                    owned = not replica and (self.stage > 0 or self.groups.data_rank == 0)
+                    owned = not replica and (self.stage > 0 or self.groups.replica_rank == 0)
                     yield Fragment(name, state, start, tensor, owned)
 
     def restore(self, applied_steps: int) -> None:
@@ -218,7 +218,7 @@ class DeepSpeedEngine:
         optimizer = self.engine.optimizer
         group, offset, size = optimizer.grad_position[optimizer.get_param_id(weight)]
         flat = optimizer.fp32_partitioned_groups_flat[group]
-        start = self.groups.data_rank * size
+        start = self.groups.replica_rank * size
         held = min(size, weight.ds_numel - start)
         if held <= 0 or (state != "weight" and state not in self.optimizer.state.get(flat, {})):
             return None

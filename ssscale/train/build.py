@@ -25,11 +25,11 @@ def choose_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def choose_compile(config: Config, groups: Groups) -> Compile:
-    """`auto`: blocks on a GPU, where neither tensor parallelism's collectives nor ZeRO-3's hooks break their graphs."""
+    """`auto`: blocks on a GPU, where neither tensor or context parallelism's collectives nor ZeRO-3's hooks break their graphs."""
     choice = config.train.compile
     if choice != Compile.auto:
         return choice
-    whole = groups.tensor_size == 1 and config.parallel.zero_stage < 3
+    whole = groups.tensor_size * groups.context_size == 1 and config.parallel.zero_stage < 3
     return Compile.block if groups.device.type == "cuda" and whole else Compile.none
 
 
@@ -60,12 +60,14 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         core += f" on {choose_backend(groups.device, dtype, size, config.data.length, window, deterministic)}"
     logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", core)
     logger.info(
-        "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, data parallel %d, device %s",
+        "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, Ulysses %d, ring %d, data parallel %d, device %s",
         str(dtype).removeprefix("torch."),
         choose_compile(config, groups).value,
         config.parallel.zero_stage,
         groups.tensor_size,
         " with sequence parallel" if config.parallel.sequence and groups.tensor_size > 1 else "",
+        groups.ulysses_size,
+        groups.ring_size,
         groups.data_size,
         torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssscale.config import to_yaml
-from ssscale.data.batch import Batch
+from ssscale.data.batch import Batch, take_share
 from ssscale.data.stream import PackedData, make_loader, make_order
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.errors import DIVERGED, SAVED, Stop, UserError
@@ -315,7 +315,8 @@ class Trainer:
         if written == self.groups.world_size:
             with self.watch.paused():
                 self._saved(self.writer.finish(whole=not failed))
-        self.last_targets = max(int(num_targets) // self.groups.tensor_size, 1)
+        # Ranks that share rows or matrices have each counted the same targets.
+        self.last_targets = max(int(num_targets) // (self.groups.tensor_size * self.groups.context_size), 1)
         return self.last_targets, stop > 0
 
     def _stop(self) -> NoReturn:
@@ -340,7 +341,7 @@ class Trainer:
         num_sources = len(self.data.names)
         sums = torch.zeros(2, num_sources, dtype=torch.float64, device=groups.device)
         for batch in batches:
-            batch = batch.to(groups.device, non_blocking=True)  # page-locked by the loader
+            batch = take_share(batch, groups).to(groups.device, non_blocking=True)  # page-locked by the loader
             losses = self.engine.forward_backward(batch.tokens, batch.layout, batch.labels, num_targets)
             sums += sums_by_source(losses, batch, num_sources)
         tokens = self.state.tokens + self.part.tokens_per_step
@@ -359,7 +360,7 @@ class Trainer:
         return sums, result, lr
 
     def _record(self, step: int, sums: Tensor, lr: float, grad_norm: float | None) -> dict[str, Any]:
-        dist.all_reduce(sums, group=self.groups.data_group)
+        dist.all_reduce(sums, group=self.groups.replica_group)
         names, seen = self.data.names, self.order.taken(self.state.samples)
         index, _ = stage_at(self.config.train.stages, self.state.tokens)
         return {

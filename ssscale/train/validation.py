@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ssscale.data.batch import take_share
 from ssscale.data.stream import PackedData, valid_batches
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
@@ -24,9 +25,9 @@ def validation_losses(model: nn.Module, data: PackedData, config: Config, groups
         one_document=config.data.one_document,
     )
     for batch in batches:
-        batch = batch.to(groups.device)
+        batch = take_share(batch, groups).to(groups.device)
         losses = model(batch.tokens, batch.layout, batch.labels)
         sums += sums_by_source(losses, batch, len(data.names))
     model.train()
-    dist.all_reduce(sums, group=groups.data_group)
+    dist.all_reduce(sums, group=groups.replica_group)
     return {"valid_loss": mean_loss(sums), **losses_by_source(sums, data.names, "valid_loss")}

@@ -45,17 +45,18 @@ def make_batch(rows: list[int]) -> tuple[torch.Tensor, PackedLayout, torch.Tenso
     return torch.cat([p[0] for p in parts]), layout, torch.cat([p[2] for p in parts])
 
 
-KNOWN_GROUPS: dict[int, tuple[Groups, dict[str, Any]]] = {}
+KNOWN_GROUPS: dict[tuple[int, int, int], tuple[Groups, dict[str, Any]]] = {}
 
 
-def regroup(tensor: int) -> Groups:
-    """Process groups for a tensor-parallel size, made once a worker: each gloo group costs threads for ever."""
+def regroup(tensor: int, ulysses: int = 1, ring: int = 1) -> Groups:
+    """Process groups for a layout, made once a worker: each gloo group costs threads for ever."""
     state = vars(parallel_state)
-    if tensor not in KNOWN_GROUPS:
+    sizes = (tensor, ulysses, ring)
+    if sizes not in KNOWN_GROUPS:
         parallel_state.destroy_model_parallel()
-        groups = initialize(tensor, distributed=int(os.environ["WORLD_SIZE"]) > 1)
-        KNOWN_GROUPS[tensor] = (groups, {name: value for name, value in state.items() if name.isupper()})
-    groups, saved = KNOWN_GROUPS[tensor]
+        groups = initialize(tensor, distributed=int(os.environ["WORLD_SIZE"]) > 1, ulysses=ulysses, ring=ring)
+        KNOWN_GROUPS[sizes] = (groups, {name: value for name, value in state.items() if name.isupper()})
+    groups, saved = KNOWN_GROUPS[sizes]
     state.update(saved)  # Megatron-core keeps its groups in these globals
     return groups
 
@@ -97,7 +98,7 @@ def train_step(
     for first in range(0, share, microbatch):
         tokens, layout, labels = make_batch(rows[first : first + microbatch])
         total += engine.forward_backward(tokens, layout, labels, num_targets).sum()
-    torch.distributed.all_reduce(total, group=groups.data_group)
+    torch.distributed.all_reduce(total, group=groups.replica_group)
     return total.item() / num_targets, engine.step(lr).grad_norm
 
 

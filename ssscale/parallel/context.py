@@ -1,0 +1,111 @@
+"""Context parallelism: the ranks of a context group read the same rows and take a share of the tokens each.
+
+context = ulysses · ring. A ring of R ranks divides every row into 2R chunks of which rank r takes chunks r and 2R − 1 − r:
+under a causal mask every rank then has the same number of query-key pairs. Its tokens are divided once more, in order,
+among the ranks of a Ulysses group, which come together in attention, each for its part of the heads (arXiv:2309.14509).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssscale.layout import Gathered, PackedLayout, RingChunks
+from ssscale.parallel.groups import Groups
+
+SMALLEST_BUCKET = 16
+
+
+def share_of(layout: PackedLayout, rows: int, groups: Groups) -> tuple[Tensor, PackedLayout]:
+    """The numbers of this rank's tokens among those of `rows` rows, int64 [T / context], and their layout. On the CPU."""
+    length = len(layout.positions) // rows
+    ring, rank = groups.ring_size, groups.ring_rank
+    ring_tokens = torch.arange(rows * length).view(rows, length)
+    seen = layout
+    if ring > 1:
+        size = length // (2 * ring)
+        assert 2 * ring * size == length, (length, ring)
+        ring_tokens = ring_tokens.view(rows, 2 * ring, size)[:, [rank, 2 * ring - 1 - rank]].flatten(1)
+        seen = replace(_restrict(layout, ring_tokens, size), ring=_chunks(layout, rows, ring))
+    if groups.ulysses_size == 1:
+        return ring_tokens.flatten(), seen
+    part = ring_tokens.shape[1] // groups.ulysses_size
+    assert part * groups.ulysses_size == ring_tokens.shape[1], (length, groups.context_size)
+    tokens = ring_tokens[:, groups.ulysses_rank * part : (groups.ulysses_rank + 1) * part]
+    own = _restrict(layout, tokens, part)
+    return tokens.flatten(), replace(own, gathered=Gathered(rows, seen))
+
+
+def _restrict(layout: PackedLayout, tokens: Tensor, size: int) -> PackedLayout:
+    """The parts of documents that lie in the given tokens [rows, ...], none of which reaches beyond `size` tokens."""
+    flat = tokens.flatten()
+    positions = layout.positions[flat]
+    # Two chunks of a row are two parts, even if one document fills both and they are neighbours.
+    starts = (positions == 0) | (torch.arange(len(flat)) % size == 0)
+    bounds = starts.nonzero().flatten().int()
+    cu_seqlens = torch.full((max(SMALLEST_BUCKET, 1 << len(bounds).bit_length()),), len(flat), dtype=torch.int32)
+    cu_seqlens[: len(bounds)] = bounds
+    uniform = size if len(bounds) * size == len(flat) else None
+    return PackedLayout(cu_seqlens, positions, min(size, layout.max_seqlen), uniform)
+
+
+def _chunks(layout: PackedLayout, rows: int, ring: int) -> RingChunks:
+    positions = layout.positions.view(rows, 2 * ring, -1)
+    size = positions.shape[2]
+    first = positions == 0
+    heads = torch.where(first.any(2), first.int().argmax(2), size)
+    begins = torch.arange(2 * ring) * size - positions[:, :, 0]
+    return RingChunks(size, heads.tolist(), begins.tolist())
+
+
+def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, rows: int, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, N, H], k and v [T, K, H] of this rank's tokens → all tokens of the Ulysses group for this rank's heads.
+
+    Returns q [T · U, N / U, H], k and v [T · U, K / U, H]: the heads of rank u are the u-th part, the tokens in the order of
+    their rows. One exchange for the three of them.
+    """
+    size = groups.ulysses_size
+    parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
+    heads = [part.shape[2] for part in parts]
+    exchanged = _Exchange.apply(torch.cat(parts, 2), rows, groups.ulysses_group, True)
+    found: tuple[Tensor, Tensor, Tensor] = exchanged.split(heads, 1)
+    return found
+
+
+def heads_to_tokens(o: Tensor, rows: int, groups: Groups) -> Tensor:
+    """[T · U, N / U, H] → [T, N, H], the way back."""
+    exchanged: Tensor = _Exchange.apply(o, rows, groups.ulysses_group, False)
+    return exchanged.flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """x [T, U, h, H] → [T · U, h, H] (gather) or back; each is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int, group: dist.ProcessGroup, gather: bool) -> Tensor:
+        ctx.options = rows, group, gather
+        return (_gather if gather else _scatter)(x, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, group, gather = ctx.options
+        return (_scatter if gather else _gather)(gradient, rows, group), None, None, None
+
+
+def _gather(x: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    found = _all_to_all(x.transpose(0, 1), group)  # [U, T, h, H], the tokens of every rank
+    return found.unflatten(1, (rows, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _scatter(x: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    parts = x.unflatten(0, (rows, group.size(), -1)).transpose(0, 1).flatten(1, 2)  # [U, T, h, H]
+    return _all_to_all(parts, group).transpose(0, 1)
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    found = torch.empty_like(x)
+    dist.all_to_all_single(found, x, group=group)
+    return found

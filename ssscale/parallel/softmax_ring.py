@@ -1,0 +1,122 @@
+"""Softmax attention over keys and values that go round a ring (arXiv:2310.01889); its parts merge by log-sum-exp."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.softmax import backends, rectangle
+from kernels.softmax.documents import Documents
+from ssscale.layout import PackedLayout, RingChunks
+from ssscale.parallel.groups import Groups
+from ssscale.parallel.transfer import RingShift
+
+
+def ring_softmax(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, groups: Groups, scale: float | None) -> Tensor:
+    """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j over the keys of the whole document, of which this rank has a part.
+
+    q [T, N, H]; k, v [T, K, H] of the ring rank's tokens (`layout.ring` says which). Returns [T, N, H].
+
+    In step t a rank has the keys and values of rank r − t, while those of the next step are on their way. Two parts
+    (o₁, lse₁), (o₂, lse₂) of a query make (e^(lse₁ − l) o₁ + e^(lse₂ − l) o₂, l = ln(e^lse₁ + e^lse₂)). The ring ends with
+    the last step in which a document reaches from one rank to another.
+
+    One autograd.Function holds the whole ring: as differentiable steps, a rank whose queries need nothing of a step would
+    leave that step out of its backward pass and its neighbours waiting. Forward keeps its own q, k, v, the merged o and lse.
+    Backward lets keys and values go round again; their gradients, in float32, go one step behind them and home at the end.
+    """
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    found: Tensor = _SoftmaxRing.apply(q, k, v, layout, groups, scale, deterministic)
+    return found
+
+
+def num_steps(ring: RingChunks, size: int) -> int:
+    """The last step of the ring in which any rank needs what it gets."""
+    for step in range(size - 1, 0, -1):
+        if any(True for rank in range(size) for _ in parts(ring, rank, (rank - step) % size)):
+            return step
+    return 0
+
+
+def parts(ring: RingChunks, rank: int, owner: int) -> Iterator[tuple[slice, slice]]:
+    """Tokens of a rank that see tokens of another rank's (or its own first) chunks, and which: all of those they see."""
+    size, last = ring.size, len(ring.heads[0]) - 1
+    for row in range(len(ring.heads)):
+        for half, query_chunk in enumerate((rank, last - rank)):
+            for key_half, key_chunk in enumerate((owner, last - owner)):
+                count = ring.num_far_keys(row, query_chunk, key_chunk) if key_chunk < query_chunk else 0
+                if count:
+                    first = (2 * row + half) * size
+                    end = (2 * row + key_half + 1) * size
+                    yield slice(first, first + ring.heads[row][query_chunk]), slice(end - count, end)
+
+
+class _SoftmaxRing(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: PackedLayout,
+        groups: Groups,
+        scale: float,
+        deterministic: bool,
+    ) -> Tensor:
+        ring = layout.ring
+        assert ring is not None
+        rank, size = groups.ring_rank, groups.ring_size
+        steps = num_steps(ring, size)
+        documents = Documents(
+            layout.cu_seqlens, layout.max_seqlen, layout.uniform_length, scale, None, deterministic, partial=True
+        )
+        pair = torch.stack((k, v))
+        for step in range(steps + 1):
+            shift = RingShift(pair, groups) if step < steps else None
+            if step == 0:
+                first, first_lse = backends.forward(q, k, v, documents)
+                o, lse = first.to(first_lse.dtype, copy=True), first_lse.clone()
+            for rows, keys in parts(ring, rank, (rank - step) % size):
+                _merge(o, lse, rows, *rectangle.forward(q[rows], pair[0, keys], pair[1, keys], scale, deterministic))
+            pair = shift.result() if shift else pair
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.others = documents, ring, groups, steps
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        documents, ring, groups, steps = ctx.others
+        rank, size = groups.ring_rank, groups.ring_size
+        grad_o = grad_o.contiguous()
+        pair, behind = torch.stack((k, v)), None
+        for step in range(steps + 1):
+            shift = RingShift(pair, groups) if step < steps else None
+            d_pair = torch.zeros(pair.shape, dtype=lse.dtype, device=pair.device)
+            if step == 0:
+                dv = torch.empty_like(v, memory_format=torch.contiguous_format)
+                dq, dk = backends.backward(grad_o, q, k, v, o, lse, documents, dv)
+                dq = dq.to(lse.dtype)
+                d_pair[0], d_pair[1] = dk, dv
+            for rows, keys in parts(ring, rank, (rank - step) % size):
+                tensors = (grad_o[rows], q[rows], pair[0, keys], pair[1, keys], o[rows], lse[rows])
+                dq_part, dk_part, dv_part = rectangle.backward(*tensors, documents.scale, documents.deterministic)
+                dq[rows] += dq_part
+                d_pair[0, keys] += dk_part
+                d_pair[1, keys] += dv_part
+            if behind is not None:
+                d_pair += behind.result()
+            behind = RingShift(d_pair, groups, 1 if step < steps else -steps)
+            pair = shift.result() if shift else pair
+        dk, dv = behind.result()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _merge(o: Tensor, lse: Tensor, rows: slice, o_part: Tensor, lse_part: Tensor) -> None:
+    """Add a part to o [T, N, H] and lse [T, N], in place."""
+    total = torch.logaddexp(lse[rows], lse_part)
+    o[rows] = o[rows] * (lse[rows] - total).exp()[..., None] + o_part * (lse_part - total).exp()[..., None]
+    lse[rows] = total

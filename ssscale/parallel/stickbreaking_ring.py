@@ -1,0 +1,192 @@
+"""Stick-breaking attention over keys and values that pass along the sequence, the nearest first."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.stickbreaking import ops
+from ssscale.layout import PackedLayout, RingChunks
+from ssscale.parallel.groups import Groups
+from ssscale.parallel.transfer import LineShift
+
+
+def ring_stickbreaking(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    groups: Groups,
+    scale: float | None,
+    skip_below: float,
+) -> tuple[Tensor, Tensor]:
+    """`stickbreaking_attention` over the keys of the whole document, of which this rank has a part: o and log_rest.
+
+    q [T, N, H]; k, v [T, K, H] of the ring rank's tokens (`layout.ring` says which).
+
+    In step δ the queries of chunk i meet the keys of chunk i − δ, for all chunks at once: every chunk of keys moves one place
+    along the line of 2R places that goes up the ranks and down again. Each query so takes its keys near to far, and what is
+    left of its stick enters the next step (`log_rest_in`): the merge (o₁ + e^a₁ o₂, a₁ + a₂) in its order. The line ends
+    with the last step that a document reaches over. Under skip_below > 0 a rank leaves out the parts whose queries have all
+    spent their sticks, and when no rank has any left the line ends: the verdict on step δ + 1 is known after step δ, so from
+    the second step on a transfer waits for it. With skip_below = 0 nothing is asked, and every transfer runs beside the
+    step before it.
+
+    One autograd.Function holds the whole line, for the reason given in `ring_softmax`. Backward must go far to near: the
+    gradient of what a step was left with is that of what the step before it left over. It begins with the keys that forward
+    ended with and runs the line backwards; the gradients of keys and values, in float32, go with them and arrive at home.
+    """
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    found: tuple[Tensor, Tensor] = _StickBreakingRing.apply(q, k, v, layout, groups, scale, skip_below)
+    return found
+
+
+def num_steps(ring: RingChunks) -> int:
+    """How many chunks the farthest-reaching document lies apart from its beginning."""
+    reach = [
+        chunk - row_begins[chunk] // ring.size
+        for row_heads, row_begins in zip(ring.heads, ring.begins, strict=True)
+        for chunk in range(len(row_heads))
+        if row_heads[chunk]
+    ]
+    return max(reach, default=0)
+
+
+class Part(NamedTuple):
+    """Tokens `rows` of a rank see tokens `keys` of the chunks of one row in the rank's first (0) or second (1) place."""
+
+    rows: slice
+    place: int
+    row: int
+    keys: slice
+
+
+def parts(ring: RingChunks, rank: int, step: int) -> list[Part]:
+    found = []
+    for row in range(len(ring.heads)):
+        for place, chunk in enumerate((rank, len(ring.heads[row]) - 1 - rank)):
+            count = ring.num_far_keys(row, chunk, chunk - step) if step <= chunk else 0
+            if count:
+                first = (2 * row + place) * ring.size
+                rows = slice(first, first + ring.heads[row][chunk])
+                found.append(Part(rows, place, row, slice(ring.size - count, ring.size)))
+    return found
+
+
+class _StickBreakingRing(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, groups: Groups, scale: float, skip_below: float
+    ) -> tuple[Tensor, Tensor]:
+        ring = layout.ring
+        assert ring is not None
+        cu, longest = layout.cu_seqlens, layout.max_seqlen
+        steps = num_steps(ring)
+        places = _places(k, v, ring)
+        shift = LineShift(places, groups) if steps else None
+        near, near_rest, *aux = ops.forward_op(q, k, v, cu, cu, None, None, longest, longest, scale, skip_below)
+        o, log_rest = near.to(near_rest.dtype, copy=True), near_rest.clone()
+        saved, done = [aux], []
+        for step in range(1, steps + 1):
+            todo = parts(ring, groups.ring_rank, step)
+            if skip_below > 0:
+                todo, anyone = _unspent(todo, log_rest, skip_below, groups)
+                if not anyone:
+                    steps = step - 1
+                    break
+            if shift is None:
+                shift = LineShift(places, groups)
+            places = shift.result()
+            ahead = skip_below == 0 and step < steps
+            shift = LineShift(places, groups) if ahead else None
+            for part in todo:
+                q_part, entering = q[part.rows], log_rest[part.rows].clone()
+                found, rest, *aux = ops.forward_op(
+                    q_part, *_keys(places, part), *_bounds(q_part, part), entering, *_sizes(part), scale, skip_below
+                )
+                o[part.rows] += found
+                log_rest[part.rows] = rest
+                done.append((step, part))
+                saved.append([entering, *aux])
+        if shift is not None:  # under way when the line ended
+            shift.wait()
+        ctx.save_for_backward(q, k, v, cu, *places, *(x for tensors in saved for x in tensors))
+        ctx.others = ring, groups, longest, scale, steps, done
+        return o.to(q.dtype), log_rest
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: Tensor, grad_log_rest: Tensor | None) -> tuple[Tensor | None, ...]:
+        ring, groups, longest, scale, steps, done = ctx.others
+        q, k, v, cu, first, second, *saved = ctx.saved_tensors
+        aux, saved = saved[:3], saved[3:]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        places = (first, second)
+        grad_o = grad_o.contiguous()
+        d_rest = torch.zeros(q.shape[:2], dtype=wide, device=q.device) if grad_log_rest is None else grad_log_rest.clone()
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        behind = None
+        for step in range(steps, 0, -1):
+            shift = LineShift(places, groups, back=True) if step > 1 else None
+            d_places = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in places)
+            for number, (when, part) in enumerate(done):
+                if when != step:
+                    continue
+                entering, *part_aux = saved[4 * number : 4 * number + 4]
+                rows, q_part = part.rows, q[part.rows]
+                dq_part, dk_part, dv_part, d_entering = ops.backward_op(
+                    grad_o[rows], d_rest[rows].clone(), q_part, *_keys(places, part), *_bounds(q_part, part), entering,
+                    *part_aux, *_sizes(part), scale,
+                )  # fmt: skip
+                dq[rows] += dq_part
+                d_rest[rows] = d_entering
+                d_places[part.place][0, part.row, part.keys] += dk_part
+                d_places[part.place][1, part.row, part.keys] += dv_part
+            if behind is not None:
+                for mine, theirs in zip(d_places, behind.result(), strict=True):
+                    mine += theirs
+            behind = LineShift((d_places[0], d_places[1]), groups, back=True)
+            places = shift.result() if shift else places
+        dq_near, dk, dv, _ = ops.backward_op(
+            grad_o, d_rest, q, k, v, cu, cu, None, None, *aux, longest, longest, scale
+        )
+        dq += dq_near
+        if behind is not None:
+            far = torch.stack(behind.result(), 2).flatten(1, 3)  # [2, rows · 2 · size, K, H]
+            dk, dv = dk + far[0], dv + far[1]
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _places(k: Tensor, v: Tensor, ring: RingChunks) -> tuple[Tensor, Tensor]:
+    """[2 (k, v), rows, size, K, H] of the rank's two chunks of each row."""
+    pair = torch.stack((k, v)).unflatten(1, (-1, 2, ring.size))
+    return pair[:, :, 0].contiguous(), pair[:, :, 1].contiguous()
+
+
+def _keys(places: tuple[Tensor, Tensor], part: Part) -> tuple[Tensor, Tensor]:
+    k, v = places[part.place][:, part.row, part.keys]
+    return k, v
+
+
+def _sizes(part: Part) -> tuple[int, int]:
+    return part.rows.stop - part.rows.start, part.keys.stop - part.keys.start
+
+
+def _bounds(q: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    """cu_seqlens of the queries and of the keys, and the offset that puts all keys before the first query."""
+    ends = torch.arange(2, dtype=torch.int32, device=q.device)
+    num_queries, num_keys = _sizes(part)
+    return ends * num_queries, ends * num_keys, ends[1:] * num_keys
+
+
+def _unspent(
+    todo: list[Part], log_rest: Tensor, skip_below: float, groups: Groups
+) -> tuple[list[Part], bool]:
+    """The parts with a query whose stick is not spent, and whether any rank of the ring has one."""
+    left = [log_rest[part.rows].max() for part in todo]
+    most = torch.stack([*left, log_rest.new_full((), -math.inf)]).float()
+    most[-1] = most.max()
+    dist.all_reduce(most[-1:], dist.ReduceOp.MAX, group=groups.ring_group)
+    *own, anyone = (most >= math.log(skip_below)).tolist()
+    return [part for part, unspent in zip(todo, own, strict=True) if unspent], anyone

@@ -1,0 +1,46 @@
+"""Context parallelism changes nothing: losses and gradients are those of one process."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from ssscale.schema import ModelConfig, Recompute
+from tests.distributed.test_training import MODELS
+from tests.pool import Pool
+
+JOB = "tests.distributed.context_jobs:gradients"
+NAMES = ("softmax", "ssmax", "stickbreaking", "stickbreaking_remainder")
+WEIGHTS = {name: dataclasses.replace(MODELS[name], init_std=0.2) for name in NAMES}
+# Row by row, and several rows at once.
+MICROBATCHES = [[0], [1, 2], [3, 4]]
+
+KNOWN: dict[str, Any] = {}
+
+
+def one_process(pool1: Pool) -> dict[str, Any]:
+    if not KNOWN:
+        KNOWN.update(pool1.run(JOB, models=WEIGHTS, microbatches=MICROBATCHES)[0])
+    return KNOWN
+
+
+def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() <= expected.keys()
+    for model, ours in found.items():
+        theirs = expected[model]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6), model
+        assert ours["gradients"].keys() == theirs["gradients"].keys()
+        for name, gradient in ours["gradients"].items():
+            mine, other = torch.tensor(gradient), torch.tensor(theirs["gradients"][name])
+            assert not mine.isnan().any(), (model, name)
+            assert (mine - other).norm() <= 1e-5 * other.norm(), (model, name, (mine - other).norm() / other.norm())
+
+
+TWO = {"ulysses2": {"ulysses": 2}, "ring2": {"ring": 2}}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_context_ranks(name: str, pool1: Pool, pool2: Pool) -> None:
+    for found in pool2.run(JOB, models=WEIGHTS, microbatches=MICROBATCHES, **TWO[name]):
+        check(found, one_process(pool1))
