@@ -67,7 +67,7 @@ def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) ->
 def memory_per_gpu(config: Config, gpus: int) -> Memory:
     """Bytes by part at the end of a forward pass, when all activations live.
 
-    N' = parameters of one tensor-parallel rank, D = data-parallel ranks, w = 2 bytes (bf16; 4 in fp32):
+    N' = parameters of one tensor-parallel rank, D = data · context ranks, w = 2 bytes (bf16; 4 in fp32):
 
     | ZeRO | weights | gradients | optimizer |
     |---|---|---|---|
@@ -78,14 +78,14 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
-    ranks = gpus // tensor
+    ranks = gpus // tensor  # that hold the same weights: data and context ranks
     width = weight_bytes(config)
     parts = parameters_by_part(model, config.data.length)
     n = (parts["embedding"] + parts["matrices"]) / tensor + parts["vectors"]
     block = parts["matrices"] / model.num_layers / tensor
     largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
     partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
-    tokens = train.microbatch * config.data.length
+    tokens = train.microbatch * config.data.length // parallel.context
     return Memory(
         weights=width * (n if stage < 3 else n / ranks + block),
         gradients=(width * n, 4 * n + width * largest, partitioned, partitioned)[stage],

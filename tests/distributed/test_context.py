@@ -44,3 +44,24 @@ TWO = {"ulysses2": {"ulysses": 2}, "ring2": {"ring": 2}}
 def test_two_context_ranks(name: str, pool1: Pool, pool2: Pool) -> None:
     for found in pool2.run(JOB, models=WEIGHTS, microbatches=MICROBATCHES, **TWO[name]):
         check(found, one_process(pool1))
+
+
+FOUR: dict[str, dict[str, Any]] = {
+    "ring4": {"ring": 4},
+    "ulysses2_ring2": {"ulysses": 2, "ring": 2},
+    "tp2_sp_ring2": {"tensor": 2, "sequence": True, "ring": 2},
+    "dp2_ring2_full": {"ring": 2, "recompute": Recompute.full},
+    "dp2_ulysses2_selective": {"ulysses": 2, "recompute": Recompute.selective},
+}
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(name: str, pool1: Pool, pool4: Pool) -> None:
+    for found in pool4.run(JOB, models=WEIGHTS, microbatches=MICROBATCHES, **FOUR[name]):
+        check(found, one_process(pool1))
+
+
+def test_selective_recomputation_in_a_ring(pool1: Pool, pool2: Pool) -> None:
+    options = {"ring": 2, "recompute": Recompute.selective}
+    for found in pool2.run(JOB, models=WEIGHTS, microbatches=MICROBATCHES, **options):
+        check(found, one_process(pool1))
