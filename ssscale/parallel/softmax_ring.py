@@ -92,7 +92,8 @@ class _SoftmaxRing(torch.autograd.Function):
         documents, ring, groups, steps = ctx.others
         rank, size = groups.ring_rank, groups.ring_size
         grad_o = grad_o.contiguous()
-        pair, behind = torch.stack((k, v)), None
+        pair = torch.stack((k, v))
+        behind: RingShift | None = None
         for step in range(steps + 1):
             shift = RingShift(pair, groups) if step < steps else None
             d_pair = torch.zeros(pair.shape, dtype=lse.dtype, device=pair.device)
@@ -111,6 +112,7 @@ class _SoftmaxRing(torch.autograd.Function):
                 d_pair += behind.result()
             behind = RingShift(d_pair, groups, 1 if step < steps else -steps)
             pair = shift.result() if shift else pair
+        assert behind is not None
         dk, dv = behind.result()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 

@@ -113,18 +113,18 @@ class _StickBreakingRing(torch.autograd.Function):
         if shift is not None:  # under way when the line ended
             shift.wait()
         ctx.save_for_backward(q, k, v, cu, *places, *(x for tensors in saved for x in tensors))
-        ctx.others = ring, groups, longest, scale, steps, done
+        ctx.others = groups, longest, scale, steps, done
         return o.to(q.dtype), log_rest
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor, grad_log_rest: Tensor | None) -> tuple[Tensor | None, ...]:
-        ring, groups, longest, scale, steps, done = ctx.others
+        groups, longest, scale, steps, done = ctx.others
         q, k, v, cu, first, second, *saved = ctx.saved_tensors
         aux, saved = saved[:3], saved[3:]
         wide = torch.promote_types(q.dtype, torch.float32)
         places = (first, second)
         grad_o = grad_o.contiguous()
-        d_rest = torch.zeros(q.shape[:2], dtype=wide, device=q.device) if grad_log_rest is None else grad_log_rest.clone()
+        d_rest = q.new_zeros(q.shape[:2], dtype=wide) if grad_log_rest is None else grad_log_rest.clone()
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         behind = None
         for step in range(steps, 0, -1):
@@ -148,9 +148,7 @@ class _StickBreakingRing(torch.autograd.Function):
                     mine += theirs
             behind = LineShift((d_places[0], d_places[1]), groups, back=True)
             places = shift.result() if shift else places
-        dq_near, dk, dv, _ = ops.backward_op(
-            grad_o, d_rest, q, k, v, cu, cu, None, None, *aux, longest, longest, scale
-        )
+        dq_near, dk, dv, _ = ops.backward_op(grad_o, d_rest, q, k, v, cu, cu, None, None, *aux, longest, longest, scale)
         dq += dq_near
         if behind is not None:
             far = torch.stack(behind.result(), 2).flatten(1, 3)  # [2, rows · 2 · size, K, H]
@@ -180,9 +178,7 @@ def _bounds(q: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
     return ends * num_queries, ends * num_keys, ends[1:] * num_keys
 
 
-def _unspent(
-    todo: list[Part], log_rest: Tensor, skip_below: float, groups: Groups
-) -> tuple[list[Part], bool]:
+def _unspent(todo: list[Part], log_rest: Tensor, skip_below: float, groups: Groups) -> tuple[list[Part], bool]:
     """The parts with a query whose stick is not spent, and whether any rank of the ring has one."""
     left = [log_rest[part.rows].max() for part in todo]
     most = torch.stack([*left, log_rest.new_full((), -math.inf)]).float()

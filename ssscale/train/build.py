@@ -25,7 +25,7 @@ def choose_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def choose_compile(config: Config, groups: Groups) -> Compile:
-    """`auto`: blocks on a GPU, where neither tensor or context parallelism's collectives nor ZeRO-3's hooks break their graphs."""
+    """`auto`: blocks on a GPU, where no collectives of tensor or context parallelism nor ZeRO-3's hooks break them."""
     choice = config.train.compile
     if choice != Compile.auto:
         return choice

@@ -1,6 +1,5 @@
 """Jobs for the worker pool: one forward and backward pass with the tokens shared over context ranks."""
 
-import dataclasses
 from typing import Any
 
 import torch

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from ssscale.schema import ModelConfig, Recompute
+from ssscale.schema import Recompute
 from tests.distributed.test_training import MODELS
 from tests.pool import Pool
 
 JOB = "tests.distributed.context_jobs:gradients"
 NAMES = ("softmax", "ssmax", "stickbreaking", "stickbreaking_remainder")
-WEIGHTS = {name: dataclasses.replace(MODELS[name], init_std=0.2) for name in NAMES}
+WEIGHTS = {name: dataclasses.replace(MODELS[name], init_std=0.1) for name in NAMES}
 # Row by row, and several rows at once.
 MICROBATCHES = [[0], [1, 2], [3, 4]]
 
