@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     prepare()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
-    from eval.figures import draw_run, draw_runs
+    from eval.figures.runs import draw_run, draw_runs
     from eval.run import Run
     from eval.scales import write_scales
     from ssscale.train.switch import saved_config

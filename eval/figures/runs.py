@@ -3,21 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display is needed
-
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
+from eval.figures import BASELINE, COLOURS, DPI
 from eval.run import Run
 
-# Okabe and Ito's palette, told apart by colour-blind readers; black is the baseline's.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-BASELINE = "#000000"
 SIZE = (9.0, 6.5)
-DPI = 150
 
 
 def draw_run(run: Run, file: Path) -> None:

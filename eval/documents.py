@@ -1,0 +1,42 @@
+"""Documents from the files that an evaluation is given: JSON lines with a `text` (or `page`) key, or plain text."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import zstandard
+
+from ssscale.errors import UserError
+
+KEYS = ("text", "page")
+
+
+def read_documents(file: Path) -> Iterator[str]:
+    """The texts of FILE.jsonl or the whole of any other file, .zst around either. Raises UserError."""
+    if not file.is_file():
+        raise UserError(f"--texts={file}: there is no such file")
+    try:
+        with file.open("rb") as raw:
+            packed = file.suffix == ".zst"
+            stream = zstandard.ZstdDecompressor().stream_reader(raw) if packed else raw
+            lines = io.TextIOWrapper(stream, encoding="utf-8")
+            if ".jsonl" not in file.suffixes:
+                yield lines.read()
+                return
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _text(line, file, number)
+    except (OSError, UnicodeDecodeError, zstandard.ZstdError) as error:
+        raise UserError(f"--texts={file} cannot be read: {error}") from None
+
+
+def _text(line: str, file: Path, number: int) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise UserError(f"{file}, line {number}, is no JSON") from None
+    found = [record[key] for key in KEYS if isinstance(record, dict) and isinstance(record.get(key), str)]
+    if not found:
+        raise UserError(f"{file}, line {number}, has no {' or '.join(KEYS)} of text")
+    return str(found[0])

@@ -1,0 +1,111 @@
+"""Multi-query repeated associative recall: Figures 3 and 4 of arXiv:2410.17980.
+
+    python -m eval.mqrar curve [--out runs/mqrar] [--pairs 32,64,96,128,160,192] [--steps 4000] [--minutes 9]
+    python -m eval.mqrar picture [--out runs/mqrar]
+
+curve: the accuracy of two-layer models by the number of pairs, for every core the best of the paper's four learning rates,
+which train side by side. picture: the attention of narrower models on 16 pairs of a letter and a digit. Results are JSON
+files in --out; after --minutes a command stops, and the same command goes on from there. Then `python -m eval.figures mqrar`
+and `mqrar_attention`.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from eval.mqrar.picture import write_picture
+from eval.mqrar.task import Task
+from eval.mqrar.train import Experiment, Recipe, model_config
+from ssscale.errors import SAVED, UserError
+from ssscale.parallel.groups import Groups, initialize
+from ssscale.schema import Core
+
+LETTERS = Task(pairs=16, length=96, num_keys=26, num_values=10)
+
+
+def numbers(text: str, flag: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{flag} must be whole numbers with commas between, not {text!r}") from None
+
+
+def cores(text: str) -> list[Core]:
+    known = {core.value: core for core in (Core.softmax, Core.stickbreaking)}
+    unknown = [name for name in text.split(",") if name not in known]
+    if unknown:
+        raise UserError(f"--cores: {unknown[0]!r} is none of {', '.join(known)}")
+    return [known[name] for name in text.split(",")]
+
+
+def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
+    """Every point of Figure 3 that has no result yet. Whether all have one now."""
+    for pairs in numbers(arguments.pairs, "--pairs"):
+        task = Task(pairs, arguments.length, arguments.keys, arguments.values)
+        for core in cores(arguments.cores):
+            file = arguments.out / f"{core.value}-{pairs:03d}.json"
+            if file.is_file():
+                continue
+            config = model_config(core, task, arguments.width)
+            experiment = Experiment(config, task, recipe, groups, file)
+            done = experiment.run(until)
+            last = experiment.history[-1]["accuracy"] if experiment.history else []
+            shown = " ".join(f"{accuracy:.3f}" for accuracy in last)
+            print(
+                f"{core.value} {pairs} pairs: step {experiment.step}, {experiment.seconds:.0f} s, {shown}", flush=True
+            )
+            if not done:
+                return False
+    return True
+
+
+def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
+    """The models of Figure 4 (width 100, heads of 32), and their attention on one sequence."""
+    for core in cores(arguments.cores):
+        file = arguments.out / f"attention-{core.value}.json"
+        if file.is_file():
+            continue
+        experiment = Experiment(model_config(core, LETTERS, 100, 32), LETTERS, recipe, groups, file)
+        if not experiment.run(until):
+            return False
+        write_picture(experiment)
+        print(
+            f"{core.value}: step {experiment.step}, accuracy {max(experiment.history[-1]['accuracy']):.3f}", flush=True
+        )
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("curve", "picture"))
+    parser.add_argument("--out", type=Path, default=Path("runs/mqrar"))
+    parser.add_argument("--cores", default="softmax,stickbreaking")
+    parser.add_argument("--pairs", default="32,64,96,128,160,192")
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--batch", type=int, default=Recipe.batch)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--seed", type=int, default=0)
+    for name, size in (("length", 768), ("keys", 4096), ("values", 4096), ("width", 256)):
+        parser.add_argument(f"--{name}", type=int, default=size)
+    arguments = parser.parse_args()
+    until = time.monotonic() + 60 * arguments.minutes
+    recipe = replace(Recipe(), steps=arguments.steps, batch=arguments.batch, seed=arguments.seed)
+    try:
+        if min(arguments.steps, arguments.batch) < 1:
+            raise UserError("--steps and --batch must be at least 1")
+        torch.set_float32_matmul_precision("high")  # the operands are bfloat16: exact in TF32
+        done = {"curve": curve, "picture": picture}[arguments.what](arguments, recipe, initialize(), until)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if not done:
+        print("stopped: time is up, the same command goes on", file=sys.stderr)
+        sys.exit(SAVED)
+
+
+if __name__ == "__main__":
+    main()

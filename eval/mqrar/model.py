@@ -1,0 +1,128 @@
+"""Several small decoders of one shape as one batched computation: a sweep over learning rates on one GPU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.stickbreaking.interface import MAX_HEAD_DIM
+from ssscale.attention import CORES
+from ssscale.layout import PackedLayout
+from ssscale.parallel.groups import Groups
+from ssscale.position import position_tables, rotate
+from ssscale.schema import Core, ModelConfig
+
+
+class DenseCore(nn.Module):
+    """The cores of `ssscale.attention` for heads wider than their kernels take, in plain torch with whole score matrices.
+
+    Sequences of one length only. Scores and weights are float32.
+    """
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        if core is Core.ssmax:
+            raise ValueError(f"heads above {MAX_HEAD_DIM} dimensions have softmax and stick-breaking here")
+        self.kind = core
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+        """q, k, v: [T, N, H], sequences of layout.uniform_length one behind the other. Returns [T, N, H]."""
+        assert layout.uniform_length is not None
+        q, k, v = (x.unflatten(0, (-1, layout.uniform_length)).transpose(1, 2) for x in (q, k, v))  # [B, N, L, H]
+        if self.kind is Core.softmax:
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            o = _stickbreaking(q, k, v)
+        return o.transpose(1, 2).flatten(0, 1)
+
+
+def _stickbreaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A_ij = exp(z_ij − Σ_{i ≤ k < j} ln(1 + e^z_kj)), strictly earlier keys   (arXiv:2410.17980, Eq. 12)"""
+    length = q.shape[-2]
+    k, v = k.flip(-2), v.flip(-2)  # the nearest key first: the sum over nearer keys is a prefix
+    wide = torch.promote_types(q.dtype, torch.float32)
+    z = q.to(wide) @ k.to(wide).transpose(-1, -2) * q.shape[-1] ** -0.5
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu().flip(-1)
+    z = z.masked_fill(hidden, -torch.inf)
+    weights = (z + F.logsigmoid(-z).cumsum(-1)).exp()
+    return weights.to(v.dtype) @ v
+
+
+class Bank(nn.Module):
+    """M decoders that differ in their weights only: the architecture and the names of `ssscale.model.decoder.Decoder`.
+
+    weights[name]: M parameters. dtype: of the matrix products; weights and the residual stream are float32.
+    """
+
+    def __init__(
+        self, config: ModelConfig, count: int, groups: Groups, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.config, self.count, self.dtype, self.device = config, count, dtype, groups.device
+        wide = config.head_size > MAX_HEAD_DIM
+        core = config.attention.core
+        self.core = DenseCore(core) if wide else CORES[core.value](config, groups)
+        generator = torch.Generator().manual_seed(seed)
+        self.names = []
+        for name, shape in _shapes(config).items():
+            std = config.init_std
+            if name.endswith((".out.weight", ".down.weight")):
+                std /= (2 * config.num_layers) ** 0.5
+            drawn = torch.randn(shape, generator=generator) * std if len(shape) > 1 else torch.ones(shape)
+            copies = nn.ParameterList([nn.Parameter(drawn.to(groups.device, copy=True)) for _ in range(count)])
+            self.names.append(name)
+            self.add_module(_module(name), copies)
+
+    def weights(self, name: str) -> nn.ParameterList:
+        return self.get_submodule(_module(name))
+
+    def of_model(self, index: int) -> list[nn.Parameter]:
+        """The parameters of one of the models."""
+        return [self.weights(name)[index] for name in self.names]
+
+    def forward(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        """Logits [M, B, R, V] behind the tokens at `rows` [R] of the sequences tokens [B, L], the same for every model."""
+        batch, length = tokens.shape
+        layout = PackedLayout.from_lengths([length] * (batch * self.count)).to(tokens.device)
+        tables = position_tables(self.config, layout)
+        size, heads = self.config.head_size, self.config.num_heads
+        x = torch.stack([F.embedding(tokens.flatten(), weight) for weight in self.weights("embedding.weight")])
+        for layer in range(self.config.num_layers):
+            block = f"blocks.{layer}"
+            qkv = self._linear(self._norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv")
+            q, k, v = qkv.flatten(0, 1).unflatten(-1, (3 * heads, size)).split(heads, 1)
+            q, k = rotate(q, k, tables, None)
+            o = self.core(q, k, v, layout).flatten(1).unflatten(0, (self.count, -1))
+            x = x + self._linear(o, f"{block}.attention.out")
+            gate, up = self._linear(self._norm(x, f"{block}.mlp_norm"), f"{block}.mlp.gate_up").chunk(2, -1)
+            x = x + self._linear(F.silu(gate) * up, f"{block}.mlp.down")
+        x = x.unflatten(1, (batch, length))[:, :, rows].flatten(1, 2)
+        return self._linear(self._norm(x, "norm"), "head").unflatten(1, (batch, -1))
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        """[M, T, inputs] → [M, T, outputs] in `dtype`."""
+        weight = torch.stack(list(self.weights(f"{name}.weight"))).to(self.dtype)
+        return x.to(self.dtype) @ weight.transpose(1, 2)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = torch.stack(list(self.weights(f"{name}.weight")))
+        return F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps) * weight[:, None]
+
+
+def _module(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    assert config.kv_heads == config.num_heads, "a head has its own keys here"
+    width, inner, attended = config.hidden_size, config.ffn_hidden_size, config.num_heads * config.head_size
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
+    for layer in range(config.num_layers):
+        shapes |= {
+            f"blocks.{layer}.attention_norm.weight": (width,),
+            f"blocks.{layer}.attention.qkv.weight": (3 * attended, width),
+            f"blocks.{layer}.attention.out.weight": (width, attended),
+            f"blocks.{layer}.mlp_norm.weight": (width,),
+            f"blocks.{layer}.mlp.gate_up.weight": (2 * inner, width),
+            f"blocks.{layer}.mlp.down.weight": (width, inner),
+        }
+    return shapes | {"norm.weight": (width,), "head.weight": (config.vocab_size, width)}

@@ -1,0 +1,171 @@
+"""Training of a core's models on one number of pairs, all learning rates at once; stops and goes on at any step."""
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eval.mqrar.model import Bank
+from eval.mqrar.task import TEST_SEED, Task
+from ssscale.parallel.groups import Groups
+from ssscale.schema import AttentionConfig, Core, ModelConfig, PositionConfig, PositionMethod
+
+# arXiv:2410.17980, Section 5.1: 10^-4, 10^(-10/3), 10^(-8/3), 10^-2.
+LEARNING_RATES = tuple(10.0**exponent for exponent in (-4, -10 / 3, -8 / 3, -2))
+SOLVED = 0.99
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """AdamW with a warmup and a cosine to 0, each step on sequences never seen before.
+
+    Ours but for the learning rates: the paper gives neither batch nor steps; decay, the cosine and the end at an accuracy
+    of SOLVED are those of arXiv:2312.04927, which the task is taken from.
+    """
+
+    steps: int = 4000
+    batch: int = 64
+    lrs: tuple[float, ...] = LEARNING_RATES
+    warmup: float = 0.02  # of the steps
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    test_every: int = 250
+    test_examples: int = 512
+    seed: int = 0
+
+    def factor(self, step: int) -> float:
+        """Of the learning rate at step 1 … steps."""
+        warmup = max(1, round(self.warmup * self.steps))
+        if step <= warmup:
+            return step / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
+
+
+def model_config(core: Core, task: Task, width: int = 256, head_dim: int | None = None, layers: int = 2) -> ModelConfig:
+    """Two layers with one head, as wide as the model unless given; the feed-forward width, 8/3 of it, is ours."""
+    position = PositionMethod.rope if core is Core.softmax else PositionMethod.nope
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=width,
+        ffn_hidden_size=-(-8 * width // 3 // 16) * 16,
+        num_heads=1,
+        head_dim=head_dim,
+        vocab_size=task.vocab_size,
+        init_std=width**-0.5,  # ours; 0.02 learns the miniatures far later
+        attention=AttentionConfig(core=core),
+        position=PositionConfig(method=position),
+    )
+
+
+class Experiment:
+    """One point of Figure 3. `file` gets the result; beside it lies the state of a training that was stopped."""
+
+    def __init__(self, config: ModelConfig, task: Task, recipe: Recipe, groups: Groups, file: Path) -> None:
+        self.config, self.task, self.recipe, self.groups, self.file = config, task, recipe, groups, file
+        self.state_file = file.with_suffix(".pt")
+        dtype = torch.bfloat16 if groups.device.type == "cuda" else torch.float32
+        self.bank = Bank(config, len(recipe.lrs), groups, dtype, recipe.seed)
+        models = [{"params": self.bank.of_model(index), "lr": lr} for index, lr in enumerate(recipe.lrs)]
+        self.optimizer = torch.optim.AdamW(models, weight_decay=recipe.weight_decay, fused=True)
+        self.rows = task.query_positions(groups.device)
+        self.step, self.seconds = 0, 0.0
+        self.history: list[dict[str, Any]] = []
+        if self.state_file.is_file():
+            self._load()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a stopped training must share with the one that goes on."""
+        core = self.config.attention.core.value
+        return {"core": core, "width": self.config.hidden_size, **asdict(self.task), **asdict(self.recipe)}
+
+    def run(self, until: float = math.inf) -> bool:
+        """Train until solved, to the last step, or until the clock (time.monotonic()). Whether the result is written."""
+        while not self._finished():
+            if time.monotonic() >= until:
+                self._save()
+                return False
+            began = time.monotonic()
+            self._train_step()
+            if self.step % self.recipe.test_every == 0 or self.step == self.recipe.steps:
+                self.history.append({"step": self.step, "accuracy": self.accuracy(), "loss": self.losses.tolist()})
+            self.seconds += time.monotonic() - began
+        self._write()
+        return True
+
+    def _finished(self) -> bool:
+        solved = bool(self.history) and max(self.history[-1]["accuracy"]) >= SOLVED
+        return solved or self.step >= self.recipe.steps
+
+    def _train_step(self) -> None:
+        recipe = self.recipe
+        self.step += 1
+        examples = self.task.examples(recipe.batch, recipe.seed * 2**32 + self.step, self.groups.device)
+        logits = self.bank(examples.tokens, self.rows).float()
+        answers = examples.answers.expand(self.bank.count, -1, -1)
+        losses = F.cross_entropy(logits.flatten(0, 2), answers.flatten(), reduction="none")
+        self.losses = losses.unflatten(0, (self.bank.count, -1)).mean(1)
+        self.losses.sum().backward()
+        for group, lr in zip(self.optimizer.param_groups, recipe.lrs, strict=True):
+            torch.nn.utils.clip_grad_norm_(group["params"], recipe.clip)
+            group["lr"] = lr * recipe.factor(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def accuracy(self) -> list[float]:
+        """Of each model, the share of the questions of the test sequences that it answers."""
+        right = torch.zeros(self.bank.count, dtype=torch.float64, device=self.groups.device)
+        asked = 0
+        for first in range(0, self.recipe.test_examples, self.recipe.batch):
+            count = min(self.recipe.batch, self.recipe.test_examples - first)
+            examples = self.task.examples(count, TEST_SEED + first, self.groups.device)
+            found: Tensor = self.bank(examples.tokens, self.rows).argmax(-1)
+            right += (found == examples.answers).sum((1, 2))
+            asked += examples.answers.numel()
+        return [float(x) / asked for x in right]
+
+    def _save(self) -> None:
+        state = {
+            "identity": self.identity,
+            "bank": self.bank.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": (self.step, self.seconds, self.history),
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.state_file.with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, self.state_file)
+
+    def _load(self) -> None:
+        state = torch.load(self.state_file, map_location=self.groups.device, weights_only=True)
+        if state["identity"] != self.identity:
+            return  # of other settings: overwritten when this one is stopped
+        self.bank.load_state_dict(state["bank"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds, self.history = state["progress"]
+
+    def _write(self) -> None:
+        accuracy = self.history[-1]["accuracy"]
+        best = max(range(len(accuracy)), key=accuracy.__getitem__)
+        result = self.identity | {
+            "trained_steps": self.step,
+            "accuracy": accuracy,
+            "best": accuracy[best],
+            "best_lr": self.recipe.lrs[best],
+            "history": self.history,
+            "seconds": round(self.seconds, 1),
+            "device": torch.cuda.get_device_name() if self.groups.device.type == "cuda" else "cpu",
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, self.file)
+        self.state_file.unlink(missing_ok=True)
