@@ -33,7 +33,7 @@ def recorded(cores: list[nn.Module]) -> Iterator[list[Inputs]]:
         return type(core).forward(core, *inputs)
 
     for core in set(cores):
-        core.forward = MethodType(record, core)  # type: ignore[method-assign]
+        core.forward = MethodType(record, core)
     try:
         yield calls
     finally:

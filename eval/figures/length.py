@@ -57,7 +57,7 @@ def by_context(paths: list[Path]) -> Figure:
     lengths = sorted(int(text) for text in shared)
     for index, result in enumerate(results):
         losses = [result["lengths"][str(length)]["mean"] for length in lengths]
-        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         axes.plot(lengths, losses, **style, linestyle=STYLES[index // len(COLOURS)], label=label(result))
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths])

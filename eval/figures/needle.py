@@ -1,6 +1,7 @@
 """Figures 6, 7 and 8 of arXiv:2501.19399: a sentence to be found again in a long context."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -45,7 +46,7 @@ def heads(paths: list[Path]) -> Figure:
     figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
     for index, result in enumerate(results):
         scores = sorted((score for layer in result["heads"]["scores"] for score in layer), reverse=True)
-        style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)]}
+        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)]}
         axes.plot(range(1, len(scores) + 1), scores, **style, linewidth=1.8, label=label(result))
     length, depth = results[0]["length"], results[0]["heads"]["depth"]
     title = f"Needle scores of all heads, {length:,} tokens, depth {depth} %"

@@ -20,7 +20,7 @@ def curve(folder: Path) -> Figure:
     figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
     for index, core in enumerate(sorted({result["core"] for result in results})):
         points = sorted((r["pairs"], r["best"]) for r in results if r["core"] == core)
-        style = {"color": COLOURS[index], "marker": MARKERS[index], "linestyle": STYLES[index]}
+        style: dict[str, Any] = {"color": COLOURS[index], "marker": MARKERS[index], "linestyle": STYLES[index]}
         axes.plot(*zip(*points, strict=True), **style, label=NAMES[core])
     axes.set_xticks(sorted({result["pairs"] for result in results}))
     axes.set_ylim(0, 1.03)
