@@ -13,8 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tile
-from .forward import COUNTS, GROUP_BYTES, Config, forward_config, head_group, last_contiguous, launch, sum_types
+from . import half, tile
+from .forward import (
+    COUNTS,
+    GROUP_BYTES,
+    Config,
+    SumTypes,
+    forward_config,
+    head_group,
+    last_contiguous,
+    launch,
+    sum_types,
+)
 
 # Scratch a query and head: 8 bytes for each key tile, in slices of rows that keep it under this many bytes a row of the whole.
 SCRATCH_BYTES_PER_ROW = 2048
@@ -37,26 +47,12 @@ def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
 
 
 @triton.jit
-def _block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS: tl.constexpr):
-    """The farthest tile that forward visited for any granule of these row blocks. `block` may be a vector."""
-    base = (
-        block_stop_ptr + head * num_stop_slots + tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
-    )
-    first = block * (ROWS // tile.STOP_ROWS)
-    stop = tl.load(base + first, mask=first * tile.STOP_ROWS < q_len, other=tile.NEVER)
-    for i in tl.static_range(1, ROWS // tile.STOP_ROWS):
-        more = tl.load(base + first + i, mask=(first + i) * tile.STOP_ROWS < q_len, other=tile.NEVER)
-        stop = tl.minimum(stop, more)
-    return stop
-
-
-@triton.jit
 def _dq_tiles(
     dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptrs, behind_ptrs, k_step, v_step,
     scratch_step, first, last, position, num_keys,
-    logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    logit_scale, shift, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
     for t in tl.range(first, last, num_stages=1 if MASKED else None):
@@ -78,6 +74,8 @@ def _dq_tiles(
         u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
         carry += tl.where(t > row_tile, tl.sum(spent, 1), 0.0)
         entering = tl.where(t < row_tile, -1e30, carry.to(tl.float32))
+        if HALF != "none":
+            entering += shift
         tl.store(carry_ptrs + t * scratch_step, entering)
         tl.store(behind_ptrs + t * scratch_step, behind)
         rest = entering[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
@@ -97,13 +95,13 @@ def _dq_tiles(
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, carry_ptr,
     behind_ptr,
-    cu_q_ptr, cu_k_ptr, offset_ptr,
+    cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER:
-    tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -136,6 +134,13 @@ def dq_kernel(
     behind = tl.zeros([ROWS], tl.float32)
     if HAS_REST:
         behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
+    shift = 0.0
+    if HALF != "none":
+        q_shift, k_shift, _, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH, HALF == "all")
+        logit_scale *= tl.exp2(-q_shift - k_shift)
+        scale *= tl.exp2(-dz_shift - k_shift)
+        if HAS_REST:
+            behind *= tl.exp2(dz_shift)
 
     kv_head = head // KV_GROUP
     column_key = tile.key_of_column(BN)
@@ -147,7 +152,7 @@ def dq_kernel(
     position = tl.minimum(offset + row, k_len)
     end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
     unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // BN
-    stop = _block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
+    stop = tile.block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
     farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
 
@@ -156,41 +161,19 @@ def dq_kernel(
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
         tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
-        stop, unmasked, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, False, PRECISION,
+        stop, unmasked, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, False, HALF, PRECISION,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
         tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
-        tl.maximum(stop, unmasked), end, position, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, BH, True, PRECISION,
+        tl.maximum(stop, unmasked), end, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, True,
+        HALF, PRECISION,
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
+    if HALF != "none":
+        behind *= tl.exp2(-dz_shift)
     tl.store(d_rest_in_ptr + token * num_heads + head, behind, mask=row_ok)
-
-
-@triton.jit
-def _list_runs(
-    list_ptr, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first, last, t, q_len, num_stop_slots,
-    ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Writes the runs of row blocks in [first, last) that tile t is alive for, head by head, as their first and last
-    (head of the group · MAX_BLOCKS + block − base), and returns how many runs there are."""
-    count = 0
-    for i in range(KV_GROUP):
-        for start in range(first, last, 64):
-            block = start + tl.arange(0, 64)
-            stops = (block_stop_ptr, cu_q_ptr, sequence, first_head + i)
-            live = (block < last) & (_block_stop(*stops, block, q_len, num_stop_slots, ROWS) <= t)
-            earlier = _block_stop(*stops, tl.maximum(block - 1, first), q_len, num_stop_slots, ROWS)
-            later = _block_stop(*stops, block + 1, q_len, num_stop_slots, ROWS)
-            opens = live & ((block == first) | (earlier > t))
-            closes = live & ((block + 1 >= last) | (later > t))
-            run = 2 * (count + tl.cumsum(opens.to(tl.int32), 0) - 1)
-            entry = i * MAX_BLOCKS + block - base
-            tl.store(list_ptr + run, entry, mask=opens)
-            tl.store(list_ptr + run + 1, entry, mask=closes)
-            count += tl.sum(opens.to(tl.int32), 0)
-    return count
 
 
 @triton.jit
@@ -237,13 +220,12 @@ def _dkv_run(
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
-    offset_ptr,
+    offset_ptr, maxima_ptr,
     num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
-    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = tile.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -281,6 +263,11 @@ def dkv_kernel(
     token = (k_start + key).to(tl.int64)
     k = tl.load(k_ptr + token[:, None] * sk_t + kv_head * sk_n + dims[None, :], mask=in_keys, other=0.0)
     v = tl.load(v_ptr + token[:, None] * sv_t + kv_head * sv_n + dims[None, :], mask=in_keys, other=0.0)
+    if HALF != "none":
+        q_shift, k_shift, do_shift, weight_shift, dz_shift = half.shifts(maxima_ptr, sequence, BH, HALF == "all")
+        logit_scale *= tl.exp2(-q_shift - k_shift)
+        scale *= tl.exp2(-dz_shift - q_shift)
+        dv_scale = tl.exp2(-weight_shift - do_shift)
     first_head = kv_head * KV_GROUP
     q_ptr += q_start.to(tl.int64) * sq_t + first_head * sq_n
     do_ptr += q_start.to(tl.int64) * so_t + first_head * so_n
@@ -303,7 +290,7 @@ def dkv_kernel(
     dk = tl.zeros([BN, BH], tl.float32)
     dv = tl.zeros([BN, BH], tl.float32)
     stops = (block_stop_ptr, cu_q_ptr, sequence)
-    runs = _list_runs(
+    runs = tile.list_runs(
         list_ptr, *stops, first_head, base, whole_from, end_block, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
     )
     position = offset + row_base
@@ -311,7 +298,7 @@ def dkv_kernel(
     # The blocks that see this tile in part are one or two, unless offsets are at odds with the tiles.
     for i in range(KV_GROUP):
         for block in range(first_block, whole_from):
-            alive = _block_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS) <= t
+            alive = tile.block_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS) <= t
             dk, dv = _dkv_run(
                 dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, block - base,
                 block - base + alive.to(tl.int32), t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN,
@@ -327,6 +314,8 @@ def dkv_kernel(
             last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PRECISION,
         )  # fmt: skip
     dk *= scale
+    if HALF != "none":
+        dv *= dv_scale
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     if ADD:
         dk += tl.load(dk_ptr + out, mask=in_keys, other=0.0)
@@ -339,7 +328,7 @@ def backward(
     grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
     q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, max_queries: int, max_keys: int,
     scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
-    group_bytes: int = GROUP_BYTES, entering: bool = False,
+    group_bytes: int = GROUP_BYTES, entering: bool = False, mode: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """entering: log_rest_in was given, so that its gradient is wanted in float32."""
     q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
@@ -370,6 +359,12 @@ def backward(
     several = slice_slots < num_slots
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     sums = sum_types(q.dtype, key_block)
+    # dz is bounded by what dO and v give; a gradient of log_rest has a bound of its own.
+    convert = "none" if entering or grad_log_rest is not None else half.converts(q, mode)
+    maxima = None
+    if convert != "none":
+        sums = SumTypes(tl.float16, sums.nearer_parts, tl.float16, 1, sums.dot)
+        maxima, q, k, v, grad_o = half.operands(convert, q, k, v, grad_o, cu_q, cu_k)
     strides = [s for x in (q, k, v, grad_o) for s in (x.stride(0), x.stride(1))]
     logit_scale = scale * 1.4426950408889634
     common = {
@@ -377,6 +372,7 @@ def backward(
         "HAS_OFFSET": q_offsets is not
         None,
         "NEARER": sums.nearer, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts, "PRECISION": sums.dot,
+        "HALF": convert,
     }  # fmt: skip
     # Weights that are rounded like bf16 results would show in a float32 gradient.
     dq_parts = max(2, sums.nearer_parts) if entering and sums.nearer == tl.float16 else sums.nearer_parts
@@ -384,16 +380,16 @@ def backward(
         last = min(first + slice_slots, num_slots)
         dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * num_heads,)](
             q, k, v, grad_o, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind, cu_q, cu_k,
-            q_offsets,
+            q_offsets, maxima,
             num_tokens, num_keys, num_heads, head_group(k, group, group_bytes), num_sequences, first, last, block_stop.shape[1],
             num_tiles, scratch_rows, *strides, scale, logit_scale,
             ROWS=rows, HAS_REST=grad_log_rest is not None, NEARER_PARTS=dq_parts, **launch(dq_config), **common,
         )  # fmt: skip
         dkv_kernel[(triton.cdiv(num_key_slots, num_sequences) * num_sequences * num_kv_heads,)](
-            q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
+            q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets, maxima,
             num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
             num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
             ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
             NEARER_PARTS=sums.nearer_parts, **launch(dkv_config), **common,
         )  # fmt: skip
-    return dq, dk.to(k.dtype), dv.to(v.dtype), d_rest_in
+    return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tile
+from . import half, tile
 from .ops import aux_shapes, carry_dtype
 
 # Arguments for which Triton must not compile once more when they happen to be 1 or a multiple of 16: batches vary.
@@ -48,7 +48,7 @@ def walk_tiles(
     acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, first, count, position, num_keys,
     logit_scale, floor,
     nearer, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`count` tiles from tile `first` outwards (to lower indices)."""
     column_key = tile.key_of_column(BN)
@@ -73,7 +73,10 @@ def walk_tiles(
         if MASKED:
             z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
         u0, u1, u2, u3, _, capped, spent = tile.spend(z, ROWS, BN)
-        rest = carry.to(tl.float32)[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
+        left = carry.to(tl.float32)
+        if HALF:
+            left += half.FORWARD_SHIFT
+        rest = left[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         carry -= tl.sum(spent, 1)
         weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(v.dtype)
@@ -84,14 +87,14 @@ def walk_tiles(
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
-    cu_k_ptr, offset_ptr,
+    cu_k_ptr, offset_ptr, maxima_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
     first_chunk, chunk, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr,
     NEARER_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -142,7 +145,7 @@ def forward_kernel(
     acc, carry, row_carry, row_tile = walk_tiles(
         acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, end - 1, end - unmasked,
         position, k_len, logit_scale,
-        floor, nearer, dims, ROWS, BN, H, BH, True, PRECISION,
+        floor, nearer, dims, ROWS, BN, H, BH, True, HALF, PRECISION,
     )  # fmt: skip
     # The exit is tested once a chunk, for a loop that tests it at every tile is not pipelined. A chunk is as long as the
     # fullest stick will last at the rate at which the chunk before spent it.
@@ -154,7 +157,7 @@ def forward_kernel(
         acc, carry, row_carry, row_tile = walk_tiles(
             acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, t, count, position,
             k_len, logit_scale,
-            floor, nearer, dims, ROWS, BN, H, BH, False, PRECISION,
+            floor, nearer, dims, ROWS, BN, H, BH, False, HALF, PRECISION,
         )  # fmt: skip
         t -= count
         left = tl.max(carry, 0).to(tl.float32)
@@ -162,6 +165,8 @@ def forward_kernel(
         ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left
 
+    if HALF:
+        acc *= tl.exp2(-half.exponent(maxima_ptr, sequence, 2, 2) - half.FORWARD_SHIFT)
     # Maxima that were given too small would leave backward's scratch too small: say so in the result.
     acc = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), acc)
     tl.store(
@@ -239,11 +244,13 @@ def forward(
     chunk: int = 16,
     group_bytes: int = GROUP_BYTES,
     max_queries: int | None = None,
+    mode: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape
     num_sequences = cu_q.shape[0] - 1
     config = config or forward_config(head_dim, q.dtype)
+    convert = half.converts(q, mode) == "all" and num_tokens > 0
     o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     log_rest = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
@@ -254,18 +261,22 @@ def forward(
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
+    maxima = None
+    if convert:
+        maxima = half.new_maxima(cu_k)
+        half.measure(v, cu_k, maxima, half.V)
+        v = half.to_half(v, cu_k, maxima, half.V)
     sums = sum_types(q.dtype, config.key_block)
     num_slots = num_tokens // config.row_block + num_sequences
     heads = head_group(k, num_heads // k.shape[1], group_bytes)
     forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
         q, k, v, o, log_rest_in, log_rest, row_carry, row_tile, block_stop, cu_q, cu_k, q_offsets,
-        num_tokens, k.shape[0], num_heads, heads, num_sequences, num_slots, stops[1], max_queries or num_tokens, max_keys,
-        q.stride(0), q.stride(1), k.stride(0),
-        k.stride(1),
+        maxima, num_tokens, k.shape[0], num_heads, heads, num_sequences, num_slots, stops[1], max_queries or num_tokens,
+        max_keys, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), first_chunk, chunk, scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
         KV_GROUP=num_heads // k.shape[1],
         HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
-        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot, **launch(config),
+        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot, HALF=convert, **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop

@@ -91,6 +91,43 @@ def bounds(cu_seqlens, sequence, total):
 
 
 @triton.jit
+def block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS: tl.constexpr):
+    """The farthest tile that forward visited for any granule of these row blocks. `block` may be a vector."""
+    base = block_stop_ptr + head * num_stop_slots + tl.load(cu_q_ptr + sequence).to(tl.int32) // STOP_ROWS + sequence
+    first = block * (ROWS // STOP_ROWS)
+    stop = tl.load(base + first, mask=first * STOP_ROWS < q_len, other=NEVER)
+    for i in tl.static_range(1, ROWS // STOP_ROWS):
+        more = tl.load(base + first + i, mask=(first + i) * STOP_ROWS < q_len, other=NEVER)
+        stop = tl.minimum(stop, more)
+    return stop
+
+
+@triton.jit
+def list_runs(
+    list_ptr, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first, last, t, q_len, num_stop_slots,
+    ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the runs of row blocks in [first, last) that tile t is alive for, head by head, as their first and last
+    (head of the group · MAX_BLOCKS + block − base), and returns how many runs there are."""
+    count = 0
+    for i in range(KV_GROUP):
+        for start in range(first, last, 64):
+            block = start + tl.arange(0, 64)
+            stops = (block_stop_ptr, cu_q_ptr, sequence, first_head + i)
+            live = (block < last) & (block_stop(*stops, block, q_len, num_stop_slots, ROWS) <= t)
+            earlier = block_stop(*stops, tl.maximum(block - 1, first), q_len, num_stop_slots, ROWS)
+            later = block_stop(*stops, block + 1, q_len, num_stop_slots, ROWS)
+            opens = live & ((block == first) | (earlier > t))
+            closes = live & ((block + 1 >= last) | (later > t))
+            run = 2 * (count + tl.cumsum(opens.to(tl.int32), 0) - 1)
+            entry = i * MAX_BLOCKS + block - base
+            tl.store(list_ptr + run, entry, mask=opens)
+            tl.store(list_ptr + run + 1, entry, mask=closes)
+            count += tl.sum(opens.to(tl.int32), 0)
+    return count
+
+
+@triton.jit
 def key_of_column(BN: tl.constexpr):
     column = tl.arange(0, BN)
     return column % (BN // GROUP) * GROUP + column // (BN // GROUP)

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from kernels.stickbreaking import stickbreaking_reference
-from kernels.stickbreaking.backward import _list_runs, backward
+from kernels.stickbreaking.backward import backward
 from kernels.stickbreaking.decode import decode
 from kernels.stickbreaking.forward import forward
+from kernels.stickbreaking.tile import list_runs
 
 # name: (query lengths, key lengths, offsets, heads, key heads, head dim, standard deviation of q, bytes of scratch a row)
 CASES = {
@@ -24,7 +25,11 @@ CASES = {
     "packed": ([1, 0, 65, 20], None, None, 1, 1, 24, 1.0, 512),
     "slices": ([140, 65], None, None, 1, 1, 16, 1.0, 8),
     "offset": ([20, 10], [70, 65], [50, 70], 1, 1, 16, 1.0, 512),
+    # Operands scaled to fp16 by powers of two.
+    "gradients": ([70, 0, 65], None, None, 2, 1, 24, 1.0, 512),
+    "all": ([70, 0, 65], None, None, 2, 1, 24, 1.0, 512),
 }
+MODES = ("gradients", "all")
 
 
 def starts(lengths):
@@ -58,6 +63,10 @@ def run(name, dtype):
     else:
         q = q * std
     q, k, v, grad_o = (x.to(dtype) for x in (q, k, v, grad_o))
+    mode = name if name in MODES else None
+    if mode:
+        sizes = torch.tensor([0.01, 30.0]).repeat_interleave(torch.tensor([70, 65]))[:, None, None]
+        v, grad_o = 10 * v, (sizes * grad_o).to(dtype)
     entering, grad_rest = (
         -torch.rand(num_tokens, num_heads, generator=generator),
         torch.randn(num_tokens, num_heads, generator=generator),
@@ -66,10 +75,14 @@ def run(name, dtype):
     offsets = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
     layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets}
 
-    o, rest, *saved = forward(q, k, v, cu_q, cu_k, offsets, entering, max(lengths_k), scale, 0.0)
+    if mode:
+        entering, grad_rest = 0 * entering, 0 * grad_rest
+    o, rest, *saved = forward(
+        q, k, v, cu_q, cu_k, offsets, None if mode else entering, max(lengths_k), scale, 0.0, mode=mode
+    )
     grads = backward(
         grad_o,
-        grad_rest,
+        None if mode else grad_rest,
         q,
         k,
         v,
@@ -81,6 +94,7 @@ def run(name, dtype):
         max(lengths_k),
         scale,
         scratch_bytes_per_row=scratch,
+        mode=mode,
     )
     inputs = (q, k, v, entering, grad_o, grad_rest, layout)
     exact, torch_same = differentiate(torch.float64, *inputs), differentiate(dtype, *inputs)
@@ -128,7 +142,7 @@ def run_decode(dtype):
 def list_runs_kernel(
     count_ptr, list_ptr, stop_ptr, cu_ptr, base, first, last, q_len, num_slots, GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr
 ):  # fmt: skip
-    count = _list_runs(
+    count = list_runs(
         list_ptr, stop_ptr, cu_ptr, 0, 0, base, first, last, 5, q_len, num_slots, 64, GROUP, MAX_BLOCKS
     )  # fmt: skip
     tl.store(count_ptr, count)
@@ -159,6 +173,8 @@ if __name__ == "__main__":
     print(json.dumps({"case": "runs"} | run_lists()), flush=True)
     for dtype in (torch.float16, torch.float32):
         for name in CASES:
+            if name in MODES and dtype != torch.float16:
+                continue
             print(json.dumps({"case": f"{name}-{dtype}"} | run(name, dtype)), flush=True)
         print(json.dumps({"case": f"skip-{dtype}"} | run_skip(dtype)), flush=True)
         print(json.dumps({"case": f"decode-{dtype}"} | run_decode(dtype)), flush=True)

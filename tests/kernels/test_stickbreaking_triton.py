@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton.language as tl
 
 from kernels.stickbreaking import backward as B
 from kernels.stickbreaking import decode as D
@@ -17,7 +18,7 @@ CASES = [
     f"{name}-torch.{dtype}"
     for dtype in ("float16", "float32")
     for name in ("plain", "huge", "low", "one", "packed", "slices", "offset", "decode")
-]
+] + ["gradients-torch.float16", "all-torch.float16"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,6 +43,8 @@ def interpreted():
 
 
 def budget(torch_error: float, magnitude: float, dtype: str) -> float:
+    if dtype.startswith(("gradients", "all")):
+        torch_error *= 1.5  # made for bf16 results, which round eight times as coarsely
     # Half a unit in the last place of float16's subnormals, and float32 rounding of sums as large as the result.
     return 2 * torch_error + (2e-7 if "16" in dtype else 0.0) + 1e-5 * magnitude
 
@@ -82,8 +85,17 @@ def types(kernel, constants, **special):
     return {name: (named | special)[name] for name in kernel.arg_names if name not in constants}
 
 
-def compiled(kernel, config, head_dim, with_farther, **constants) -> Resources:
+def compiled(kernel, config, head_dim, with_farther, mode="none", **constants) -> Resources:
     sums = F.sum_types(torch.bfloat16, config.key_block)
+    halves = {}
+    if mode == "all":
+        converted = ("q_ptr", "k_ptr", "v_ptr", "do_ptr") if with_farther else ("v_ptr",)
+        halves = {"maxima_ptr": "*i32"} | dict.fromkeys(converted, "*fp16")
+        sums = sums._replace(farther=tl.float16, farther_parts=1)
+    elif "maxima_ptr" in kernel.arg_names:
+        constants["maxima_ptr"] = None
+    if "HALF" in kernel.arg_names:
+        constants["HALF"] = mode if with_farther else mode == "all"
     constants |= {
         "H": head_dim,
         "BH": head_dim,
@@ -96,18 +108,19 @@ def compiled(kernel, config, head_dim, with_farther, **constants) -> Resources:
     constants |= {"NEARER": sums.nearer, "NEARER_PARTS": sums.nearer_parts, "PRECISION": sums.dot}
     if with_farther:
         constants |= {"FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts}
-    signature = types(kernel, constants, scratch_rows="I32")
+    signature = types(kernel, constants, scratch_rows="I32", **halves)
     return resources(compile_for_hopper(kernel, signature, constants, **F.launch(config)))
 
 
 # Local-memory accesses allowed in any one loop over tiles. Head dim 128 has no configuration without: of those that were
 # measured (README.md) the chosen ones are the fastest.
-ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 52, ("dkv", 64): 6}
+ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 54, ("dkv", 64): 6}
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
-def test_compiles_for_hopper_without_spilling(which, head_dim):
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_compiles_for_hopper_without_spilling(which, head_dim, mode):
     config = B.backward_config(head_dim, torch.bfloat16)
     if which == "forward":
         found = compiled(
@@ -115,15 +128,16 @@ def test_compiles_for_hopper_without_spilling(which, head_dim):
             F.forward_config(head_dim, torch.bfloat16),
             head_dim,
             False,
+            mode,
             HAS_REST=False,
             SAVE=True,
             log_rest_in_ptr=None,
         )
     elif which == "dq":
-        found = compiled(B.dq_kernel, config.dq, head_dim, True, HAS_REST=False, d_rest_ptr=None)
+        found = compiled(B.dq_kernel, config.dq, head_dim, True, mode, HAS_REST=False, d_rest_ptr=None)
     else:
         found = compiled(
-            B.dkv_kernel, config.dkv, head_dim, True, DQ_ROWS=config.dq.row_block, MAX_BLOCKS=64, ADD=False
+            B.dkv_kernel, config.dkv, head_dim, True, mode, DQ_ROWS=config.dq.row_block, MAX_BLOCKS=64, ADD=False
         )
     assert found.wgmma > 0, "the dots miss wgmma"
     assert found.async_copies > 0, "the loads are not pipelined"
