@@ -1,0 +1,180 @@
+"""Fine-tuning: SQuAD's form, batches whose targets are the answers, a step against plain torch, runs that resume."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zstandard
+
+from ssscale.config import to_yaml
+from ssscale.data.batch import IGNORE
+from ssscale.data.questions import Example, make_batch, make_example, read_squad
+from ssscale.errors import UserError
+from ssscale.hf.convert import WeightsOnly
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.model.init import initialize_weights
+from ssscale.schema import Config, DataConfig, ModelConfig
+from ssscale.train.build import load_for_inference
+from ssscale.train.checkpoint import TrainState, list_checkpoints
+from ssscale.train.finetune import FineTuning, epoch_order, finetuning_config
+from ssscale.train.save import save_checkpoint
+
+SQUAD = {
+    "data": [
+        {
+            "paragraphs": [
+                {
+                    "context": "A stick is broken. ",
+                    "qas": [
+                        {"question": "What is broken? ", "answers": [{"text": "A stick"}, {"text": "stick"}]},
+                        {"question": "Who broke it?", "answers": [], "is_impossible": True},
+                        {"question": " ", "answers": [{"text": "stick"}]},
+                    ],
+                }
+            ]
+        }
+    ]
+}
+
+
+def encode(text: str) -> list[int]:
+    return [1 + byte % 60 for byte in text.encode()]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.zst"])
+def test_squad(tmp_path, name):
+    raw = json.dumps(SQUAD).encode()
+    (tmp_path / name).write_bytes(zstandard.compress(raw) if name.endswith("zst") else raw)
+    (question,) = read_squad(tmp_path / name)
+    example = make_example(question, encode, 0)
+    assert example.tokens == [
+        0,
+        *encode("A stick is broken."),
+        *encode("\n\nQuestion: What is broken?\nAnswer: A stick"),
+    ]
+    assert example.tokens[example.prompt :] == encode(" A stick")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"data": [1]}', '{"data": []}'])
+def test_other_files(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=r"^questions="):
+        read_squad(tmp_path / "a.json")
+
+
+def test_targets_are_the_answers():
+    examples = [Example([1, 2, 3, 4, 5], 3), Example([6, 7, 8], 2), Example([9] * 20, 19)]
+    batch = make_batch(examples, 24)
+    assert len(batch.tokens) == 1024
+    assert batch.labels[:8].tolist() == [IGNORE, IGNORE, 4, 5, IGNORE, IGNORE, 8, IGNORE]
+    assert batch.num_targets == 4 == int((batch.labels != IGNORE).sum())
+    assert batch.layout.cu_seqlens[:4].tolist() == [0, 5, 8, 28]
+    assert int(batch.layout.cu_seqlens.diff().max()) <= 24
+    assert int(batch.layout.cu_seqlens[-1]) == 1024
+
+
+def test_recipe():
+    config = finetuning_config(Config(), "a", "b", num_examples=86_820, epochs=10, lr=2e-5, batch=128, microbatch=32)
+    (stage,) = config.train.stages
+    assert stage.tokens == 6782 * 128 * config.data.length
+    assert stage.schedule.warmup_tokens == 86_820 * config.data.length
+    assert config.optimizer.betas == (0.9, 0.999)
+    assert config.optimizer.weight_decay == 0
+    with pytest.raises(UserError, match="do not make one batch"):
+        finetuning_config(Config(), "a", "b", num_examples=10, epochs=2, lr=1, batch=128, microbatch=1)
+    orders = [epoch_order(50, 0, epoch) for epoch in range(2)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == list(range(50))
+
+
+@pytest.fixture
+def pretrained(tmp_path, groups):
+    model = ModelConfig(
+        num_layers=1, hidden_size=16, ffn_hidden_size=32, num_heads=2, vocab_size=64, tie_embeddings=True
+    )
+    config = Config(model=model, data=DataConfig(length=64))
+    decoder = Decoder(model, groups, 64)
+    initialize_weights(decoder, model, groups, seed=0)
+    folder = tmp_path / "pretrained"
+    save_checkpoint(
+        folder / "checkpoints", WeightsOnly(decoder), groups, TrainState(step=3), {"config.yaml": to_yaml(config)}
+    )
+    return config, folder, decoder
+
+
+def examples():
+    generator = torch.Generator().manual_seed(0)
+    return [Example(torch.randint(64, (n,), generator=generator).tolist(), n - 1 - n % 4) for n in range(8, 21)]
+
+
+def settings(config, source, folder):
+    return finetuning_config(
+        config, str(source), str(folder), num_examples=13, epochs=2, lr=1e-2, batch=4, microbatch=2
+    )
+
+
+def test_a_step_is_plain_torchs(pretrained, tmp_path, groups):
+    """The gradient of the mean over examples of the sum over answers, in one AdamW step from the same weights."""
+    config, source, decoder = pretrained
+    config = settings(config, source, tmp_path / "run")
+    config = replace(config, optimizer=replace(config.optimizer, clip=0.0))
+    run = FineTuning(config, groups, examples(), {})
+    loss, lr, tokens = run._train_step()
+    chosen = [examples()[index] for index in epoch_order(13, config.train.seed, 0)[:4]]
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.0)
+    total = 0.0
+    for example in chosen:
+        ids = torch.tensor(example.tokens)
+        logits = decoder(ids, PackedLayout.from_lengths([len(ids)]))[example.prompt - 1 : -1]
+        total = total + F.cross_entropy(logits, ids[example.prompt :], reduction="sum")
+    (total / 4).backward()
+    optimizer.step()
+    assert tokens == sum(len(e.tokens) - e.prompt for e in chosen)
+    assert loss == pytest.approx(float(total) / tokens, rel=1e-5)
+    for (name, exact), weight in zip(decoder.named_parameters(), run.engine.module.parameters(), strict=True):
+        torch.testing.assert_close(weight, exact, atol=1e-5, rtol=1e-4, msg=name)
+    run.lock.release()
+
+
+def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):
+    config, source, _ = pretrained
+
+    class Asked:
+        received = True
+
+    straight = FineTuning(settings(config, source, tmp_path / "a"), groups, examples(), {})
+    straight.run()
+    assert straight.num_steps == 6
+    for step in (1, 2):
+        stopped = FineTuning(settings(config, source, tmp_path / "b"), groups, examples(), {}, Asked())
+        with pytest.raises(Exception, match=f"step {step} is saved"):
+            stopped.run()
+    again = FineTuning(settings(config, source, tmp_path / "b"), groups, examples(), {})
+    again.run()
+    for one, other in zip(straight.engine.module.parameters(), again.engine.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    records = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["step"] == 6
+    model, _ = load_for_inference(tmp_path / "b", groups)
+    assert torch.equal(model.norm.weight, again.engine.module.norm.weight)
+    FineTuning(settings(config, source, tmp_path / "b"), groups, examples(), {}).run()
+    assert [path.name for path in list_checkpoints(tmp_path / "b" / "checkpoints")] == ["step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["from=x"], "questions= is missing"),
+        (["from=x", "questions=y", "run_dir=z"], "from=x: neither a checkpoint nor a run folder"),
+        (["from=x", "questions=y", "run_dir=z", "model.vocab_size=3"], "unknown argument 'model.vocab_size=3'"),
+        (["from=x", "questions=y", "run_dir=z", "epochs=many"], "epochs must be a number"),
+    ],
+)
+def test_command_says_what_is_wrong(arguments, said):
+    from launch import finetune
+
+    with pytest.raises(UserError, match=said.replace("'", ".")):
+        finetune.main(arguments)
