@@ -2,9 +2,6 @@
 
 python launch/benchmark.py configs=1b_softmax,1b_ssmax data=FOLDER [microbatch=4] [accumulation=1,16] [steps=100,8] [...]
 
-measure=saves: what a save in the background costs beside a blocking one; measure=metrics: what all metrics cost (each
-three times in turn, on the first of `configs`).
-
 Each row is a run of launch/pretrain.py through torchrun (real data, streaming, Megatron layers, DeepSpeed, metrics), or of
 eval/plain_torch.py; the ratio is to plain torch at the same accumulation. Medians over the steps after the first four.
 """
@@ -23,7 +20,6 @@ if not __package__:
 
 from launch.cli import run, take_options
 from ssscale.config import load_config
-from ssscale.errors import UserError
 from ssscale.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,14 +31,17 @@ OPTIONS = {
     "steps": str,
     "folder": str,
     "plain": int,
-    "measure": str,
 }
 COLUMNS = ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_s")
 
 
+def folder_of(name: str, options: dict[str, Any], accumulation: int) -> Path:
+    return Path(options.get("folder", "runs")) / f"benchmark_{name}_{accumulation}"
+
+
 def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str]) -> dict[str, float]:
-    """One run of the stack; its medians."""
-    folder = Path(options.get("folder", "runs")) / f"benchmark_{name}_{accumulation}"
+    """One run of the stack; its medians, or {} where it failed (its output is printed)."""
+    folder = folder_of(name, options, accumulation)
     shutil.rmtree(folder, ignore_errors=True)
     microbatch = options.get("microbatch", 4)
     keys = {
@@ -84,55 +83,8 @@ def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def records_of(name: str, options: dict[str, Any], steps: int, extra: list[str]) -> list[dict[str, Any]]:
-    accumulation = int(options.get("accumulation", "1").split(",")[0])
-    run_stack(name, options, accumulation, steps, extra)
-    return read_metrics(Path(options.get("folder", "runs")) / f"benchmark_{name}_{accumulation}" / "metrics.jsonl")
-
-
-def measure_saves(name: str, options: dict[str, Any], extra: list[str]) -> None:
-    """Three saves each way; the dip is the share of the rate that is lost in the steps beside a write."""
-    print("| save | blocked s | written s | GB a rank | dip in tokens/s |\n|---|---|---|---|---|")
-    for background in ("true", "false"):
-        keys = [f"train.save_background={background}", "train.save_every=60", "train.observe_every=0", "train.keep=1"]
-        records = records_of(name, options, 241, [*extra, *keys])
-        saves = [record for record in records if "saved_step" in record][:3]
-        for save in saves:
-            dip = "-" if save["save_dip"] is None else f"{save['save_dip']:.3f}"
-            cells = (
-                f"{save['save_blocked_s']:.2f} | {save['save_written_s']:.1f} | {save['save_bytes'] / 1e9:.1f} | {dip}"
-            )
-            print(f"| {'background' if background == 'true' else 'blocking'} | {cells} |", flush=True)
-
-
-def measure_metrics(name: str, options: dict[str, Any], extra: list[str]) -> None:
-    """Runs with every metric (a record every 10 steps, a look into attention every 50) and with one record, in turn."""
-    rates: dict[str, list[float]] = {"all": [], "none": []}
-    steps = 201
-    for _ in range(3):
-        for which in rates:
-            keys = ["train.log_every=10", "train.observe_every=50"] if which == "all" else ["train.log_every=100"]
-            keys += [] if which == "all" else ["train.observe_every=0", "train.spike_z=0", "train.watchdog=0"]
-            records = records_of(name, options, steps, [*extra, *keys])
-            # The second hundred steps, in which nothing compiles.
-            settled = [
-                record["tokens_per_second"] for record in records if "loss" in record and 100 < record["step"] <= 200
-            ]
-            rates[which].append(statistics.harmonic_mean(settled))
-    cost = 1 - statistics.median(rates["all"]) / statistics.median(rates["none"])
-    for which, found in rates.items():
-        print(f"{which:<5} {', '.join(f'{rate:,.0f}' for rate in found)} tokens/s")
-    print(f"all metrics cost {cost:.2%} of tokens/s")
-
-
 def main(argv: list[str]) -> None:
     options, extra = take_options(argv, OPTIONS)
-    measures = {"saves": measure_saves, "metrics": measure_metrics}
-    if "measure" in options:
-        if options["measure"] not in measures:
-            raise UserError(f"measure must be one of {', '.join(measures)}, not {options['measure']!r}")
-        measures[options["measure"]](options["configs"].split(",")[0], options, extra)
-        return
     accumulations = [int(text) for text in options.get("accumulation", "1,16").split(",")]
     steps = [int(text) for text in options.get("steps", "100,8").split(",")]
     rows, plain = [], {}

@@ -48,10 +48,15 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     from ssscale.parallel.groups import initialize, shutdown
     from ssscale.train.trainer import Trainer
 
-    distributed = "RANK" in os.environ
     parallel, local_rank = config.parallel, int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(
-        parallel.tensor, local_rank, distributed=distributed, ulysses=parallel.ulysses, ring=parallel.ring
+        parallel.tensor,
+        local_rank,
+        # Longer than the watchdog waits: it names the rank, NCCL's own timeout only aborts the process.
+        timeout_minutes=max(10.0, config.train.watchdog / 60 + 5),
+        distributed="RANK" in os.environ,
+        ulysses=parallel.ulysses,
+        ring=parallel.ring,
     )
     try:
         Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID")).run()

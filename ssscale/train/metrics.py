@@ -96,10 +96,13 @@ class Metrics:
             self.progress.update(self.task, completed=step)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record; its `step` places it. Numbers go to TensorBoard, everything to the file and the terminal."""
+        """One record; its `step` places it. Numbers go to TensorBoard, everything to the file, the short ones to the terminal.
+
+        `time` (seconds since 1970) is added in the file.
+        """
         if not self.is_main:
             return
-        self.file.write(json.dumps(record) + "\n")
+        self.file.write(json.dumps(record | {"time": round(time.time(), 3)}) + "\n")
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step":
                 self.tensorboard.add_scalar(name, value, record["step"])
@@ -109,10 +112,14 @@ class Metrics:
                     self.tensorboard.add_scalar(f"{name}/layer{layer:02d}", mean, record["step"])
         if self.wandb is not None:
             self.wandb.log(record, step=record["step"])
-        shown = {name: value for name, value in record.items() if "/" not in name and not isinstance(value, list)}
-        self.progress.console.print(
-            "  ".join(f"{name} {_short(value)}" for name, value in shown.items()), highlight=False
-        )
+        shown = {
+            name: value
+            for name, value in record.items()
+            if "/" not in name and value is not None and not isinstance(value, list)
+        }
+        if shown.keys() - {"step", "tokens"}:
+            line = "  ".join(f"{name} {_short(value)}" for name, value in shown.items())
+            self.progress.console.print(line, highlight=False)
 
 
 def _wandb(folder: Path) -> Any:
@@ -134,6 +141,18 @@ def sums_by_source(losses: Tensor, batch: Batch, num_sources: int) -> Tensor:
     )
     # A product rather than index_add_, whose order of summation on a GPU changes from run to run.
     return per_row @ torch.nn.functional.one_hot(batch.sources, num_sources).double()
+
+
+def sums_by_position(losses: Tensor, batch: Batch, length: int) -> Tensor:
+    """[2, buckets] float64: losses and target tokens summed by position within the document: 0, 1, 2–3, 4–7, … length − 1."""
+    pair = torch.stack([losses.double(), (batch.labels != IGNORE).double()])
+    bucket = torch.frexp(batch.layout.positions.float()).exponent.long()  # the number of bits
+    return pair @ torch.nn.functional.one_hot(bucket, (length - 1).bit_length() + 1).double()
+
+
+def losses_by_position(sums: Tensor, prefix: str) -> dict[str, float]:
+    """`prefix/first position` → nats a token, from `sums_by_position` over all ranks."""
+    return losses_by_source(sums, [f"from_{2**bits // 2:06d}" for bits in range(sums.shape[1])], prefix)
 
 
 def mean_loss(sums: Tensor) -> float:
@@ -179,7 +198,8 @@ class Stopwatch:
         busy, self.busy = self.busy, []
         if not busy or not self.quiet:
             return None
-        return 1 - statistics.median(self.quiet) / statistics.median(busy)
+        # One long step is a loss too, so the mean of the busy ones; a quiet one may have had to compile.
+        return 1 - statistics.median(self.quiet) / statistics.fmean(busy)
 
     def lap(self, tokens: int) -> float:
         """The rate since the last lap, given the tokens trained in all."""

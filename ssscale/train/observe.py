@@ -1,6 +1,7 @@
 """What a step's time is made of, and what attention does inside the model: SSMax's s, stick-breaking's unspent stick."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ logger = logging.getLogger("ssscale")
 
 ROWS, KEYS = 128, 64  # the tile in which liveness is counted
 HEADS = 4  # that are looked at for it
+BLOCK = 1024  # queries at once: a document of 16,384 tokens takes 256 MiB a matrix, not 4 GiB
 
 
 class StepParts:
@@ -61,8 +63,10 @@ def observe(model: nn.Module, batch: Batch, groups: Groups) -> dict[str, Any]:
 
     ssmax_s: [layers][heads]. stick_unspent: mean share of the stick that no key took. stick_live_tiles: share of the
     causal tiles of 128 queries × 64 keys that some query enters with a stick of at least skip_below, in the longest
-    document of the batch. The last two run the microbatch once more, without gradients and torch.compile.
+    document of the batch. The last two run the microbatch once more, without gradients and torch.compile, and are left out
+    under context parallelism, where no rank may have room for whole rows.
     """
+    began = time.perf_counter()
     cores = [block.attention.core for block in model.blocks]
     scales = [core.s for core in cores if isinstance(core, SSMaxCore) and isinstance(core.s, Tensor)]
     found: dict[str, Any] = {}
@@ -71,7 +75,7 @@ def observe(model: nn.Module, batch: Batch, groups: Groups) -> dict[str, Any]:
         parts = [torch.empty_like(local) for _ in range(groups.tensor_size)]
         dist.all_gather(parts, local, group=groups.tensor_group)
         found["ssmax_s"] = torch.cat(parts, 1).tolist()
-    if isinstance(cores[0], StickBreakingCore):
+    if isinstance(cores[0], StickBreakingCore) and groups.context_size == 1:
         seen: list[Tensor] = []
         hooks = [
             core.register_forward_pre_hook(lambda core, inputs: seen.append(_look(core, *inputs))) for core in cores
@@ -90,7 +94,7 @@ def observe(model: nn.Module, batch: Batch, groups: Groups) -> dict[str, Any]:
         dist.all_reduce(means, group=groups.tensor_group)
         unspent, live = (means / groups.tensor_size).T.tolist()
         found |= {"stick_unspent": unspent, "stick_live_tiles": live}
-    return found
+    return found | {"seconds/observe": time.perf_counter() - began}
 
 
 def _look(core: StickBreakingCore, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
@@ -119,21 +123,22 @@ def live_tiles(q: Tensor, k: Tensor, scale: float, skip_below: float) -> float:
     """
     heads = min(HEADS, q.shape[1])
     group = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(group, 1)[:, :heads]
-    z = scale * torch.einsum("qnh,knh->nqk", q[:, :heads].float(), k.float())
-    length = z.shape[1]
-    position = torch.arange(length, device=z.device)
-    log_keep = torch.where(position < position[:, None], logsigmoid(-z), 0.0)
-    log_keep = pad(log_keep, (0, -length % KEYS, 0, -length % ROWS))
-    tiles = log_keep.unflatten(2, (-1, KEYS)).sum(-1)  # [N, rows, key tiles]
-    entering = (tiles.flip(-1).cumsum(-1).flip(-1) - tiles)[:, :length]
-    alive = pad(entering >= torch.tensor(max(skip_below, 1e-38)).log(), (0, 0, 0, -length % ROWS))
-    rows, keys = torch.arange(0, length, ROWS, device=z.device), torch.arange(0, length, KEYS, device=z.device)
-    causal = keys < (rows[:, None] + ROWS - 1).clamp(max=length - 1)
-    # A query is no query of the tiles ahead of it.
-    own = keys < torch.arange(alive.shape[1], device=z.device)[:, None]
-    counted = (alive & own).unflatten(1, (-1, ROWS)).any(2) & causal
-    return float(counted.sum() / (causal.sum() * heads).clamp(min=1))
+    k = k.repeat_interleave(group, 1)[:, :heads].float()
+    length, least = len(q), math.log(max(skip_below, 1e-38))
+    live = total = 0
+    for first in range(0, length, BLOCK):
+        last = min(first + BLOCK, length)
+        queries, keys = torch.arange(first, last, device=q.device), torch.arange(last, device=q.device)
+        z = scale * torch.einsum("qnh,knh->nqk", q[first:last, :heads].float(), k[:last])
+        log_keep = torch.where(keys < queries[:, None], logsigmoid(-z), 0.0)
+        tiles = pad(log_keep, (0, -last % KEYS)).unflatten(2, (-1, KEYS)).sum(-1)  # [N, queries, key tiles]
+        entering = tiles.flip(-1).cumsum(-1).flip(-1) - tiles
+        # A query is no query of the tiles ahead of it.
+        own = keys[::KEYS] < queries[:, None]
+        counted = pad(own & (entering >= least), (0, 0, 0, -(last - first) % ROWS))
+        live += int(counted.unflatten(1, (-1, ROWS)).any(2).sum())
+        total += heads * int(pad(own, (0, 0, 0, -(last - first) % ROWS)).unflatten(0, (-1, ROWS)).any(1).sum())
+    return live / max(total, 1)
 
 
 @contextmanager

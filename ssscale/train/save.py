@@ -54,6 +54,9 @@ class Saved:
     written_s: float
     bytes: int
 
+    def record(self) -> dict[str, float]:
+        return {f"save_{key}" if key != "step" else "saved_step": value for key, value in asdict(self).items()}
+
 
 class CheckpointWriter:
     """Writes one checkpoint at a time. All ranks call its methods alike, except `done` and `failed`.
@@ -64,7 +67,7 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, groups: Groups, retention: Retention) -> None:
         self.folder, self.groups, self.retention = folder, groups, retention
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer, self.locked = torch.empty(0, dtype=torch.uint8), False
         self.thread: threading.Thread | None = None
         self.pinning: threading.Thread | None = None
         self.error: OSError | None = None
@@ -89,21 +92,39 @@ class CheckpointWriter:
 
     def prepare(self, engine: Engine) -> None:
         """Lock pages for the snapshots beside the first steps, as it takes seconds for tens of GB."""
-        weights = sum(fragment.tensor.numel() for fragment in engine.fragments() if fragment.state == "weight")
-        if (
-            self.groups.device.type == "cuda" and self.pinning is None
-        ):  # weights and two moments in fp32, and the generators' states
-            self.pinning = threading.Thread(target=self.reserve, args=(12 * weights + 2**16,), name="pinning")
-            self.pinning.start()
+        if self.groups.device.type != "cuda":
+            return
+        self._pinned()
+        owned = (fragment for fragment in engine.fragments() if fragment.owned and fragment.state == "weight")
+        # weights and two moments in fp32, and the generators' states
+        size = 12 * sum(fragment.tensor.numel() for fragment in owned) + 2**16
+        self.pinning = threading.Thread(target=self.reserve, args=(size,), name="pinning")
+        self.pinning.start()
 
     def reserve(self, size: int) -> None:
         """Make room for a snapshot of `size` bytes, page-locked where there is a GPU."""
-        if len(self.buffer) < size:
-            self.buffer = torch.empty(size, dtype=torch.uint8)
-            if self.groups.device.type == "cuda":
-                # Not pin_memory=True, which rounds up to a power of two.
-                status = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)
-                assert status.value == 0, status
+        if len(self.buffer) >= size:
+            return
+        cuda = self.groups.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self.groups.device)  # a new thread begins at device 0, and would take memory there
+        if cuda and self.locked:
+            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+        self.buffer = torch.empty(size, dtype=torch.uint8)
+        if cuda:
+            # Not pin_memory=True, which rounds up to a power of two.
+            status = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)
+            self.locked = int(status) == 0
+            if not self.locked:
+                sizes = (self.groups.rank, size / 1e9, status)
+                logger.warning("rank %d: %.1f GB cannot be page-locked (%s): saves block longer", *sizes)
+
+    def _pinned(self) -> None:
+        """Wait for `prepare`."""
+        if self.pinning is not None:
+            self.pinning.join()
+            self.pinning = None
 
     def start(self, engine: Engine, state: TrainState, files: dict[str, str]) -> None:
         """Copy the state and begin to write it. files: further text files by name."""
@@ -156,9 +177,7 @@ class CheckpointWriter:
         """Fill the buffer. Returns the header of the safetensors file and what its pieces are."""
         pieces, index = collect(engine, self.groups)
         self.size = sum(tensor.nbytes for tensor in pieces.values())
-        if self.pinning is not None:
-            self.pinning.join()
-            self.pinning = None
+        self._pinned()
         self.reserve(self.size)
         entries: dict[str, Any] = {}
         offset = 0

@@ -190,8 +190,7 @@ class Trainer:
                         metrics.write({"step": step, "tokens": self.state.tokens, **losses})
                     if self._is_due(step, train.observe_every):
                         seen = observe(self.engine.module, batches[0].to(self.groups.device), self.groups)
-                        if seen:
-                            metrics.write({"step": step, "tokens": self.state.tokens, **seen})
+                        metrics.write({"step": step, "tokens": self.state.tokens, **seen})
                     if self._is_due(step, train.save_every):
                         self._mark("checkpoint")
                         self.save(wait=not train.save_background)
@@ -322,8 +321,7 @@ class Trainer:
     def _stop(self) -> NoReturn:
         """Save the last step, if it is not saved, and leave."""
         self._save_now()
-        received = self.signals.received if self.signals else None
-        reason = received.name if received else "a signal to another rank"
+        reason = self.signals.received.name if self.signals and self.signals.received else "a signal to another rank"
         if self.saved_step != self.state.step:
             raise Stop(f"{reason}; step {self.state.step} could not be saved, {self.saved_step} was the last", SAVED)
         raise Stop(f"{reason}; step {self.state.step} is saved, the same command goes on", SAVED)
@@ -396,9 +394,6 @@ class Trainer:
         self.writer.start(self.engine, self.state, files)
 
     def _saved(self, saved: Saved | None) -> None:
-        if saved is None:
-            return
-        self.saved_step = saved.step
-        record: dict[str, Any] = {"step": self.state.step, "saved_step": saved.step, "save_blocked_s": saved.blocked_s}
-        record |= {"save_written_s": saved.written_s, "save_bytes": saved.bytes, "save_dip": self.watch.dip()}
-        self.metrics.write(record)
+        if saved is not None:
+            self.saved_step = saved.step
+            self.metrics.write({"step": self.state.step, **saved.record(), "save_dip": self.watch.dip()})

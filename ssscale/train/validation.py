@@ -8,13 +8,15 @@ from ssscale.data.batch import take_share
 from ssscale.data.stream import PackedData, valid_batches
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
-from ssscale.train.metrics import losses_by_source, mean_loss, sums_by_source
+from ssscale.train.metrics import losses_by_position, losses_by_source, mean_loss, sums_by_position, sums_by_source
 
 
 @torch.no_grad()
 def validation_losses(model: nn.Module, data: PackedData, config: Config, groups: Groups) -> dict[str, float]:
-    """Mean loss in nats a token over `eval_rows` rows of the validation split, in all and by source."""
+    """Mean loss in nats a token over `eval_rows` rows of the validation split, in all, by source and by position."""
+    length = config.data.length
     sums = torch.zeros(2, len(data.names), dtype=torch.float64, device=groups.device)
+    positions = torch.zeros(2, (length - 1).bit_length() + 1, dtype=torch.float64, device=groups.device)
     model.eval()
     batches = valid_batches(
         data,
@@ -28,6 +30,12 @@ def validation_losses(model: nn.Module, data: PackedData, config: Config, groups
         batch = take_share(batch, groups).to(groups.device)
         losses = model(batch.tokens, batch.layout, batch.labels)
         sums += sums_by_source(losses, batch, len(data.names))
+        positions += sums_by_position(losses, batch, length)
     model.train()
-    dist.all_reduce(sums, group=groups.replica_group)
-    return {"valid_loss": mean_loss(sums), **losses_by_source(sums, data.names, "valid_loss")}
+    for total in (sums, positions):
+        dist.all_reduce(total, group=groups.replica_group)
+    return {
+        "valid_loss": mean_loss(sums),
+        **losses_by_source(sums, data.names, "valid_loss"),
+        **losses_by_position(positions, "valid_position"),
+    }

@@ -1,11 +1,14 @@
 """What is looked at inside a run: the parts of a step, s by head, unspent sticks, live tiles; the profile of a step."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.stickbreaking import stickbreaking_reference
+from ssscale.errors import UserError
+from ssscale.train.metrics import Metrics
 from ssscale.train.observe import KEYS, ROWS, live_tiles
 from tests.train.ranks import Ranks
 
@@ -31,7 +34,8 @@ def live_by_hand(q: torch.Tensor, k: torch.Tensor, scale: float, skip_below: flo
 
 
 @pytest.mark.parametrize("length", [1, 65, 200])
-def test_live_tiles_against_the_reference(length: int) -> None:
+def test_live_tiles_against_the_reference(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssscale.train.observe.BLOCK", ROWS)  # 200 queries are two blocks
     torch.manual_seed(length)
     q, k = torch.randn(2, length, 2, 8).mul(2).unbind()
     expected = live_by_hand(q, k, 0.3, 2**-12) if length > 1 else 0.0
@@ -52,7 +56,8 @@ def test_a_run_shows_its_parts_its_sticks_and_a_profile(corpus: Path, tmp_path: 
     assert (tmp_path / "run/profile/step-3.json.gz").stat().st_size > 1000
 
 
-def test_s_of_every_head_and_a_missing_wandb(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["parallel.tensor=2", "parallel.zero_stage=3"])
+def test_s_of_every_head(split: str, corpus: Path, tmp_path: Path) -> None:
     ssmax = [
         "config=tiny_ssmax",
         "model.num_layers=2",
@@ -61,11 +66,14 @@ def test_s_of_every_head_and_a_missing_wandb(corpus: Path, tmp_path: Path) -> No
         "train.eval_every=0",
     ]
     arguments = [*ssmax, f"data.path={corpus}", "train.max_steps=2", "train.observe_every=1"]
-    ranks = Ranks([*arguments, "parallel.tensor=2"], tmp_path / "run", small=False)
+    ranks = Ranks([*arguments, split], tmp_path / "run", small=False)
     ranks.finish()
     scales = [record["ssmax_s"] for record in ranks.records() if "ssmax_s" in record]
     assert [len(layer) for layer in scales[0]] == [2, 2]
     assert scales[0] != scales[1]
-    with_wandb = Ranks([*arguments, "train.wandb=true"], tmp_path / "wandb", size=1, small=False)
-    assert with_wandb.wait() == [2]
-    assert "train.wandb=true needs the package wandb" in with_wandb.output()
+
+
+def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"train\.wandb=true needs the package wandb: pip install wandb"):
+        Metrics(tmp_path, 0, 1, is_main=True, use_wandb=True)

@@ -5,8 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from ssscale.train.metrics import read_metrics
+from ssscale.data.batch import IGNORE, Batch
+from ssscale.layout import PackedLayout
+from ssscale.train.metrics import losses_by_position, read_metrics, sums_by_position
 from tests.pool import Pool
 
 SMALL = {
@@ -39,7 +42,28 @@ def test_loss_and_tokens_by_source(corpus: Path, tmp_path: Path, pool1: Pool, po
         low, high = sorted(value for key, value in record.items() if key.startswith("loss/"))
         assert low <= record["loss"] <= high
     validation = [record for record in records if "valid_loss" in record]
-    assert {key for key in validation[-1] if "/" in key} == {"valid_loss/code", "valid_loss/docs"}
+    sources = {key for key in validation[-1] if key.startswith("valid_loss/")}
+    assert sources == {"valid_loss/code", "valid_loss/docs"}
+    positions = sorted(key for key in validation[-1] if key.startswith("valid_position/"))
+    assert positions[:4] == [f"valid_position/from_{first:06d}" for first in (0, 1, 2, 4)]
+
+
+def test_losses_by_position_are_means_over_their_tokens() -> None:
+    lengths, length = [5, 1, 2, 8], 16
+    layout = PackedLayout.from_lengths(lengths, max_seqlen=length)
+    labels = torch.cat([torch.cat([torch.ones(n - 1), torch.tensor([IGNORE])]) for n in lengths]).long()
+    losses = torch.rand(length).where(labels != IGNORE, 0.0)
+    batch = Batch(torch.zeros(length).long(), labels, layout, torch.zeros(1).long(), 12)
+    found = losses_by_position(sums_by_position(losses, batch, length), "at")
+    places = [position for n in lengths for position in range(n)]
+    for first, last in ((0, 0), (1, 1), (2, 3), (4, 7)):
+        inside = [
+            loss
+            for loss, place, label in zip(losses.tolist(), places, labels)
+            if first <= place <= last and label != IGNORE
+        ]
+        assert found.pop(f"at/from_{first:06d}") == pytest.approx(sum(inside) / len(inside), rel=1e-6)
+    assert not found
 
 
 def test_changed_data_wants_a_flag(corpus: Path, tmp_path: Path, pool1: Pool) -> None:

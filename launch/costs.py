@@ -1,0 +1,159 @@
+"""What saves and metrics cost a run on this machine (one process, one GPU where there is one):
+
+python launch/costs.py of=saves config=1b_softmax data=FOLDER [steps=80] [accumulation=8] [microbatch=4] [folder=runs] [...]
+python launch/costs.py of=metrics config=1b_softmax data=FOLDER [steps=201] [accumulation=1] [repeats=3] [...]
+
+saves: a run that saves in the background every `steps` / 4 steps and one that waits for each of its saves. Blocked: seconds
+that training stood still for a save. Dip: the share of the rate that is lost in the steps beside the writing. The last
+checkpoint's checksums are compared. metrics: runs with every metric (a record every 10 steps, one look into attention in
+the steps that count) and runs with as good as none, in turn; the rates are by the clock, over the second half of the steps.
+"""
+
+import shutil
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import psutil
+
+from launch.benchmark import folder_of, run_stack
+from launch.cli import run, take_options
+from ssscale.config import load_config
+from ssscale.errors import UserError
+from ssscale.model.flops import count_parameters
+from ssscale.schema import TrainConfig
+from ssscale.train.checkpoint import list_checkpoints, verify
+from ssscale.train.metrics import read_metrics
+
+OPTIONS = {
+    "of": str,
+    "config": str,
+    "data": str,
+    "steps": int,
+    "accumulation": int,
+    "microbatch": int,
+    "repeats": int,
+    "folder": str,
+}
+GOAL_BLOCKED_S, GOAL_DIP, GOAL_METRICS = 0.5, 0.05, 0.01
+Records = list[dict[str, Any]]
+
+
+def records_of(options: dict[str, Any], accumulation: int, steps: int, keys: list[str]) -> Records:
+    name = options["config"]
+    if not run_stack(name, options, accumulation, steps, keys):
+        raise UserError(f"the run of {name} failed: its output is above")
+    return read_metrics(folder_of(name, options, accumulation) / "metrics.jsonl")
+
+
+def rate(records: Records, first: int, last: int) -> float:
+    """Tokens a second by the clock between the records of two steps, whatever happened between."""
+    begin, end = (
+        next(record for record in records if "loss" in record and record["step"] == step) for step in (first, last)
+    )
+    return (end["tokens"] - begin["tokens"]) / (end["time"] - begin["time"])
+
+
+def check_room(options: dict[str, Any], folder: Path) -> None:
+    """Raise UserError where two checkpoints do not fit on the disk, or one not in memory."""
+    config = load_config([f"config={options['config']}"])
+    size = 12 * count_parameters(config.model, config.data.length)
+    folder.mkdir(parents=True, exist_ok=True)
+    disk, memory = shutil.disk_usage(folder).free, psutil.virtual_memory().available
+    for what, free, needed in ((f"on the disk of {folder}", disk, 2 * size), ("in memory", memory, 1.2 * size)):
+        if free < needed:
+            raise UserError(
+                f"{free / 1e9:.1f} GB are free {what}, {needed / 1e9:.1f} GB are needed: try folder= or a smaller model"
+            )
+
+
+def measure_saves(options: dict[str, Any], extra: list[str]) -> None:
+    accumulation, steps = options.get("accumulation", 8), options.get("steps", 80)
+    every = steps // 4
+    if every < 3:
+        raise UserError(f"steps={steps} leaves no steps between saves: give 12 or more")
+    check_room(options, Path(options.get("folder", "runs")))
+    lines, background = [], []
+    for key, words in (("true", "background"), ("false", "blocking")):
+        keys = [f"train.save_background={key}", f"train.save_every={every}", "train.observe_every=0", "train.keep=1"]
+        records = records_of(options, accumulation, steps, [*extra, *keys])
+        folder = folder_of(options["config"], options, accumulation)
+        problem = verify(list_checkpoints(folder / "checkpoints")[-1])
+        if problem is not None:
+            raise UserError(problem)
+        shutil.rmtree(folder / "checkpoints")
+        saves = [record for record in records if "saved_step" in record][:3]  # no steps tell of the last one
+        over_all = rate(records, every, 3 * every)
+        background += saves if words == "background" else []
+        for save in saves:
+            dip = "–" if save["save_dip"] is None else f"{save['save_dip']:.3f}"
+            cells = (
+                f"{save['save_blocked_s']:.2f}",
+                f"{save['save_written_s']:.1f}",
+                f"{save['save_bytes'] / 1e9:.2f}",
+                dip,
+            )
+            lines.append(f"| {words}, step {save['saved_step']} | {' | '.join(cells)} | {over_all:,.0f} |")
+    print(
+        "| save | blocked s | written s | GB | dip in tokens/s | tokens/s over two saves |\n|---|---|---|---|---|---|"
+    )
+    print("\n".join(lines))
+    blocked = statistics.median(save["save_blocked_s"] for save in background)
+    print(f"blocked, median: {blocked:.2f} s ({verdict(blocked, GOAL_BLOCKED_S, 's')})")
+    dips = [save["save_dip"] for save in background if save["save_dip"] is not None]
+    if dips:
+        dip = statistics.median(dips)
+        print(f"dip, median: {dip:.1%} ({verdict(100 * dip, 100 * GOAL_DIP, '%')})")
+
+
+def measure_metrics(options: dict[str, Any], extra: list[str]) -> None:
+    accumulation, steps = options.get("accumulation", 1), options.get("steps", 201)
+    half = (steps - 1) // 2
+    if half < 2:
+        raise UserError(f"steps={steps} leaves too few steps to compare: give 5 or more")
+    rates: dict[str, list[float]] = {"all": [], "none": []}
+    looks: list[float] = []
+    for _ in range(options.get("repeats", 3)):
+        for which, found in rates.items():
+            keys = [f"train.log_every={max(half // 10, 1)}", f"train.observe_every={half}"]
+            if which == "none":
+                keys = [f"train.log_every={half}", "train.observe_every=0", "train.spike_z=0", "train.watchdog=0"]
+            records = records_of(options, accumulation, 2 * half + 1, [*extra, *keys])
+            found.append(rate(records, half, 2 * half))
+            looks += [record["seconds/observe"] for record in records if "seconds/observe" in record]
+    every, none = (statistics.median(found) for found in rates.values())
+    print("| metrics | tokens/s, each run | median |\n|---|---|---|")
+    for which, found in rates.items():
+        print(f"| {which} | {', '.join(f'{value:,.0f}' for value in found)} | {statistics.median(found):,.0f} |")
+    cost = 1 - every / none
+    goal = verdict(100 * cost, 100 * GOAL_METRICS, "%")
+    print(f"all metrics cost {cost:.2%} of tokens/s with a look every {half} steps ({goal})")
+    if looks:
+        look, usual = statistics.median(looks), TrainConfig().observe_every
+        share = look * none / (usual * records[-1]["tokens"] / records[-1]["step"])
+        print(f"a look takes {look:.2f} s: {share:.2%} of the time every {usual} steps")
+
+
+def verdict(value: float, goal: float, unit: str) -> str:
+    return f"goal {goal:g} {unit}: {'met' if value <= goal else 'missed'}"
+
+
+def main(argv: list[str]) -> None:
+    options, extra = take_options(argv, OPTIONS)
+    measures = {"saves": measure_saves, "metrics": measure_metrics}
+    if options.get("of") not in measures:
+        raise UserError(f"of= must be one of {', '.join(measures)}, not {options.get('of')!r}")
+    for key in ("config", "data"):
+        if key not in options:
+            raise UserError(
+                f"{key}= is missing: python launch/costs.py of={options['of']} config=1b_softmax data=FOLDER"
+            )
+    measures[options["of"]](options, extra)
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
