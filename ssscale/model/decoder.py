@@ -1,14 +1,13 @@
 """The decoder: embedding, blocks, norm, head."""
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ssscale.attention.ssmax import query_base
 from ssscale.layout import PackedLayout
+from ssscale.model import recompute as recomputation
 from ssscale.model.block import Block
 from ssscale.model.loss import token_losses
 from ssscale.model.norm import RMSNorm
@@ -67,6 +66,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, groups, self.sequence_parallel)
         self.head = column_linear(config.hidden_size, (rows,), megatron, own_weight=not config.tie_embeddings)
         self.to(dtype)
+        recomputation.prepare(self, recompute)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, padding left out (local sizes times the tensor-parallel size where split)."""
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
         if cache is None:
             layout = with_block_mask(self.config, layout)
             for block in self.blocks:
-                x = self._run_block(block, x, layout, tables)
+                x = recomputation.run(block, self.recompute, x, layout, tables)
         else:
             for block, part in zip(self.blocks, cache.layers(), strict=True):
                 x = block(x, layout, tables, part)
@@ -129,23 +129,8 @@ class Decoder(nn.Module):
         multiplier = self.config.width.embedding_multiplier
         return x if multiplier == 1.0 else x * multiplier
 
-    def _run_block(self, block: nn.Module, *inputs: Any) -> Tensor:
-        if self.recompute == Recompute.none or not torch.is_grad_enabled():
-            return block(*inputs)
-        if self.recompute == Recompute.full:
-            return checkpoint(block, *inputs, use_reentrant=False)
-        contexts = partial(create_selective_checkpoint_contexts, _keep_products)
-        return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
-
     def compile_parts(self) -> None:
         """torch.compile each block (one graph serves all of them) and the read-out with its loss."""
         for block in self.blocks:
             block.compile()
         self.read_out = torch.compile(self.read_out)  # type: ignore[method-assign]
-
-
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Selective recomputation keeps matrix products and attention; norms, rotations and gates are computed again."""
-    name = str(operator)
-    keep = any(part in name for part in ("aten.mm", "attention", "attn", "stickbreaking"))
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -42,12 +42,19 @@ def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype)
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """Y = X Wᵀ with W split along its input; the partial sums are reduced (scattered under sequence parallelism)."""
+    """Y = X Wᵀ with W split along its input; the partial sums are reduced (scattered under sequence parallelism).
+
+    product_is_kept: the partial sums are kept for backward; Megatron-core would reduce them in place, and twice so.
+    """
+
+    product_is_kept = False
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Megatron-core passes no group here and then warns that it had to look it up; Dynamo cannot trace that warning.
         kwargs["tp_group"] = self.tp_group
-        return super()._forward_impl(input, weight, *args, **kwargs)
+        product = super()._forward_impl(input, weight, *args, **kwargs)
+        in_place = self.input_size_per_partition < self.input_size and not self.sequence_parallel
+        return product.clone() if self.product_is_kept and in_place else product
 
 
 def column_linear(
