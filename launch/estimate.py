@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
 def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     console = Console()
     train, parallel = config.train, config.parallel
-    ranks = gpus // parallel.tensor
+    ranks = gpus // (parallel.tensor * parallel.context)  # that read different rows
     table = Table(title=f"{config.name} on {gpus:,} GPUs", box=ASCII, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -50,7 +50,11 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     for part in ("weights", "gradients", "optimizer", "activations", "logits", "total"):
         note = f"{train.microbatch} rows × {config.data.length:,} tokens" if part == "activations" else ""
         table.add_row(f"memory: {part}", f"{getattr(result.memory, part) / GIB:,.1f} GiB", note)
-    table.add_row("", f"ZeRO {parallel.zero_stage}, TP {parallel.tensor}", f"recompute {train.recompute.value}")
+    table.add_row(
+        "",
+        f"ZeRO {parallel.zero_stage}, TP {parallel.tensor}, CP {parallel.context}",
+        f"recompute {train.recompute.value}",
+    )
     table.add_section()
     table.add_row("batch", f"{config.tokens_per_step:,}", f"tokens; {train.batch_size:,} rows on {ranks:,} ranks")
     table.add_row("accumulation", f"{train.batch_size // (train.microbatch * ranks):,}", "microbatches a step")

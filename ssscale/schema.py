@@ -240,6 +240,7 @@ class TrainConfig:
     max_skipped: int = 10  # steps in a row with NaN or Inf before the run goes back to its last checkpoint
     spike_z: float = 8.0  # a loss so many robust deviations above the last 100 is noted with its rows; 0 = never
     watchdog: float = 1800.0  # seconds without progress after which the run ends, naming the rank; 0 = never
+    guard_every: int = 100  # steps between comparisons of the weights that ranks must hold alike; 0 = never
     keep: int = 2  # newest checkpoints that stay
     keep_every: int = 0  # and those at multiples of so many steps; 0 = none
     keep_best: bool = False  # and the one of lowest validation loss

@@ -101,6 +101,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.max_skipped": (AT_LEAST_1,),
     "train.spike_z": (AT_LEAST_0,),
     "train.watchdog": (AT_LEAST_0,),
+    "train.guard_every": (AT_LEAST_0,),
     "train.keep": (AT_LEAST_1,),
     "train.keep_every": (AT_LEAST_0,),
     "parallel.tensor": (AT_LEAST_1,),

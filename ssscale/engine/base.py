@@ -51,6 +51,12 @@ class Engine(Protocol):
     def fragments(self) -> Iterator[Fragment]:
         """This rank's pieces of the training state, in the same order at every call."""
 
+    def copies(self) -> Iterator[tuple[str, Tensor, int]]:
+        """(name, what this rank holds of a weight as forward reads it, owner): ranks with the same owner hold the same.
+
+        The same names on all ranks; weights of which no other rank holds anything are left out.
+        """
+
     def restore(self, applied_steps: int) -> None:
         """Make room for the optimizer's state as it is after so many steps, so that `fragments` can be filled."""
 

@@ -178,6 +178,18 @@ class DeepSpeedEngine:
                     owned = not replica and (self.stage > 0 or self.groups.replica_rank == 0)
                     yield Fragment(name, state, start, tensor, owned)
 
+    def copies(self) -> Iterator[tuple[str, Tensor, int]]:
+        groups = self.groups
+        for name, weight in self.module.named_parameters():
+            whole = split_dim(weight) is None
+            if self.stage < 3:
+                yield name, weight, 0 if whole else groups.tensor_rank
+            elif whole:
+                # The last part is filled up with whatever was in memory.
+                part = weight.ds_tensor
+                held = min(part.numel(), max(weight.ds_numel - groups.replica_rank * part.numel(), 0))
+                yield name, part[:held], groups.replica_rank
+
     def restore(self, applied_steps: int) -> None:
         self._applied_steps = applied_steps
         if applied_steps == 0:

@@ -35,6 +35,7 @@ from ssscale.train.checkpoint import (
     verify,
 )
 from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
+from ssscale.train.guard import check_copies
 from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, speed, sums_by_source
 from ssscale.train.observe import StepParts, observe, profiled
 from ssscale.train.run_folder import check_folder, claim_folder, read_rollback, write_rollback
@@ -182,6 +183,8 @@ class Trainer:
                     logged = step
                 metrics.advance(step)
                 self._check_step(result.skipped)
+                if self._is_due(step, train.guard_every):
+                    check_copies(self.engine, self.groups, step)
                 with self.watch.paused():
                     if self._is_due(step, train.eval_every):
                         self._mark("evaluation")

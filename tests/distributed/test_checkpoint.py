@@ -7,6 +7,7 @@ import pytest
 
 from ssscale.errors import UserError
 from ssscale.train.checkpoint import CheckpointReader, list_checkpoints
+from tests.distributed.matrix import Layout
 from tests.distributed.test_training import MODELS, TRAIN
 from tests.pool import Pool
 
@@ -27,8 +28,8 @@ def run(layout: str, pools: dict[int, Pool], model: str, **arguments: Any) -> di
 
 
 @pytest.fixture(scope="module")
-def pools(pool1: Pool, pool2: Pool) -> dict[int, Pool]:
-    return {1: pool1, 2: pool2}
+def pools(pool1: Pool, pool2: Pool, pool4: Pool) -> dict[int, Pool]:
+    return {1: pool1, 2: pool2, 4: pool4}
 
 
 @pytest.mark.parametrize("layout", ["one_z1", "tp2sp_z1", "dp2_z0", "dp2_z1", "dp2_z2", "dp2_z3"])
@@ -40,20 +41,31 @@ def test_resuming_in_the_same_layout_changes_no_bit(layout: str, pools: dict[int
     assert rest["norms"] == whole["norms"][2:]
 
 
+def layout(processes: int, zero: int, tensor: int = 1, context: str = "1", sequence: bool = False) -> Layout:
+    return Layout(processes, tensor, sequence, context, zero, 1, "ssmax", 0, "none")
+
+
 MOVES = [
-    ("tp2sp_z1", "one_z3"),
-    ("dp2_z3", "tp2sp_z1"),
-    ("dp2_z2", "one_z1"),
-    ("one_z1", "dp2_z2"),
-    ("dp2_z1", "dp2_z3"),
+    (layout(2, 1, tensor=2), layout(1, 3)),
+    (layout(4, 2, tensor=2, sequence=True), layout(4, 3, context="ring4")),
+    (layout(4, 3, context="ring2"), layout(4, 1, tensor=4, sequence=True)),
+    (layout(4, 0), layout(4, 2, tensor=2, context="ulysses2")),
+    (layout(4, 1, context="ulysses2_ring2"), layout(2, 0)),
+    (layout(1, 1), layout(4, 3, tensor=2, context="ring2")),
+    (layout(4, 3, tensor=4), layout(2, 2, context="ulysses2")),
+    (layout(2, 3), layout(2, 1, tensor=2, sequence=True)),
+    (layout(2, 2, context="ring2"), layout(1, 1)),
+    (layout(2, 0, tensor=2), layout(4, 3)),
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), MOVES)
-def test_a_checkpoint_moves_between_layouts(source: str, target: str, pools: dict[int, Pool], tmp_path: Path) -> None:
-    whole = run(source, pools, "ssmax", steps=4)
-    run(source, pools, "ssmax", steps=2, save=str(tmp_path))
-    rest = run(target, pools, "ssmax", steps=2, first_step=2, load=str(tmp_path))
+@pytest.mark.parametrize(("source", "target"), MOVES, ids=str)
+def test_a_checkpoint_moves_between_layouts(
+    source: Layout, target: Layout, pools: dict[int, Pool], tmp_path: Path
+) -> None:
+    job = "tests.distributed.matrix_jobs:train"
+    whole = pools[source.processes].run(job, layout=source, steps=5, save=str(tmp_path), at=(2,))[0]
+    rest = pools[target.processes].run(job, layout=target, first=2, steps=3, load=str(tmp_path))[0]
     assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-6)
 
 

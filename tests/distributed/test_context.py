@@ -1,67 +1,66 @@
-"""Context parallelism changes nothing: losses and gradients are those of one process."""
+"""A ring of stick-breaking attention ends when all sticks are spent."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from ssscale.schema import Recompute
-from tests.distributed.test_training import MODELS
+from kernels.stickbreaking import stickbreaking_reference
+from ssscale.layout import PackedLayout
+from ssscale.parallel import stickbreaking_ring
+from ssscale.parallel.context import share_of
+from ssscale.parallel.transfer import LineShift
+from tests.distributed.jobs import regroup
 from tests.pool import Pool
 
-JOB = "tests.distributed.context_jobs:gradients"
-NAMES = ("softmax", "ssmax", "stickbreaking", "stickbreaking_remainder")
-WEIGHTS = {name: dataclasses.replace(MODELS[name], init_std=0.1) for name in NAMES}
-# Row by row, and several rows at once.
-MICROBATCHES = [[0], [1, 2], [3, 4]]
-
-KNOWN: dict[str, Any] = {}
+LENGTH, ROWS, SKIP = 64, 2, 2.0**-12
 
 
-def one_process(pool1: Pool) -> dict[str, Any]:
-    if not KNOWN:
-        KNOWN.update(pool1.run(JOB, models=WEIGHTS, microbatches=MICROBATCHES)[0])
-    return KNOWN
+def attend(logit: float, skip_below: float) -> dict[str, Any]:
+    """The largest errors of o and of the gradients on a ring of four, in float64, and the transfers that they took."""
+    groups = regroup(1, 1, 4)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = torch.randn(4, ROWS * LENGTH, 2, 8, dtype=torch.float64, generator=generator)
+    q, k = logit + 0.1 * q, 1 + 0.1 * k  # β is about σ(logit · √8)
+    whole = PackedLayout.from_lengths([LENGTH] * ROWS)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected, _ = stickbreaking_reference(*inputs, cu_seqlens_q=whole.cu_seqlens)
+    expected.backward(grad)
+    tokens, layout = share_of(whole, ROWS, groups)
+    mine = [x[tokens].clone().requires_grad_() for x in (q, k, v)]
+    count, original = [0, 0], LineShift.__init__
+
+    def counted(self: LineShift, *arguments: Any, **more: Any) -> None:
+        count[-1] += 1
+        original(self, *arguments, **more)
+
+    LineShift.__init__ = counted  # type: ignore[method-assign]
+    try:
+        o, _ = stickbreaking_ring.ring_stickbreaking(*mine, layout, groups, None, skip_below)
+        count[0] = count[1]
+        o.backward(grad[tokens])
+    finally:
+        LineShift.__init__ = original  # type: ignore[method-assign]
+    errors = [(o - expected[tokens]).abs().max().item()]
+    errors += [(x.grad - y.grad[tokens]).abs().max().item() for x, y in zip(mine, inputs, strict=True)]  # type: ignore[union-attr]
+    return {"errors": errors, "forward": count[0], "backward": count[1] - count[0]}
 
 
-def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() <= expected.keys()
-    for model, ours in found.items():
-        theirs = expected[model]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6), model
-        assert ours["gradients"].keys() == theirs["gradients"].keys()
-        for name, gradient in ours["gradients"].items():
-            mine, other = torch.tensor(gradient), torch.tensor(theirs["gradients"][name])
-            assert not mine.isnan().any(), (model, name)
-            assert (mine - other).norm() <= 1e-5 * other.norm(), (model, name, (mine - other).norm() / other.norm())
+JOB = "tests.distributed.test_context:attend"
 
 
-TWO = {"ulysses2": {"ulysses": 2}, "ring2": {"ring": 2}}
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_two_context_ranks(name: str, pool1: Pool, pool2: Pool) -> None:
-    for found in pool2.run(JOB, models=WEIGHTS, microbatches=MICROBATCHES, **TWO[name]):
-        check(found, one_process(pool1))
-
-
-FOUR: dict[str, dict[str, Any]] = {
-    "ring4": {"ring": 4},
-    "ulysses2_ring2": {"ulysses": 2, "ring": 2},
-    "tp2_sp_ring2": {"tensor": 2, "sequence": True, "ring": 2},
-    "dp2_ring2_full": {"ring": 2, "recompute": Recompute.full},
-    "dp2_ulysses2_selective": {"ulysses": 2, "recompute": Recompute.selective},
-}
-
-
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks(name: str, pool1: Pool, pool4: Pool) -> None:
-    for found in pool4.run(JOB, models=WEIGHTS, microbatches=MICROBATCHES, **FOUR[name]):
-        check(found, one_process(pool1))
-
-
-def test_selective_recomputation_in_a_ring(pool1: Pool, pool2: Pool) -> None:
-    options = {"ring": 2, "recompute": Recompute.selective}
-    for found in pool2.run(JOB, models=WEIGHTS, microbatches=MICROBATCHES, **options):
-        check(found, one_process(pool1))
+@pytest.mark.parametrize(
+    ("logit", "skip_below", "forward", "error"),
+    [
+        (1.0, 0.0, 7, 1e-12),  # seven steps along a line of eight chunks, whatever is left
+        (1.0, SKIP, 1, 20 * SKIP),  # σ(2.8) = 0.94: a stick is spent within a chunk of eight keys
+        (-1.0, SKIP, 7, 1e-12),  # σ(−2.8) = 0.06: never spent, and nothing is left out
+    ],
+)
+def test_the_line_is_as_long_as_the_sticks(
+    logit: float, skip_below: float, forward: int, error: float, pool4: Pool
+) -> None:
+    for found in pool4.run(JOB, logit=logit, skip_below=skip_below):
+        assert max(found["errors"]) <= error
+        assert found["forward"] == forward
+        assert found["backward"] <= 2 * forward

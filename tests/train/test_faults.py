@@ -36,9 +36,11 @@ def plant(fault: str, steps: tuple[int, ...], rank: int = 1) -> None:
                 time.sleep(1000)
             if fault == "die":
                 os._exit(1)
+            if fault == "bit":
+                self.norm.weight.detach()[:1].view(torch.int32).bitwise_xor_(1)
             if fault == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return losses * (torch.nan if fault == "nan" else 10.0)
+            return losses * {"nan": torch.nan, "spike": 10.0, "bit": 1.0}[fault]
         return losses
 
     Decoder.forward = forward  # type: ignore[method-assign]
@@ -107,6 +109,14 @@ def test_spikes_are_robust_deviations() -> None:
     assert 15 < z < 27  # one nat is 20 deviations
     assert detector.score(4.0) is not None  # the first one has not widened the window
     assert SpikeDetector(threshold=0.0).score(99.0) is None
+
+
+def test_a_flipped_bit_ends_the_run_before_it_is_saved(arguments: list[str], tmp_path: Path) -> None:
+    arguments = [*arguments, "train.max_steps=12", "train.guard_every=4", "parallel.zero_stage=0"]
+    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "bit", (6,)))
+    assert ranks.wait() == [79, 79]
+    assert "step 8: norm.weight differs between rank 0, 1, which must hold the same bits" in ranks.output()
+    assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1  # of step 4
 
 
 def test_a_hanging_rank_is_named_and_all_stacks_are_written(arguments: list[str], tmp_path: Path) -> None:

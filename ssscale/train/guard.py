@@ -1,0 +1,63 @@
+"""Weights that several ranks must hold alike, compared bit by bit while a run goes on."""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssscale.engine.base import Engine
+from ssscale.errors import UNEQUAL, Stop
+from ssscale.parallel.groups import Groups
+
+
+def check_copies(engine: Engine, groups: Groups, step: int) -> None:
+    """Raise Stop on all ranks, naming a weight and the ranks, where copies of a weight differ in any bit.
+
+    Each weight is read once and summed as 64-bit integers, which a changed bit changes; the sums (8 bytes a weight) are
+    compared on the CPU.
+    """
+    names, sums, owners = [], [], []
+    for name, weight, owner in engine.copies():
+        names.append(name)
+        sums.append(bit_sum(weight))
+        owners.append(owner)
+    if not names:
+        return
+    mine = torch.stack((torch.stack(sums).cpu(), torch.tensor(owners)))
+    every = [torch.empty_like(mine) for _ in range(groups.world_size)]
+    dist.all_gather(every, mine)
+    for number, name in enumerate(names):
+        found: dict[int, dict[int, int]] = {}  # by owner, each rank's sum
+        for rank, (theirs, theirs_of) in enumerate(torch.stack(every)[:, :, number].tolist()):
+            found.setdefault(theirs_of, {})[rank] = theirs
+        for copies in found.values():
+            if len(set(copies.values())) > 1:
+                raise Stop(f"step {step}: {_sentence(name, copies)}", UNEQUAL)
+
+
+def bit_sum(weight: Tensor) -> Tensor:
+    """The 64-bit words of a tensor, added modulo 2^64. A scalar, int64."""
+    data = weight.detach().flatten().view(torch.uint8)
+    if len(data) % 8 or data.storage_offset() % 8:
+        data = torch.nn.functional.pad(data, (0, -len(data) % 8)).clone()
+    return data.view(torch.int64).sum()
+
+
+def _sentence(name: str, copies: dict[int, int]) -> str:
+    usual, count = Counter(copies.values()).most_common(1)[0]
+    agree = [rank for rank, value in copies.items() if value == usual]
+    others = [rank for rank in copies if rank not in agree]
+    if 2 * count > len(copies):
+        who = f"on rank {_list(others)} from rank {_list(agree)}"
+    else:
+        who = f"between rank {_list(list(copies))}"
+    return (
+        f"{name} differs {who}, which must hold the same bits: the same command goes on from the last checkpoint; if it "
+        "happens again, leave out that machine"
+    )
+
+
+def _list(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
