@@ -317,7 +317,6 @@ class Trainer:
         if written == self.groups.world_size:
             with self.watch.paused():
                 self._saved(self.writer.finish(whole=not failed))
-        # Ranks that share rows or matrices have each counted the same targets.
         self.last_targets = max(int(num_targets) // (self.groups.tensor_size * self.groups.context_size), 1)
         return self.last_targets, stop > 0
 
@@ -376,8 +375,8 @@ class Trainer:
         }
 
     def evaluate(self) -> dict[str, float]:
-        data = self._open("valid", self.data.fingerprint)
-        return validation_losses(self.engine.module, data, self.config, self.groups)
+        valid = self._open("valid", self.data.fingerprint)
+        return validation_losses(self.engine.module, valid, self.config, self.groups)
 
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint of this step, in the background unless told to wait."""

@@ -1,0 +1,131 @@
+"""Parallel layouts that cannot run, each with a sentence that says what would."""
+
+import math
+
+from ssscale.errors import UserError
+from ssscale.schema import Compile, Config, PositionMethod, Precision, RopeScaling, TrainConfig
+
+
+def check_parallel(config: Config, gpu: bool) -> None:
+    model, train, parallel = config.model, config.train, config.parallel
+    tensor = parallel.tensor
+    for key in ("num_heads", "kv_heads", "ffn_hidden_size"):
+        size = getattr(model, key)
+        if size % tensor:
+            name = "num_kv_heads" if key == "kv_heads" else key
+            raise UserError(
+                f"parallel.tensor={tensor} does not divide model.{name}={size}: use {near_divisors(size, tensor)}"
+            )
+    _check_context(config)
+    tokens = train.microbatch * config.data.length // parallel.context
+    if tensor > 1 and parallel.sequence and tokens % tensor:
+        share = f", of which a context rank has {tokens}," if parallel.context > 1 else ""
+        raise UserError(
+            f"parallel.sequence splits a microbatch of {train.microbatch} × {config.data.length} tokens{share} over "
+            f"parallel.tensor={tensor} ranks, which does not divide it: set parallel.sequence=false or another "
+            "train.microbatch"
+        )
+    if tensor > 1 and train.compile is Compile.model:
+        raise UserError(
+            f"train.compile=model needs parallel.tensor=1, not {tensor}: tensor parallelism breaks the graph between "
+            "blocks; use train.compile=block"
+        )
+    bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
+    if parallel.zero_stage == 0 and bf16:
+        raise UserError(
+            "parallel.zero_stage=0 cannot train in bf16: DeepSpeed refuses to accumulate its gradients in fp32 and "
+            "returns no gradient norm; use parallel.zero_stage=1 or train.precision=fp32"
+        )
+
+
+def _check_context(config: Config) -> None:
+    model, parallel, length = config.model, config.parallel, config.data.length
+    ulysses, ring, position = parallel.ulysses, parallel.ring, config.model.position
+    if parallel.context == 1:
+        return
+    heads = model.kv_heads // parallel.tensor
+    if heads % ulysses:
+        each = f", {heads} on each of parallel.tensor={parallel.tensor} ranks" if parallel.tensor > 1 else ""
+        raise UserError(
+            f"parallel.ulysses={ulysses} does not divide the {model.kv_heads} key/value heads of the model{each}: use "
+            f"parallel.ulysses={near_divisors(heads, ulysses)}, and parallel.ring for further ranks"
+        )
+    if length % ulysses:
+        raise UserError(
+            f"parallel.ulysses={ulysses} does not divide the rows of data.length={length} tokens: use "
+            f"{near_divisors(math.gcd(length, heads), ulysses)}"
+        )
+    if ring > 1 and length % (2 * ring * ulysses):
+        half = length // (2 * ulysses) if length % (2 * ulysses) == 0 else 1
+        divides = f"use parallel.ring={near_divisors(half, ring)}" if half > 1 else "use parallel.ring=1"
+        raise UserError(
+            f"parallel.ring={ring} divides each row into {2 * ring} chunks{_among(ulysses)}, and data.length={length} is no "
+            f"multiple of {2 * ring * ulysses}: {divides}, or rows of another length"
+        )
+    if position.method in (PositionMethod.alibi, PositionMethod.fire):
+        raise UserError(
+            f"model.position.method={position.method.value} is a bias that every rank would need of all tokens: set "
+            "parallel.ulysses=1 and parallel.ring=1"
+        )
+    if position.rope_scaling is RopeScaling.dynamic_ntk:
+        raise UserError(
+            "model.position.rope_scaling=dynamic_ntk depends on the whole document's length, of which a context rank has a "
+            "part: set parallel.ulysses=1 and parallel.ring=1, or rope_scaling=ntk"
+        )
+    if position.window is not None and ring > 1:
+        raise UserError(
+            f"model.position.window={position.window} does not go with parallel.ring={ring}, which passes all keys round: "
+            "use parallel.ulysses instead"
+        )
+    if config.train.compile is Compile.model:
+        raise UserError(
+            f"train.compile=model needs parallel.ulysses=1 and parallel.ring=1, not {ulysses} and {ring}: their "
+            "communication breaks the graph in every block; use train.compile=none"
+        )
+
+
+def _among(ulysses: int) -> str:
+    return f", shared by {ulysses} Ulysses ranks" if ulysses > 1 else ""
+
+
+def check_world(config: Config, world_size: int) -> None:
+    train, tensor, context = config.train, config.parallel.tensor, config.parallel.context
+    if world_size % tensor:
+        raise UserError(
+            f"parallel.tensor={tensor} does not divide the {world_size} processes of this run: "
+            f"use {near_divisors(world_size, tensor)}, or a multiple of {tensor} processes"
+        )
+    ranks = world_size // (tensor * context)
+    if world_size % (tensor * context):
+        each = f"parallel.ulysses={config.parallel.ulysses} × parallel.ring={config.parallel.ring}"
+        raise UserError(
+            f"{each} = {context} context ranks do not divide the {world_size // tensor} processes that "
+            f"parallel.tensor={tensor} leaves of {world_size}: use {near_divisors(world_size // tensor, context)} of them"
+        )
+    together = train.microbatch * ranks
+    if train.batch_size % together:
+        below = train.batch_size // together * together
+        near = [size for size in (below, below + together) if size]
+        raise UserError(
+            f"train.batch_size={train.batch_size} is not a multiple of the {together} rows that {ranks} data-parallel "
+            f"ranks of train.microbatch={train.microbatch} take at once: "
+            f"use train.batch_size={alternatives([str(size) for size in near])}{_microbatch_hint(train, ranks)}"
+        )
+
+
+def _microbatch_hint(train: TrainConfig, ranks: int) -> str:
+    """The microbatches that would do for the batch as it is."""
+    if train.batch_size % ranks:
+        return ""
+    return f", or train.microbatch={near_divisors(train.batch_size // ranks, train.microbatch)}"
+
+
+def near_divisors(number: int, near: int) -> str:
+    """The divisors of `number` that lie nearest `near`, at most six, as words."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    nearest = sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])
+    return alternatives([str(n) for n in nearest])
+
+
+def alternatives(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
