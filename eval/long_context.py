@@ -73,7 +73,10 @@ def losses(model: Decoder, windows: np.ndarray, length: int, shortest: int) -> n
         labels = torch.full_like(tokens, -100)
         labels[:, :-1] = tokens[:, 1:]
         layout = PackedLayout.from_lengths([length] * len(tokens)).to(device)
-        loss: Tensor = model(tokens.flatten(), layout, labels.flatten()).unflatten(0, tokens.shape)
+        try:
+            loss: Tensor = model(tokens.flatten(), layout, labels.flatten()).unflatten(0, tokens.shape)
+        except torch.OutOfMemoryError:
+            raise UserError(f"--lengths: {tokens.numel():,} tokens in one pass do not fit the GPU's memory") from None
         found[first : first + at_once, 1:] = loss[:, :-1].float().cpu().numpy()
     found = found.reshape(len(windows), size)
     found[:, ::shortest] = np.nan

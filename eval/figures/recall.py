@@ -21,7 +21,7 @@ def curve(folder: Path) -> Figure:
     for index, core in enumerate(sorted({result["core"] for result in results})):
         points = sorted((r["pairs"], r["best"]) for r in results if r["core"] == core)
         style: dict[str, Any] = {"color": COLOURS[index], "marker": MARKERS[index], "linestyle": STYLES[index]}
-        axes.plot(*zip(*points, strict=True), **style, label=NAMES[core])
+        axes.plot(*zip(*points, strict=True), **style, fillstyle="none", markersize=8, label=NAMES[core])
     axes.set_xticks(sorted({result["pairs"] for result in results}))
     axes.set_ylim(0, 1.03)
     first = results[0]
@@ -39,7 +39,7 @@ def attention(folder: Path) -> Figure:
         raise UserError(f"{folder} has no picture yet: make it with `python -m eval.mqrar picture --out {folder}`")
     layers = len(results[0]["weights"])
     figure, panels = plt.subplots(
-        len(results), layers, figsize=(8.0 * layers, 7.6 * len(results)), layout="constrained", squeeze=False
+        len(results), layers, figsize=(6.6 * layers, 6.4 * len(results)), layout="constrained", squeeze=False
     )
     for row, result in zip(panels, results, strict=True):
         for layer, axes in enumerate(row):
@@ -53,13 +53,14 @@ def _picture(axes: Any, result: dict[str, Any], layer: int) -> None:
     tokens = result["tokens"]
     axes.imshow(np.array(result["weights"][layer]), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     at = range(len(tokens))
-    axes.set_xticks(at, tokens, fontsize=5)
-    axes.set_yticks(at, tokens, fontsize=5)
+    axes.set_xticks(at, tokens, fontsize=6)
+    axes.set_yticks(at, tokens, fontsize=6)
     answers = zip(result["queries"], result["answers"], result["found"], strict=True)
     wrong = [position for position, answer, found in answers if answer != found]
     if wrong:
-        outside = [len(tokens) + 0.5] * len(wrong)
+        outside = [len(tokens) + 0.2] * len(wrong)
         axes.plot(outside, wrong, marker="<", color=COLOURS[1], linestyle="none", markersize=5, clip_on=False)
+    axes.set_xlim(-0.5, len(tokens) - 0.5)
     right = len(result["queries"]) - len(wrong)
     axes.set_title(f"{result['name']}, layer {layer + 1}", fontsize=13, loc="left", color=BASELINE)
     axes.set_xlabel(f"key ({right} of {len(result['queries'])} questions answered; ◂ the others)", fontsize=11)

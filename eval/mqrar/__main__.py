@@ -24,7 +24,7 @@ from ssscale.errors import SAVED, UserError
 from ssscale.parallel.groups import Groups, initialize
 from ssscale.schema import Core
 
-LETTERS = Task(pairs=16, length=96, num_keys=26, num_values=10)
+LETTERS = Task(pairs=16, length=64, num_keys=26, num_values=10)
 
 
 def numbers(text: str, flag: str) -> list[int]:

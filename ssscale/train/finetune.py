@@ -16,7 +16,7 @@ from ssscale.parallel.groups import Groups
 from ssscale.schema import Config, ScheduleConfig, ScheduleKind, StageConfig
 from ssscale.train.build import build_model, choose_dtype, find_checkpoint, log_choices
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights, newest_whole
-from ssscale.train.metrics import Metrics
+from ssscale.train.metrics import Metrics, Stopwatch
 from ssscale.train.run_folder import check_folder, claim_folder
 from ssscale.train.save import CheckpointWriter, Retention
 from ssscale.train.schedule import learning_rate
@@ -106,7 +106,7 @@ class FineTuning:
 
     def run(self) -> None:
         """To the last step, saving at `train.save_every` and there. Raises Stop when a signal asks to stop."""
-        train = self.config.train
+        train, watch = self.config.train, Stopwatch(self.state.tokens)
         try:
             with Metrics(self.folder, self.state.step, self.num_steps, self.groups.is_main) as metrics:
                 while self.state.step < self.num_steps:
@@ -121,7 +121,8 @@ class FineTuning:
                             "loss": loss,
                             "lr": lr,
                         }
-                        metrics.write(record | {"answer_tokens": tokens})
+                        rate = watch.lap(self.state.tokens)
+                        metrics.write(record | {"answer_tokens": tokens, "tokens_per_second": rate})
                     metrics.advance(step)
                     stop = self._asked_to_stop()
                     if last or stop or (train.save_every and step % train.save_every == 0):

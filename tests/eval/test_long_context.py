@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 
 from eval.documents import read_documents
@@ -42,8 +43,6 @@ def test_windows_are_the_documents(texts, tokenizer):
 
 
 def test_losses_are_those_of_each_piece(texts, tokenizer, model):
-    import torch
-
     windows = cut_windows(read_documents(texts), tokenizer, 96, 3, join=True)
     found = losses(model, windows, 48, 16)
     assert np.isnan(found[:, ::16]).all()
@@ -88,6 +87,15 @@ def test_command_and_figures(run, texts, tmp_path, monkeypatch, capsys, groups):
     assert "256" in again["lengths"]
     call(monkeypatch, run, "--texts", texts, "--lengths", "32,64", "--windows", 2)
     assert json.loads(plain.read_text())["lengths"]["32"]["mean"] != 99.0
+
+
+def test_too_long_for_the_memory(model, monkeypatch):
+    def full(*inputs):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(model, "forward", full)
+    with pytest.raises(UserError, match="64 tokens in one pass do not fit"):
+        losses(model, np.zeros((1, 64), np.int64), 64, 64)
 
 
 @pytest.mark.parametrize("text", ["a", "1", "64,100", "48,64,192"])
