@@ -16,6 +16,9 @@ def prepare() -> None:
         os.environ.setdefault(name, os.environ.get("HF_HUB_OFFLINE", "1"))
     os.environ.setdefault("TQDM_DISABLE", "1")  # our own progress bar takes its place
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault(
+        "DISABLE_MULTIPROC", "1"
+    )  # lm-eval would fork a pool for its bootstrap, torch's threads running
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # Megatron-core names the optional packages that it does without.
     warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -2,15 +2,18 @@
 
 import difflib
 import logging
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import lm_eval
 from lm_eval.tasks import TaskManager
 
 from eval.harness import PackedLM
+from eval.tasks.local.load import FILES, missing
 from ssscale.errors import UserError
 
 logger = logging.getLogger("ssscale")
@@ -36,17 +39,29 @@ class TaskResult:
 
 
 def find_tasks(names: list[str], metadata: dict[str, Any]) -> TaskManager:
-    """A manager that knows all the names. Raises UserError with the nearest names for one that is unknown.
+    """A manager that knows all the names: ours over local files where these are there, else lm-eval's own.
 
-    metadata: what custom data sets are made from (`cloze_items`: a file).
+    metadata: what custom data sets are made from: `eval_data`, the folder of local files; `cloze_items`, a file. Raises
+    UserError with the nearest names for one that is unknown, and for local files that are missing while this process keeps
+    off the network.
     """
-    manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
+    absent = {name: missing(name, metadata["eval_data"]) for name in names if name in FILES}
+    lacking = {name: file for name, file in absent.items() if file}
+    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+    if lacking and offline:
+        files = "; ".join(f"{metadata['eval_data']}/{file} (a copy of {origin})" for file, origin in lacking.values())
+        raise UserError(
+            f"tasks={','.join(lacking)}: data is missing: {files}. Put it there as JSON lines (or .zst of them), name another "
+            "folder with eval_data=FOLDER, or let lm-eval download it with HF_HUB_OFFLINE=0"
+        )
+    paths = [str(TASKS / "cloze"), *([] if lacking else [str(TASKS / "local")])]
+    manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     unknown = [name for name in names if name not in manager.all_tasks]
     if not unknown:
         return manager
-    ours = manager.all_tasks
+    ours = [*FILES, "cloze"]
     logger.warning("looking through lm-eval's thousands of tasks (up to a minute)")
-    manager = TaskManager(include_path=str(TASKS), metadata=metadata)
+    manager = TaskManager(include_path=paths, metadata=metadata)
     for name in unknown:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, ours, n=1) + difflib.get_close_matches(name, manager.all_tasks, n=3)
@@ -55,17 +70,24 @@ def find_tasks(names: list[str], metadata: dict[str, Any]) -> TaskManager:
     return manager
 
 
-def run_tasks(lm: PackedLM, names: list[str], manager: TaskManager) -> list[TaskResult]:
-    """Every task, or every task of a group, in order. Raises UserError where a task's data cannot be reached."""
+def run_tasks(lm: PackedLM, names: list[str], manager: TaskManager, limit: int | None = None) -> list[TaskResult]:
+    """Every task, or every task of a group, in order. limit: of the first examples of each.
+
+    Every rank of the model takes part; the first of a machine gets the results, the others none. Raises UserError where
+    a task's data cannot be reached.
+    """
     try:
-        output = lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=BOOTSTRAP)
+        with mock.patch("lm_eval.evaluator.add_env_info"):  # seconds of `pip list` for what nobody reads here
+            output = lm_eval.simple_evaluate(
+                lm, tasks=names, task_manager=manager, bootstrap_iters=BOOTSTRAP, limit=limit
+            )
     except (ConnectionError, FileNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"tasks={','.join(names)}: the data cannot be reached ({reason}); "
             "HF_HUB_OFFLINE=0 lets lm-eval download what the machine's cache does not have"
         ) from error
-    return [_result(task, output) for task in output["samples"]]
+    return [] if output is None else [_result(task, output) for task in output["samples"]]
 
 
 def _result(task: str, output: dict[str, Any]) -> TaskResult:

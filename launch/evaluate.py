@@ -2,6 +2,11 @@
 
 checkpoint: a run folder (its newest checkpoint) or a checkpoint folder
 tasks:      lm-eval tasks by name: cloze (from the held-out documents), or any of lm-eval's own; tasks=none for none
+suite:      stickbreaking_paper: the tasks of the paper's Tables 2 to 4 (or those of them that tasks= names), printed beside it
+eval_data:  the folder of local copies of tasks' data (data/eval)
+limit:      of the first examples of each task (all)
+length:     tokens of a text that the model is given at most (the training length)
+tensor:     tensor-parallel processes (1); under torchrun or srun the others share the work out
 valid:      loss over the whole validation split (true)
 baseline:   the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)
 data:       the data folder, where it is no longer the one that the run was trained on from here
@@ -9,11 +14,14 @@ model.*:    keys to change for this evaluation, such as model.position.rope_base
             model.attention.core=ssmax on a softmax run; the checkpoint stays as it is
 
 Prints a table and adds it to RUN/eval/step-XXXXXXXX.json (with changes: RUN/eval/CHANGES/...). Needs no GPU.
+`torchrun --nproc_per_node=8 launch/evaluate.py ...` writes the same file as one process.
 """
 
 import logging
+import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +34,7 @@ from rich.table import Table
 
 from eval.environment import prepare
 from launch.cli import run, take_options
+from launch.process import rank_environment
 from ssscale.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,8 +45,37 @@ if TYPE_CHECKING:
     from ssscale.model.decoder import Decoder
     from ssscale.schema import Config
 
+SUITE_NAME = "stickbreaking_paper"
 CHANGEABLE = ("model.attention.", "model.position.")
-OPTIONS = {"checkpoint": str, "tasks": str, "valid": str, "baseline": str, "data": str}
+OPTIONS = {
+    "checkpoint": str,
+    "tasks": str,
+    "suite": str,
+    "eval_data": str,
+    "limit": int,
+    "length": int,
+    "tensor": int,
+    "valid": str,
+    "baseline": str,
+    "data": str,
+}
+TIMEOUT_MINUTES = 24 * 60.0  # a rank may wait that long for the others' share of a task
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for; the options of the command."""
+
+    names: list[str]
+    suite: bool = False
+    eval_data: str = "data/eval"
+    limit: int | None = None
+    length: int | None = None
+    tensor: int = 1
+    valid: bool = True
+    baseline: bool | None = None
+    data: str | None = None
+    changes: tuple[str, ...] = ()
 
 
 def flag(options: dict[str, Any], key: str) -> bool | None:
@@ -56,39 +94,49 @@ def main(argv: list[str]) -> None:
         raise UserError(f"unknown argument {unknown[0]!r}: this command takes {known}")
     if not options.get("checkpoint"):
         raise UserError("checkpoint=RUN is missing: name a run folder or a checkpoint folder")
-    names = [name for name in options.get("tasks", "cloze").split(",") if name and name != "none"]
+    suite = options.get("suite")
+    if suite not in (None, SUITE_NAME):
+        raise UserError(f"suite={suite}: there is {SUITE_NAME} only")
+    for key in ("limit", "length", "tensor"):
+        if options.get(key, 1) < 1:
+            raise UserError(f"{key} must be at least 1, not {options[key]}")
     valid, baseline = flag(options, "valid"), flag(options, "baseline")
+    os.environ |= rank_environment(os.environ)
     prepare()
 
+    from eval.paper import SUITE
     from ssscale.train.build import find_checkpoint
 
+    tasks = options.get("tasks", ",".join(SUITE) if suite else "cloze")
+    settings = Settings(
+        names=[name for name in tasks.split(",") if name and name != "none"],
+        suite=suite is not None,
+        valid=valid is not False if suite is None else valid is True,
+        baseline=baseline,
+        changes=tuple(rest),
+        **{key: options[key] for key in ("eval_data", "limit", "length", "tensor", "data") if key in options},
+    )
     checkpoint = find_checkpoint(Path(options["checkpoint"]))
-    console = Console()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    evaluate(checkpoint, names, valid is not False, baseline, options.get("data"), rest, console)
+    main_rank = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.WARNING if main_rank else logging.ERROR, format="%(message)s")
+    evaluate(checkpoint, settings, Console(quiet=not main_rank))
 
 
-def evaluate(
-    checkpoint: Path,
-    names: list[str],
-    valid: bool,
-    baseline: bool | None,
-    data_path: str | None,
-    changes: list[str],
-    console: Console,
-) -> None:
+def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
     """Everything that was asked for, printed and added to the results file of the checkpoint."""
     from eval.results import add_results, read_results, results_file
     from eval.text import TextTokenizer
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_for_inference
 
+    changes = list(settings.changes)
     file = results_file(checkpoint, changes)
     read_results(file)  # a broken file is better said before the work than after it
-    groups = initialize()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    groups = initialize(settings.tensor, local_rank, TIMEOUT_MINUTES, distributed="RANK" in os.environ)
     model, config = load_for_inference(checkpoint, groups, changes=changes)
-    needed = valid or "cloze" in names
-    held_out = open_data(config, "valid", data_path) if needed else None
+    needed = settings.valid or "cloze" in settings.names
+    held_out = open_data(config, "valid", settings.data) if needed else None
     tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
     results: dict[str, Any] = {
         "checkpoint": str(checkpoint),
@@ -98,17 +146,25 @@ def evaluate(
     if changes:
         results["changes"] = changes
     tasks: list[TaskResult] = []
-    if names:
-        tasks = evaluate_tasks(model, config, tokenizer, held_out, names, file.parent, console)
+    if settings.names:
+        tasks = evaluate_tasks(model, config, tokenizer, held_out, settings, file.parent, console)
         results["tasks"] = {task.task: task.to_json() for task in tasks}
     losses: dict[str, Loss] = {}
-    if valid:
+    if settings.valid:
         assert held_out is not None
-        losses = evaluate_losses(model, config, held_out, baseline, data_path, console)
+        losses = evaluate_losses(model, config, held_out, settings, console)
         results |= {name: loss.to_json() for name, loss in losses.items()}
         results["data_fingerprint"] = held_out.fingerprint
+    if not groups.is_main:
+        return
     add_results(file, results)
     show(console, checkpoint, tasks, losses)
+    if settings.suite:
+        from eval.paper import paper_tables
+
+        wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
+        for table in paper_tables({task.task: task.metrics for task in tasks}, config.name):
+            wide.print(table)
     console.print(f"results: {file}", highlight=False, soft_wrap=True)
 
 
@@ -134,24 +190,30 @@ def evaluate_tasks(
     config: "Config",
     tokenizer: "TextTokenizer",
     held_out: "PackedData | None",
-    names: list[str],
+    settings: Settings,
     folder: Path,
     console: Console,
 ) -> "list[TaskResult]":
     """lm-eval's tasks on the model. The items of the cloze task are written to `folder`."""
+    import torch.distributed as dist
+
     from eval.cloze import build_items, write_items
     from eval.harness import PackedLM
     from eval.suite import find_tasks, run_tasks
     from eval.text import held_out as held_out_texts
 
+    names = settings.names
+    length = settings.length or config.data.length
     items = folder / "cloze.jsonl"
-    manager = find_tasks(names, {"cloze_items": str(items)})
+    manager = find_tasks(names, {"cloze_items": str(items), "eval_data": settings.eval_data})
     if "cloze" in names:
         assert held_out is not None
-        write_items(build_items(held_out_texts(held_out, tokenizer), tokenizer, config.data.length), items)
-    lm = PackedLM(model, tokenizer, config.data.length, name=config.name, show=console.is_terminal)
+        if model.groups.is_main:
+            write_items(build_items(held_out_texts(held_out, tokenizer), tokenizer, config.data.length), items)
+        dist.barrier()
+    lm = PackedLM(model, tokenizer, length, name=config.name, show=console.is_terminal and model.groups.is_main)
     began = time.perf_counter()
-    results = run_tasks(lm, names, manager)
+    results = run_tasks(lm, names, manager, settings.limit)
     seconds = time.perf_counter() - began
     console.print(f"{', '.join(names)}: {seconds:.0f} s", highlight=False)
     return results
@@ -161,18 +223,17 @@ def evaluate_losses(
     model: "Decoder",
     config: "Config",
     held_out: "PackedData",
-    baseline: bool | None,
-    data_path: str | None,
+    settings: Settings,
     console: Console,
 ) -> "dict[str, Loss]":
     """`valid`: the model's loss over the whole validation split; `baseline`: the bigram's on the same targets."""
     from eval.validation import bigram_fits, bigram_loss, model_loss
 
     one_document = config.data.one_document
-    microbatch = config.train.microbatch
+    microbatch, baseline = config.train.microbatch, settings.baseline
     losses = {"valid": model_loss(model, held_out, microbatch, one_document, show=console.is_terminal)}
-    if baseline is not False:
-        train = open_data(config, "train", data_path)
+    if baseline is not False and model.groups.is_main:
+        train = open_data(config, "train", settings.data)
         if baseline or bigram_fits(train):
             losses["baseline"] = bigram_loss(train, held_out, one_document)
         else:

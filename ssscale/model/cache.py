@@ -89,6 +89,15 @@ class KVCache:
         parts = zip(self.k.flatten(1, 2), self.v.flatten(1, 2), strict=True)
         return [LayerCache(k, v, self._rows, self._first) for k, v in parts]
 
+    def share(self, sources: Sequence[int]) -> None:
+        """Give every sequence b, which has no tokens yet, those of sequence sources[b] (its own where that is b)."""
+        assert all(source == b or self.lengths[b] == 0 for b, source in enumerate(sources)), self.lengths
+        longest = max(self.lengths)
+        slots = torch.tensor([*sources, *([len(self.lengths)] if self.filled else [])], device=self.k.device)
+        for x in (self.k, self.v):
+            x[:, :, :longest] = x[:, slots, :longest]
+        self.lengths = [self.lengths[source] for source in sources]
+
     def keep(self, sequences: Sequence[int]) -> None:
         """Forget all sequences but these, which are numbered anew in the order given."""
         slots = [*sequences, *([len(self.lengths)] if self.filled else [])]

@@ -1,0 +1,37 @@
+"""Jobs for the worker pool: evaluations in several processes."""
+
+from eval.environment import prepare
+
+prepare()
+
+from tests.distributed.jobs import regroup
+
+
+def evaluate_file(arguments: list[str]) -> None:
+    from launch.evaluate import main
+
+    regroup(1)
+    main(arguments)
+
+
+def scores(checkpoint: str, names: list[str], eval_data: str, tensor: int) -> dict[str, list[float]]:
+    """Log-likelihoods of each task's requests, in order, as this rank has them."""
+    from pathlib import Path
+
+    from eval.harness import PackedLM
+    from eval.suite import find_tasks
+    from eval.text import TextTokenizer
+    from ssscale.train.build import find_checkpoint, load_for_inference
+
+    model, config = load_for_inference(Path(checkpoint), regroup(tensor))
+    lm = PackedLM(model, TextTokenizer.of_checkpoint(find_checkpoint(Path(checkpoint))), config.data.length)
+    found: dict[str, list[float]] = {}
+    for name in names:
+        ((_, task),) = find_tasks([name], {"eval_data": eval_data}).load([name])["tasks"].items()
+        task.build_all_requests(rank=0, world_size=1)
+        requests = task.instances
+        if requests[0].request_type == "loglikelihood_rolling":
+            found[name] = lm.loglikelihood_rolling(requests)
+        else:
+            found[name] = [value for value, _ in lm.loglikelihood(requests)]
+    return found
