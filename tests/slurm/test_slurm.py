@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ssscale.train.checkpoint import list_checkpoints, verify
 from ssscale.train.metrics import read_metrics
 from tests.train.conftest import ROOT, corpus  # noqa: F401 - a fixture
 from tests.train.ranks import SMALL, Ranks
@@ -73,14 +75,15 @@ class Job:
         command += ["nodes=2", "gpus=1", f"train.max_steps={steps}", *options]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
-        self.number = result.stdout.split()[1].rstrip(",")
+        self.number, *self.followers = re.findall(r"job (\d+)", result.stdout)
 
     def log(self) -> str:
         file = self.run / f"slurm-{self.number}.log"
         return file.read_text() if file.is_file() else ""
 
-    def field(self, name: str) -> str:
-        shown = subprocess.run(["scontrol", "show", "job", self.number], capture_output=True, text=True, check=False)
+    def field(self, name: str, number: str | None = None) -> str:
+        command = ["scontrol", "show", "job", number or self.number]
+        shown = subprocess.run(command, capture_output=True, text=True, check=False)
         return dict(text.split("=", 1) for text in shown.stdout.split() if "=" in text).get(name, "")
 
     def wait_for(self, reached: Callable[[], Any], what: str, timeout: float = 300.0) -> None:
@@ -126,14 +129,9 @@ def early_signal(job: Job) -> None:
 
 
 def kill_a_rank(job: Job) -> None:
-    ranks = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if process.info["cmdline"] and f"run_dir={job.run}" in process.info["cmdline"] and "srun" not in process.name()
-    ]
-    max(
-        (process for process in ranks if "launch/pretrain.py" in process.info["cmdline"][1]), key=lambda p: p.pid
-    ).kill()
+    command = [sys.executable, "launch/pretrain.py"]
+    found = [process for process in psutil.process_iter(["cmdline"]) if (process.info["cmdline"] or [])[:2] == command]
+    max((process for process in found if f"run_dir={job.run}" in process.info["cmdline"]), key=lambda p: p.pid).kill()
 
 
 def preempt(job: Job) -> None:
@@ -172,14 +170,46 @@ def test_a_job_gets_over(
 
 
 def test_the_time_limit(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
-    steps = 1000
-    job = Job(tmp_path / "run", corpus, "time=00:01:00", "early=20", steps=steps)
+    """Once the job trains, its limit comes near: with 60 to 120 s left, the signal is due 90 s before, or a minute sooner."""
+    steps, early = 1200, 90
+    job = Job(tmp_path / "run", corpus, "time=01:00:00", f"early={early}", steps=steps)
+    job.wait_for_step(30)
+    hours, minutes, seconds = map(int, job.field("RunTime").split(":"))
+    limit = 60 * hours + minutes + (early + seconds) // 60 + 1
+    subprocess.run(["scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}"], check=True)
+    job.wait_for(lambda: int(job.field("Restarts")) >= 1, "restart at the time limit")
+    subprocess.run(["scontrol", "update", f"JobId={job.number}", "TimeLimit=60"], check=True)
     job.finish()
-    assert int(job.field("Restarts")) >= 1
     assert "saved on a signal, queued again" in job.log()
+    assert "TIME LIMIT" not in job.log()
     run = tmp_path / "plain"
     Ranks([*ARGUMENTS, f"data.path={corpus}", f"train.max_steps={steps}"], run).finish()
     assert losses(job.run) == losses(run)
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+    job = Job(tmp_path / "run", corpus, steps=100_000)
+    job.wait_for_step(25)
+    subprocess.run(["scancel", job.number], check=True)
+    job.wait_for(lambda: job.field("JobState") == "CANCELLED", "end of the cancelled job")
+    time.sleep(10)
+    assert (job.field("JobState"), job.field("Restarts")) == ("CANCELLED", "0")
+    assert "SIGTERM; step" in job.log()
+    assert verify(list_checkpoints(job.run / "checkpoints")[-1]) is None
+
+
+def test_what_follows_a_job(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+    """An evaluation after a training that finished; none after one that failed."""
+    good = Job(tmp_path / "run", corpus, "evaluate=none", steps=20)
+    good.finish()
+    good.wait_for(lambda: good.field("JobState", good.followers[0]) == "COMPLETED", "evaluation")
+    (results,) = (tmp_path / "run/eval").glob("step-*.json")
+    assert json.loads(results.read_text())["step"] == 20
+    bad = Job(tmp_path / "bad", corpus.parent, "evaluate=none", steps=20)
+    bad.wait_for(lambda: bad.field("JobState") == "FAILED", "failure")
+    assert "error: " in bad.log()
+    assert "something has to be changed first" in bad.log()
+    bad.wait_for(lambda: bad.field("JobState", bad.followers[0]) == "CANCELLED", "end of what cannot start")
 
 
 @pytest.mark.parametrize(
@@ -194,6 +224,4 @@ def test_what_slurm_refuses_is_passed_on(slurm: None, options: list[str], senten
     command += ["train.batch_size=20", *options]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2, result.stdout + result.stderr
-    import re
-
     assert re.search(sentence, result.stderr), result.stderr
