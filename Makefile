@@ -56,8 +56,8 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu
 
 test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (installs Debian's packages; needs root)
-	@command -v slurmctld >/dev/null || { [ $$(id -u) = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
-		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurmctld slurmd slurm-client munge iproute2 >/dev/null; } || \
+	@command -v slurmctld >/dev/null || { [ $$(id -u) = 0 ] && command -v apt-get >/dev/null && timeout 120 apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq slurmctld slurmd slurm-client munge iproute2 >/dev/null; } || \
 		echo "test-slurm: Slurm cannot be installed here (it needs root and apt-get): its tests are skipped"
 	$(BIN)/python -m pytest tests/slurm -m slurm -k "$(SLURM_TESTS)"
 

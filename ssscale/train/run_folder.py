@@ -40,6 +40,13 @@ def _first_difference(old: object, new: object, key: str) -> str | None:
 
 def check_folder(folder: Path, config: Config) -> None:
     """Raise UserError where `config` cannot continue what lies in the folder. Writes nothing."""
+    try:
+        _check_folder(folder, config)
+    except OSError as error:
+        raise UserError(f"run_dir={folder} cannot be read: {error.strerror}") from error
+
+
+def _check_folder(folder: Path, config: Config) -> None:
     saved = folder / "config.yaml"
     if saved.is_file():
         old = from_yaml(saved.read_text(), str(saved))

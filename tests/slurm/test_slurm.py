@@ -44,12 +44,15 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     settings = {"SLURM_ROOT": str(root), "SLURM_NET": "10.78.0", "SLURM_PORT": "17100", "SLURM_EXTRA_CONF": PREEMPTION}
     os.environ |= {**settings, "SLURM_CONF": str(root / "slurm.conf"), "SSSCALE_PYTHON": sys.executable}
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    started = subprocess.run([str(CLUSTER), "up"], capture_output=True, text=True, check=False)
-    if started.returncode:
-        subprocess.run([str(CLUSTER), "down"], capture_output=True, check=False)
-        pytest.skip(
-            f"no Slurm of two nodes comes up here, as where namespaces are forbidden: {started.stderr.strip()[-300:]}"
-        )
+    for command in ([str(CLUSTER), "up"], ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "hostname"]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+            problem = done.stderr.strip()[-300:] if done.returncode else None
+        except subprocess.TimeoutExpired:
+            problem = f"{command[0]} takes more than three minutes"
+        if problem is not None:
+            subprocess.run([str(CLUSTER), "down"], capture_output=True, check=False)
+            pytest.skip(f"no Slurm of two nodes comes up here, as where namespaces are forbidden: {problem}")
     yield
     cluster("down")
 

@@ -55,9 +55,10 @@ class Ranks:
         size: int = 2,
         plant: Callable[[], None] | None = None,
         small: bool = True,
+        log: Path | None = None,
     ) -> None:
         self.run_dir = run_dir
-        self.log = run_dir.with_name(run_dir.name + ".log")
+        self.log = log or run_dir.with_name(run_dir.name + ".log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         port = free_port()
         self.processes = []

@@ -10,7 +10,7 @@ import pytest
 from launch.pretrain import main
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from tests.train.ranks import free_port
+from tests.train.ranks import Ranks, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["config=tiny_sb", "model.num_layers=1", "train.max_steps=1", "train.eval_every=0", "data.num_workers=0"]
@@ -46,8 +46,7 @@ def test_bad_input_is_one_sentence(
 def test_a_run_folder_is_never_overwritten(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     good = [*TINY, f"run_dir={run_dir}", f"data.path={corpus}"]
-    command = [sys.executable, "launch/pretrain.py"]
-    subprocess.run([*command, *good], cwd=ROOT, check=True, capture_output=True)
+    Ranks(good, run_dir, size=1, small=False).finish()
     before = snapshot(run_dir)
     for wrong, sentence in (
         ("model.hidden_size=64", "model.hidden_size was 128 and is now 64"),
@@ -62,6 +61,27 @@ def test_a_run_folder_is_never_overwritten(corpus: Path, tmp_path: Path) -> None
         main([*TINY, f"run_dir={other}", f"data.path={corpus}"])
     assert snapshot(run_dir) == before
     assert snapshot(other) == {str(other / "thesis.txt"): b"years of work"}
+
+
+def as_nobody() -> None:
+    os.setegid(65534)
+    os.seteuid(65534)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_folder_without_permission(mode: int, corpus: Path, tmp_path: Path) -> None:
+    for folder in (*corpus.parents[:2], *tmp_path.parents[:2], tmp_path):
+        folder.chmod(0o755)  # for nobody to read the data
+    shut = tmp_path / "shut"
+    shut.mkdir(mode=mode)
+    log = tmp_path / "log"
+    log.touch(0o666)
+    ranks = Ranks([*TINY, f"data.path={corpus}"], shut / "run", size=1, plant=as_nobody, small=False, log=log)
+    assert ranks.wait() == [2]
+    assert f"error: run_dir={shut / 'run'} cannot be " in ranks.output()
+    assert "Permission denied" in ranks.output()
+    assert "Traceback" not in ranks.output()
 
 
 def test_under_torchrun_the_sentence_comes_without_a_traceback_of_ours() -> None:
