@@ -41,7 +41,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     root.parent.chmod(0o755)  # munge wants its socket's folders readable
     for folder in (root, *root.parents[:2]):
         folder.chmod(0o755)
-    settings = {"SLURM_ROOT": str(root), "SLURM_NET": "10.78.0", "SLURM_PORT": "17100", "SLURM_EXTRA_CONF": PREEMPTION}
+    own = os.getpid() % 10_000  # clusters of two test runs stand side by side
+    settings = {"SLURM_NET": f"10.{100 + own // 100}.{own % 100}", "SLURM_PORT": str(40_000 + 2 * own)}
+    settings |= {"SLURM_ROOT": str(root), "SLURM_EXTRA_CONF": PREEMPTION}
     os.environ |= {**settings, "SLURM_CONF": str(root / "slurm.conf"), "SSSCALE_PYTHON": sys.executable}
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for command in ([str(CLUSTER), "up"], ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "hostname"]):
