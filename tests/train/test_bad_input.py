@@ -89,7 +89,8 @@ def test_under_torchrun_the_sentence_comes_without_a_traceback_of_ours() -> None
     command += ["launch/pretrain.py", "config=tiny_sbb"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.stderr.count("error: config=tiny_sbb: there is no configs/tiny_sbb.yaml") == 1
+    # The other rank waits five seconds to be ended before it says the same; a loaded machine may take longer.
+    assert 1 <= result.stderr.count("error: config=tiny_sbb: there is no configs/tiny_sbb.yaml") <= 2
     assert "exitcode  : 2" in result.stderr
     assert result.stderr.count("Traceback") == 1  # torchrun's own, about its worker
     assert 'launch/pretrain.py", line' not in result.stderr
