@@ -133,3 +133,11 @@ def test_users_command_runs_as_written_without_torch():
     bad = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr == "error: there is no key 'train.micobatch'; did you mean train.microbatch?\n"
+
+
+def test_context_parallelism_divides_activations_and_what_zero_divides():
+    one = load_config(["config=1b_sb"])
+    ring = replace(one, parallel=replace(one.parallel, ring=2, ulysses=2))
+    alone, shared = memory_per_gpu(one, 8), memory_per_gpu(ring, 8)
+    assert (shared.activations, shared.logits) == (alone.activations / 4, alone.logits / 4)
+    assert (shared.weights, shared.optimizer) == (alone.weights, alone.optimizer)  # over the same eight ranks

@@ -136,3 +136,28 @@ def test_world_size_must_fit_tensor_parallelism_and_batch():
     )
     assert "use train.batch_size=1056" in refusal("3b_sb", world_size=528)
     validate(load_config(["config=3b_sb", "parallel.tensor=2"]), world_size=64, gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "sentence"),
+    [
+        ("1b_sb", ["parallel.ulysses=5"], "24 key/value heads of the model: use parallel.ulysses=1, 2, 3, 4, 6 or 8"),
+        (
+            "1b_sb",
+            ["parallel.tensor=2", "parallel.ulysses=8"],
+            "12 on each of parallel.tensor=2 ranks: use parallel.ulysses=1,",
+        ),
+        ("1b_sb", ["parallel.ring=3"], "data.length=4096 is no multiple of 6: use parallel.ring=1, 2, 4, 8, 16 or 32"),
+        ("350m_alibi", ["parallel.ring=2"], "set parallel.ulysses=1 and parallel.ring=1"),
+        ("350m_window512", ["parallel.ring=2"], "use parallel.ulysses instead"),
+        ("1b_sb", ["parallel.ring=2", "train.compile=model"], "use train.compile=none"),
+    ],
+)
+def test_context_parallelism_says_what_would_divide(name: str, overrides: list[str], sentence: str) -> None:
+    assert sentence in refusal(name, *overrides)
+
+
+def test_context_ranks_must_divide_the_processes():
+    text = refusal("1b_sb", "parallel.ring=4", world_size=6)
+    assert "4 context ranks do not divide the 6 processes that parallel.tensor=1 leaves of 6: use 1, 2, 3 or 6" in text
+    validate(load_config(["config=1b_sb", "parallel.ulysses=2", "parallel.ring=2"]), world_size=8, gpu=True)
