@@ -174,6 +174,7 @@ def test_a_job_gets_over(
     print(f"{fault.__name__}: finished {time.monotonic() - began:.0f} s after it; {job.log().splitlines()[-1]}")
 
 
+@pytest.mark.timeout(2400)
 def test_the_time_limit(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
     """Once the job trains, its limit comes near: with 60 to 120 s left, the signal is due 90 s before, or a minute sooner."""
     steps, early = 1200, 90
