@@ -102,6 +102,7 @@ def test_killed_conversions_go_on(command: list[str], tmp_path: Path, packing: s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_twenty_kills_at_random_moments(tokenizer: str, tmp_path: Path) -> None:
     for number in range(3):
         write_jsonl(tmp_path / f"{number}.jsonl.gz", make_texts(12_000, number))
@@ -164,7 +165,7 @@ def _with_little_room(arguments: list[str], folder: Path) -> None:
 def test_memory_does_not_grow_with_the_input(tokenizer: str, tmp_path: Path) -> None:
     line = json.dumps({"text": "incomprehensibilities " * 250}) + "\n"
     (tmp_path / "a.jsonl").write_text(line * (32_000_000 // len(line)))
-    config = {"sources": {"a": f"{tmp_path}/a.jsonl"}, "tokenizer": tokenizer, "length": 256, "buffer_tokens": 1 << 18}
+    config = {"sources": {"a": f"{tmp_path}/a.jsonl"}, "tokenizer": tokenizer, "length": 2048, "buffer_tokens": 1 << 18}
     (tmp_path / "c.yaml").write_text(json.dumps(config | {"shard_bytes": 1 << 20}))
     command = ["pack", "--config", f"{tmp_path}/c.yaml", "--out", str(tmp_path / "out"), "--workers", "1"]
     ours, theirs = get_context("fork").Pipe()
