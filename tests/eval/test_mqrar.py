@@ -125,6 +125,29 @@ def test_recorded_weights(core, groups):
     torch.testing.assert_close(weights(calls[1]).double(), exact, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("head_dim", [None, 32])
+def test_bank_on_a_gpu(core, head_dim, groups, tmp_path):
+    """bfloat16 products, heads of 256 in plain torch and of 32 by the kernels, against float32 on the CPU."""
+    task = Task(8, 64, 24, 24)
+    config = model_config(core, task, 256, head_dim)
+    recipe = Recipe(steps=4, batch=4, lrs=(1e-3, 1e-2), test_every=2, test_examples=6)
+    experiment = Experiment(config, task, recipe, groups, tmp_path / "a.json")
+    plain = Bank(config, 2, replace(groups, device=CPU))
+    tokens, rows = task.examples(3, 1, CPU).tokens, task.query_positions(CPU)
+    exact = plain(tokens, rows)
+    found = experiment.bank(tokens.to(groups.device), rows.to(groups.device)).float().cpu()
+    assert (found - exact).abs().max() <= 0.03 * exact.abs().max()
+    experiment._train_step()
+    assert not experiment.run(until=0)
+    again = Experiment(config, task, recipe, groups, tmp_path / "a.json")
+    assert again.step == 1
+    assert again.run()
+    losses = [loss for entry in again.history for loss in entry["loss"]]
+    assert np.isfinite(losses).all()
+
+
 def test_stopped_training_goes_on(groups, tmp_path):
     task = Task(2, 8, 4, 4)
     recipe = Recipe(steps=6, batch=4, lrs=(1e-3, 1e-2), test_every=3, test_examples=6)

@@ -120,6 +120,23 @@ def test_scores_are_those_of_whole_matrices(name, config, groups, haystack, toke
     assert answer(model, [prompt.tokens for prompt in prompts], tokenizer.eos_id)[0] == texts
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CORES)
+def test_scores_on_a_gpu(name, config, groups, haystack, tokenizer):
+    attention, position = CORES[name]
+    with torch.device(groups.device):
+        model = Decoder(replace(config.model, attention=attention, position=position), groups, 128)
+    initialize_weights(model, model.config, groups, seed=1)
+    model.eval().requires_grad_(False)
+    prompts = [draw_prompt(haystack, length, 90, 0) for length in (190, 150)]
+    spans = [prompt.span for prompt in prompts]
+    _, scores = answer(model, [prompt.tokens for prompt in prompts], tokenizer.eos_id, spans)
+    model.cpu()
+    for row, prompt in enumerate(prompts):
+        exact = all_weights(model, prompt.tokens)[:, :, -1, slice(*prompt.span)].sum(-1)
+        torch.testing.assert_close(scores[row].double(), exact, atol=1e-4, rtol=1e-3)
+
+
 def test_eos_is_never_answered(model, haystack, tokenizer):
     prompt = draw_prompt(haystack, 120, 50, 0).tokens
     liked = answer(model, [prompt], tokenizer.eos_id)[0][0][0]
