@@ -14,9 +14,6 @@ goes on where it was. Then `python -m eval.figures loss_by_position RUN ...` and
 """
 
 import argparse
-import json
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eval.command import begun, sentences, whole_numbers, write
 from eval.documents import read_documents
 from eval.environment import prepare
 from eval.results import results_file, run_folder
@@ -105,7 +103,7 @@ def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, lengt
     model, config = load_for_inference(checkpoint, initialize(), changes=changes)
     tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
     windows = cut_windows(read_documents(arguments.texts), tokenizer, lengths[-1], arguments.windows, arguments.join)
-    result: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "kind": "long_context",
         "run": run_folder(checkpoint).resolve().name,
         "checkpoint": checkpoint.name,
@@ -114,12 +112,8 @@ def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, lengt
         "joined": arguments.join,
         "asked": [lengths, arguments.windows],
         "train_length": config.data.length,
-        "lengths": {},
     }
-    if file.is_file():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        if all(before.get(key) == value for key, value in result.items() if key != "lengths"):
-            result = before
+    result = {"lengths": {}} | begun(file, settings)
     for length in lengths:
         if str(length) not in result["lengths"]:
             result["lengths"][str(length)] = summarise(losses(model, windows, length, lengths[0]))
@@ -132,19 +126,9 @@ def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, lengt
     return file
 
 
-def write(file: Path, result: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
-
-
 def parse_lengths(text: str) -> list[int]:
     """Ascending. Raises UserError."""
-    try:
-        lengths = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise UserError(f"--lengths must be whole numbers with commas between, not {text!r}") from None
+    lengths = sorted(set(whole_numbers(text, "--lengths")))
     if lengths[0] < 2 or any(lengths[-1] % length for length in lengths) or any(n % lengths[0] for n in lengths):
         raise UserError(
             f"--lengths={text}: each must be at least 2, divide the longest and be a multiple of the shortest"
@@ -162,16 +146,13 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]
     prepare()
-    try:
+    with sentences():
         if arguments.windows < 1:
             raise UserError(f"--windows must be at least 1, not {arguments.windows}")
         lengths = parse_lengths(arguments.lengths)
         for run in arguments.runs:
             if run not in changes:
                 print(evaluate(Path(run), changes, arguments, lengths))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ command that was stopped goes on where it was. Then `python -m eval.figures need
 """
 
 import argparse
-import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +24,10 @@ import numpy as np
 import torch
 
 from eval.attention_weights import mass, recorded
+from eval.command import begun, sentences, whole_numbers, write
 from eval.documents import read_documents
 from eval.environment import prepare
-from eval.long_context import CHANGEABLE, write
+from eval.long_context import CHANGEABLE
 from eval.results import results_file, run_folder
 from eval.text import TextTokenizer
 from ssscale.data.questions import question_tokens
@@ -149,15 +148,6 @@ class Evaluation:
             "train_length": config.data.length,
         }
 
-    def resume(self, open_result: dict[str, Any], settings: dict[str, Any]) -> None:
-        """Take over what the file has, if it is of the same settings."""
-        self.result |= settings
-        if self.file.is_file():
-            before = json.loads(self.file.read_text(encoding="utf-8"))
-            if all(before.get(key) == value for key, value in self.result.items()):
-                self.result = before
-        self.result = open_result | self.result
-
     def answers(self, prompts: list[Prompt], scores: bool = False) -> Iterator[tuple[Prompt, str, torch.Tensor | None]]:
         """The outcome for each prompt, several at once; with scores also [layers, heads]."""
         at_once = max(1, min(64, PASS_TOKENS // len(prompts[0].tokens)))
@@ -171,7 +161,7 @@ class Evaluation:
 
     def retrieve(self, lengths: list[int], depths: list[int], samples: int) -> None:
         """The cells of Figure 6 that the file does not have yet."""
-        self.resume({"cells": []}, {"samples": samples})
+        self.result = {"cells": []} | begun(self.file, self.result | {"samples": samples})
         done = {(cell["length"], cell["depth"]) for cell in self.result["cells"]}
         for length in lengths:
             for depth in depths:
@@ -188,7 +178,7 @@ class Evaluation:
 
     def score(self, length: int, trials: int) -> None:
         """Figures 7 and 8, which share a context length."""
-        self.resume({}, {"length": length, "num_trials": trials})
+        self.result = begun(self.file, self.result | {"length": length, "num_trials": trials})
         if "trials" in self.result:
             return
         city, number, depth = FIXED
@@ -211,16 +201,6 @@ class Evaluation:
         print(f"{self.result['run']} {length} tokens: {found} of {trials} found, highest score {best:.3f}", flush=True)
 
 
-def numbers(text: str, flag: str, least: int, most: int) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"{flag} must be whole numbers with commas between, not {text!r}") from None
-    if min(found) < least or max(found) > most:
-        raise UserError(f"{flag} must be from {least} to {most}, not {text}")
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")
@@ -233,10 +213,10 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]
     prepare()
-    try:
+    with sentences():
         default = "8000" if arguments.scores else "1000,2000,4000,6000,8000,10000"
-        lengths = numbers(arguments.lengths or default, "--lengths", 1, 2**24)
-        depths = numbers(arguments.depths, "--depths", 1, 100)
+        lengths = whole_numbers(arguments.lengths or default, "--lengths")
+        depths = whole_numbers(arguments.depths, "--depths", 1, 100)
         if min(arguments.samples, arguments.trials) < 1:
             raise UserError("--samples and --trials must be at least 1")
         if arguments.scores and len(lengths) > 1:
@@ -251,9 +231,6 @@ def main() -> None:
             else:
                 evaluation.retrieve(lengths, depths, arguments.samples)
             print(evaluation.file)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

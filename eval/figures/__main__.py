@@ -13,12 +13,12 @@ Each is written as PNG and PDF. Figure 2 of arXiv:2501.19399 is `python -m eval.
 
 import argparse
 import difflib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from eval.command import sentences
 from eval.figures import length, needle, recall, save, theory
 from ssscale.errors import UserError
 
@@ -54,11 +54,8 @@ def main() -> None:
     parser.add_argument("paths", type=Path, nargs="*")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    try:
+    with sentences():
         files = save(draw(arguments.name, arguments.paths), arguments.out or Path("docs/figures") / arguments.name)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     print(*files, sep="\n")
 
 

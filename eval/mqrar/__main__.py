@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from eval.command import sentences, whole_numbers
 from eval.mqrar.picture import write_picture
 from eval.mqrar.task import Task
 from eval.mqrar.train import Experiment, Recipe, model_config
@@ -25,13 +26,6 @@ from ssscale.parallel.groups import Groups, initialize
 from ssscale.schema import Core
 
 LETTERS = Task(pairs=16, length=64, num_keys=26, num_values=10)
-
-
-def numbers(text: str, flag: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"{flag} must be whole numbers with commas between, not {text!r}") from None
 
 
 def cores(text: str) -> list[Core]:
@@ -44,7 +38,7 @@ def cores(text: str) -> list[Core]:
 
 def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
     """Every point of Figure 3 that has no result yet. Whether all have one now."""
-    for pairs in numbers(arguments.pairs, "--pairs"):
+    for pairs in whole_numbers(arguments.pairs, "--pairs"):
         task = Task(pairs, arguments.length, arguments.keys, arguments.values)
         for core in cores(arguments.cores):
             file = arguments.out / f"{core.value}-{pairs:03d}.json"
@@ -67,7 +61,7 @@ def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until
     """The models of Figure 4 (width 100, heads of 32), and their attention on one sequence."""
     for core in cores(arguments.cores):
         file = arguments.out / f"attention-{core.value}.json"
-        if file.is_file():
+        if file.is_file() and '"weights"' in file.read_text(encoding="utf-8"):
             continue
         experiment = Experiment(model_config(core, LETTERS, 100, 32), LETTERS, recipe, groups, file)
         if not experiment.run(until):
@@ -94,14 +88,11 @@ def main() -> None:
     arguments = parser.parse_args()
     until = time.monotonic() + 60 * arguments.minutes
     recipe = replace(Recipe(), steps=arguments.steps, batch=arguments.batch, seed=arguments.seed)
-    try:
+    with sentences():
         if min(arguments.steps, arguments.batch) < 1:
             raise UserError("--steps and --batch must be at least 1")
         torch.set_float32_matmul_precision("high")  # the operands are bfloat16: exact in TF32
         done = {"curve": curve, "picture": picture}[arguments.what](arguments, recipe, initialize(), until)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     if not done:
         print("stopped: time is up, the same command goes on", file=sys.stderr)
         sys.exit(SAVED)

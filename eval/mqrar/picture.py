@@ -6,6 +6,7 @@ from string import ascii_uppercase
 import torch
 
 from eval.attention_weights import recorded, weights
+from eval.command import write
 from eval.mqrar.model import Bank
 from eval.mqrar.task import TEST_SEED, Task
 from eval.mqrar.train import Experiment
@@ -37,4 +38,4 @@ def write_picture(experiment: Experiment) -> None:
         "weights": [[[round(x, 4) for x in row] for row in weights(call)[0].tolist()] for call in calls],
     }
     result["name"] = "softmax + RoPE" if bank.config.attention.core is Core.softmax else "stick-breaking"
-    experiment.file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    write(experiment.file, result)

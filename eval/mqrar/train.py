@@ -1,6 +1,5 @@
 """Training of a core's models on one number of pairs, all learning rates at once; stops and goes on at any step."""
 
-import json
 import math
 import os
 import time
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eval.command import write
 from eval.mqrar.model import Bank
 from eval.mqrar.task import TEST_SEED, Task
 from ssscale.parallel.groups import Groups
@@ -164,8 +164,5 @@ class Experiment:
             "seconds": round(self.seconds, 1),
             "device": torch.cuda.get_device_name() if self.groups.device.type == "cuda" else "cpu",
         }
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, self.file)
+        write(self.file, result, indent=1)
         self.state_file.unlink(missing_ok=True)

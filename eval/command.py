@@ -1,0 +1,49 @@
+"""What the commands of this folder share."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ssscale.errors import UserError
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """A UserError becomes its sentence on stderr and exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def whole_numbers(text: str, flag: str, least: int = 1, most: int = 2**24) -> list[int]:
+    """`1,2,3` as a list. Raises UserError."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{flag} must be whole numbers with commas between, not {text!r}") from None
+    if min(found) < least or max(found) > most:
+        raise UserError(f"{flag} must be from {least} to {most}, not {text}")
+    return found
+
+
+def begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier call with the same settings has written, else the settings alone."""
+    if file.is_file():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        if all(before.get(key) == value for key, value in settings.items()):
+            return dict(before)
+    return dict(settings)
+
+
+def write(file: Path, result: dict[str, Any], indent: int | None = None) -> None:
+    """Replace a result file as a whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
+    os.replace(temporary, file)
