@@ -23,7 +23,7 @@ def verdicts(layout: Layout, planted: list[tuple[str, int]]) -> list[str | None]
     train_step(engine, groups, 0)
     found: list[str | None] = []
     for name, rank in [("", -1), *planted]:
-        weight = {name: weight for name, weight, _ in engine.copies()}.get(name)
+        weight = {n: w for n, w, _ in engine.copies()}.get(name)
         if groups.rank == rank:
             assert weight is not None
             flip(weight, len(found))
@@ -54,10 +54,10 @@ ROWS: list[tuple[dict[str, Any], list[tuple[str, int]], list[str]]] = [
     ),
     (  # two halves of the norm, each on two ranks
         {"tensor": 2, "context": "ulysses2", "zero": 3},
-        [("norm.weight", 1), ("blocks.0.attention.core.s", 2)],
+        [("norm.weight", 1), ("blocks.0.attention_norm.weight", 2)],
         [
             "step 7: norm.weight differs between rank 0, 1,",
-            "step 7: blocks.0.attention.core.s differs between rank 2, 3,",
+            "step 7: blocks.0.attention_norm.weight differs between rank 2, 3,",
         ],
     ),
 ]
