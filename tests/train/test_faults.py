@@ -37,7 +37,8 @@ def plant(fault: str, steps: tuple[int, ...], rank: int = 1) -> None:
             if fault == "die":
                 os._exit(1)
             if fault == "bit":
-                self.norm.weight.detach()[:1].view(torch.int32).bitwise_xor_(1)
+                # Once, in the first of the two microbatches; .data, as autograd would notice.
+                self.norm.weight.data[:1].view(torch.int32).bitwise_xor_(len(calls) % MICROBATCHES)
             if fault == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return losses * {"nan": torch.nan, "spike": 10.0, "bit": 1.0}[fault]
