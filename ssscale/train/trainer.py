@@ -63,11 +63,10 @@ class Trainer:
         self.folder = Path(config.folder)
         check_folder(self.folder, config)
         self.plan = Plan(config)
-        self.total_steps = self.plan.total_steps
         self.reader = newest_whole(self.folder / "checkpoints", groups)
         self.state = read_rollback(self.folder, self.reader.state) if self.reader else TrainState()
-        self.saved_step, self.skipped_in_a_row, self.held = self.state.step, 0, 0
-        self.spikes = SpikeDetector(config.train.spike_z)
+        self.saved_step, self.spikes = self.state.step, SpikeDetector(config.train.spike_z)
+        self.skipped_in_a_row = self.held = 0
         self.part = self.plan.at(self.state.step)
         self.config = self.plan.configs[self.part.stage]  # of the stage that is trained
         last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
@@ -137,16 +136,16 @@ class Trainer:
         """
         self.watchdog = Watchdog(self.folder, self.groups.rank, self.groups.world_size, self.run_config.train.watchdog)
         try:
-            if self.total_steps == 0 and not list_checkpoints(self.folder / "checkpoints"):
+            if self.plan.total_steps == 0 and not list_checkpoints(self.folder / "checkpoints"):
                 self._start_save()  # the weights that the run begins with are what was asked for
                 if self.writer.wait() is None:
                     raise UserError(f"the weights could not be saved in {self.folder}: make room there")
-            while self.state.step < self.total_steps:
+            while self.state.step < self.plan.total_steps:
                 try:
                     self._run()
                 except Rollback:
                     self._roll_back()
-            logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.total_steps)
+            logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.plan.total_steps)
         except RuntimeError as error:
             stop = explain(error, self.config, self.groups.rank, self.state.step + 1, self.watchdog.phase, self.held)
             if stop is None:
@@ -160,7 +159,7 @@ class Trainer:
 
     def _run(self) -> None:
         train = self.run_config.train
-        self.metrics = Metrics(self.folder, self.state.step, self.total_steps, self.groups.is_main, train.wandb)
+        self.metrics = Metrics(self.folder, self.state.step, self.plan.total_steps, self.groups.is_main, train.wandb)
         self.parts = StepParts(self.groups.device.type == "cuda")
         logged = self.state.step
         with self.metrics as metrics:
@@ -208,11 +207,11 @@ class Trainer:
                 )
 
     def _is_due(self, step: int, every: int) -> bool:
-        return every > 0 and (step % every == 0 or step == self.total_steps)
+        return every > 0 and (step % every == 0 or step == self.plan.total_steps)
 
     def _steps(self) -> Iterator[list[Batch]]:
         """The microbatches of each step to the end of the run, from part to part of the plan."""
-        while self.state.step < self.total_steps:
+        while self.state.step < self.plan.total_steps:
             part = self.plan.at(self.state.step)
             with self.watch.paused():
                 self._enter(part)
@@ -221,7 +220,7 @@ class Trainer:
                 mixes=self.plan.mixes(self.config.data.path, self.state.skipped),
                 seed=self.config.data.shuffle_seed,
                 first_sample=self.plan.next_sample(self.state.step, self.state.skipped),
-                num_samples=(min(part.last_step, self.total_steps) - self.state.step) * part.batch_size,
+                num_samples=(min(part.last_step, self.plan.total_steps) - self.state.step) * part.batch_size,
                 batch_size=part.batch_size,
                 microbatch=self.config.train.microbatch,
                 rank=self.groups.data_rank,
