@@ -35,7 +35,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     import torch
 
     from ssscale.config import load_config, validate
-    from ssscale.errors import SAVED, Stop
+    from ssscale.errors import DIVERGED, SAVED, UNEQUAL, Stop
 
     config = load_config(argv)
     rank = int(os.environ.get("RANK", "0"))
@@ -45,7 +45,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     warnings.filterwarnings("ignore", module="megatron|deepspeed|torch.distributed")  # about parts that we do not use
     validate(config, int(os.environ.get("WORLD_SIZE", "1")), gpu=torch.cuda.is_available())
 
-    from ssscale.parallel.groups import initialize, shutdown
+    from ssscale.parallel.groups import initialize, shutdown, shutdown_together
     from ssscale.train.trainer import Trainer
 
     parallel, local_rank = config.parallel, int(os.environ.get("LOCAL_RANK", "0"))
@@ -61,8 +61,8 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     try:
         Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID")).run()
     except Stop as stop:
-        if stop.code == SAVED:
-            shutdown()  # all ranks stop together
+        if stop.code in (SAVED, DIVERGED, UNEQUAL):  # which all ranks find at the same step
+            shutdown_together()
         raise
     shutdown()  # not after an error: the other ranks may be inside a collective, and the launcher ends them
 

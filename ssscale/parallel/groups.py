@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -117,6 +118,14 @@ def _context_groups(ulysses: int, ring: int) -> tuple[dist.ProcessGroup | None, 
     neighbours = [list(ranks[i : i + ulysses]) for ranks in whole for i in range(0, len(ranks), ulysses)]
     apart = [list(ranks[i::ulysses]) for ranks in whole for i in range(ulysses)]
     return dist.new_subgroups_by_enumeration(neighbours)[0], dist.new_subgroups_by_enumeration(apart)[0]
+
+
+def shutdown_together() -> None:
+    """Shut down once every rank is here: one that left earlier would look lost to those inside a collective with it."""
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # a rank that is lost by now changes nothing about how this one ends
+            dist.all_reduce(torch.zeros(1))
+    shutdown()
 
 
 def shutdown() -> None:
