@@ -242,7 +242,9 @@ class Trainer:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        self._event("skipped", step=self.state.step, in_a_row=self.skipped_in_a_row)
+        if self.groups.is_main:
+            event = {"event": "skipped", "step": self.state.step, "in_a_row": self.skipped_in_a_row}
+            write_event(self.folder, event)
         logger.warning("step %d has NaN or Inf in its gradients and changes nothing", self.state.step)
         if self.skipped_in_a_row >= self.run_config.train.max_skipped:
             raise Rollback
@@ -255,7 +257,9 @@ class Trainer:
         reader = newest_whole(self.folder / "checkpoints", self.groups)
         if reader is None:
             raise Stop(f"losses are NaN up to step {step} and there is no checkpoint to go back to", DIVERGED)
-        state = read_rollback(self.folder, reader.state)
+        state, passed = reader.state, self.state.skipped
+        if passed and passed[-1][0] == state.step:  # from memory: the main rank may have written its file already
+            state = replace(state, skipped=passed)
         times = sum(at == state.step for at, _ in state.skipped)
         if times == MAX_ROLLBACKS:
             raise Stop(
@@ -267,16 +271,12 @@ class Trainer:
         self.state = replace(state, skipped=(*state.skipped, (state.step, rows)))
         if self.groups.is_main:
             write_rollback(self.folder, self.state)
-        self._event("rollback", step=step, to=state.step, rows=rows)
+            write_event(self.folder, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
         logger.warning("NaN up to step %d: back to step %d, passing over %d rows", step, state.step, rows)
         self.part = self.plan.at(state.step)
         self.config = self.plan.configs[self.part.stage]
         self._open_data(None)
         self._rebuild(reader)
-
-    def _event(self, name: str, **more: Any) -> None:
-        if self.groups.is_main:
-            write_event(self.folder, {"event": name, **more})
 
     def _enter(self, part: Part) -> None:
         """Make ready for a part of the plan; a stage with another model is built anew from a checkpoint of this one."""
