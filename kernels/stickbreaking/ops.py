@@ -209,6 +209,8 @@ def _(grad_o, grad_log_rest, q, k, v, *_):  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, cu_q, cu_k, q_offsets, log_rest_in, ctx.max_q, ctx.max_k, ctx.scale, _ = inputs
     _, _, row_carry, row_tile, block_stop = output
+    # A log_rest that nobody uses has no gradient: without this it would be a tensor of zeros, to be read.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, cu_q, cu_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop)
 
 
