@@ -15,7 +15,7 @@ def prepare() -> None:
     for name in OFFLINE:
         os.environ.setdefault(name, os.environ.get("HF_HUB_OFFLINE", "1"))
     os.environ.setdefault("TQDM_DISABLE", "1")  # our own progress bar takes its place
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # many texts at once; nothing forks and then tokenizes
     os.environ.setdefault(
         "DISABLE_MULTIPROC", "1"
     )  # lm-eval would fork a pool for its bootstrap, torch's threads running

@@ -1,10 +1,11 @@
 """lm-eval's view of our model: requests become documents of packed forward passes, without padding, contexts once."""
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lm_eval.api.instance import Instance
@@ -14,7 +15,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import Progress
 from torch import Tensor
 
+from eval.batches import alike, batch_bounds, pack
 from eval.text import TextTokenizer
+from kernels.softmax import varied_documents
+from kernels.upload import upload
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache
@@ -22,21 +26,30 @@ from ssscale.model.decoder import Decoder
 from ssscale.model.generate import generate
 from ssscale.schema import RopeScaling
 
-LOGITS = 2**28  # elements of a batch's logits: 1 GiB in float32
-MAX_BATCH_TOKENS = 16_384
 DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task does not say
 
 Scored = tuple[float, bool]
-Encoded = tuple[tuple[str, str], list[int], list[int]]
-T = TypeVar("T")
+Tokens = Sequence[int] | np.ndarray
+Encoded = tuple[tuple[str, str], Tokens, Tokens]
+J = TypeVar("J")
+P = TypeVar("P")
 R = TypeVar("R")
 
 
 class Question(NamedTuple):
     """A context's tokens and the numbers of the requests that continue it."""
 
-    context: tuple[int, ...]
+    context: np.ndarray
     members: list[int]
+
+
+class Scores(NamedTuple):
+    """What a pass found, still on its device: ln p and greediness of every token of its requests, one behind the other."""
+
+    members: list[int]
+    counts: list[int]
+    values: Tensor
+    greedy: Tensor
 
 
 class PackedLM(TemplateLM):
@@ -64,7 +77,7 @@ class PackedLM(TemplateLM):
         super().__init__()
         self.model, self.text, self.length, self.name, self.show = model, tokenizer, length, name, show
         self._device = model.groups.device
-        fitting = min(MAX_BATCH_TOKENS, LOGITS // model.config.vocab_size)
+        fitting, self.batch_rows = batch_bounds(model)
         self.batch_tokens = max(length, batch_tokens or fitting)
 
     @property
@@ -90,15 +103,31 @@ class PackedLM(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Scored]:
         """(log-likelihood in nats, whether greedy decoding gives the continuation) of each (context, continuation)."""
-        return super().loglikelihood(requests, disable_tqdm=True)
+        pairs = []
+        for context, continuation in (request.args for request in requests):
+            stripped = context.rstrip()
+            pairs.append((stripped, stripped + context[len(stripped) :] + continuation))
+        tokens = self._encode(itertools.chain.from_iterable(pairs))
+        encoded: list[Encoded] = []
+        for request, (context, whole) in zip(requests, pairs, strict=True):
+            before = tokens[context]
+            encoded.append((request.args, before, tokens[whole][len(before) :]))
+        return self._loglikelihood_tokens(encoded)
+
+    def _encode(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
+        """Each text's document: BOS and the tokens. Choices share their context, so most texts come several times."""
+        different = list(dict.fromkeys(texts))
+        bos = np.array([self.text.bos_id], dtype=np.int32)
+        tokens = self.text.encode_batch(different)
+        return {text: np.concatenate([bos, ids]) for text, ids in zip(different, tokens, strict=True)}
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """The log-likelihood of each whole text in nats, in windows of the model's length that score a token once."""
         windows: list[Encoded] = []
         owners: list[int] = []
-        for owner, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
-            for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.length, context_len=1):
+        texts = self.text.encode_batch([request.args[0] for request in requests])
+        for owner, tokens in enumerate(texts):
+            for pair in get_rolling_token_windows(tokens.tolist(), self.prefix_token_id, self.length, context_len=1):
                 windows.append((("", ""), *make_disjoint_window(pair)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
@@ -108,65 +137,55 @@ class PackedLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: list[Encoded], disable_tqdm: bool = True, **_: Any) -> list[Scored]:
         # Requests by the tokens of their context: the choices of a question share one.
-        groups: dict[tuple[int, ...], list[int]] = {}
-        answers: list[list[int]] = []
+        groups: dict[bytes, Question] = {}
+        answers: list[np.ndarray] = []
         for index, ((context, continuation), before, after) in enumerate(requests):
             if not 0 < len(after) <= self.length:
                 size = (
-                    "no tokens of its own" if not after else f"{len(after):,} tokens, the model takes {self.length:,}"
+                    f"{len(after):,} tokens, the model takes {self.length:,}" if len(after) else "no tokens of its own"
                 )
                 raise UserError(f"the continuation {continuation[:40]!r} of {context[-40:]!r} has {size}")
-            tokens = (before + after)[-(self.length + 1) :]
-            answers.append(after)
-            groups.setdefault(tuple(tokens[: -len(after)]), []).append(index)
+            answers.append(np.asarray(after, dtype=np.int32))
+            room = self.length + 1 - len(after)
+            beginning = np.asarray(before[-room:], dtype=np.int32)
+            groups.setdefault(beginning.tobytes(), Question(beginning, [])).members.append(index)
         alone, shared = [], []
-        for beginning, members in groups.items():
-            if self._shares and len(members) > 1 and len(beginning) > 1:
-                shared.append(Question(beginning, members))
+        for question in groups.values():
+            if self._shares and len(question.members) > 1 and len(question.context) > 1:
+                shared.append(question)
             else:
-                alone += [Question(beginning, [index]) for index in members]
+                alone += [Question(question.context, [index]) for index in question.members]
         # An answer's last token is predicted only, so it takes no room.
         sizes = [len(question.context) + len(answers[question.members[0]]) - 1 for question in alone]
-        jobs = [("log-likelihoods", [alone[i] for i in batch]) for batch in pack(sizes, self.batch_tokens)]
-        jobs += [("log-likelihoods", [shared[i] for i in batch]) for batch in self._pack_shared(shared, answers)]
-        parts = self._share_out(jobs, lambda questions: self._score(questions, answers), len(requests))
-        return [parts[index] for index in range(len(requests))]
+        rows = [len(answers[question.members[0]]) for question in alone]
+        jobs = [[alone[i] for i in batch] for batch in pack(sizes, self.batch_tokens, rows, self.batch_rows)]
+        sizes = [len(q.context) + max(len(answers[i]) for i in q.members) for q in shared]
+        rows = [1 + sum(len(answers[i]) - 1 for i in q.members) for q in shared]
+        slots = [len(q.members) for q in shared]
+        jobs += [[shared[i] for i in batch] for batch in pack(sizes, self.batch_tokens, rows, self.batch_rows, slots)]
+        found = self._share_out("log-likelihoods", jobs, lambda job: self._score(job, answers), collect)
+        return [found[index] for index in range(len(requests))]
 
     @property
     def _shares(self) -> bool:
         """Whether a context's keys serve all its continuations: not where they depend on the whole text's length."""
         return self.model.config.position.rope_scaling != RopeScaling.dynamic_ntk
 
-    def _pack_shared(self, questions: list[Question], answers: list[list[int]]) -> Iterator[list[int]]:
-        """Numbers of questions by batches whose key/value cache is within the batch's tokens, the largest first."""
-        sizes = [len(q.context) + max(len(answers[i]) for i in q.members) for q in questions]
-        batch: list[int] = []
-        slots = 0
-        for index in sorted(range(len(questions)), key=lambda i: -sizes[i]):
-            slots += len(questions[index].members)
-            if batch and slots * sizes[batch[0]] > self.batch_tokens:
-                yield batch
-                batch, slots = [], len(questions[index].members)
-            batch.append(index)
-        if batch:
-            yield batch
-
     def _share_out(
-        self, jobs: list[tuple[str, list[T]]], work: Callable[[list[T]], dict[int, R]], total: int
+        self, name: str, jobs: list[list[J]], work: Callable[[list[J]], P], collected: Callable[[list[P]], dict[int, R]]
     ) -> dict[int, R]:
         """The results of all jobs by request, each of them done by one of the data-parallel ranks.
 
         Whole batches are shared out, which are the same for any number of ranks: so are the results, to the last bit.
+        collected: reads what `work` has left on the device, when all of it has been launched.
         """
         groups = self.model.groups
-        found: dict[int, R] = {}
-        mine = jobs[groups.data_rank :: groups.data_size]
+        parts: list[P] = []
         with Progress(disable=not self.show, transient=True) as progress:
-            task = progress.add_task(jobs[0][0] if jobs else "", total=math.ceil(total / groups.data_size))
-            for _, job in mine:
-                results = work(job)
-                found |= results
-                progress.advance(task, len(results))
+            mine = jobs[groups.data_rank :: groups.data_size]
+            for job in progress.track(mine, description=name):
+                parts.append(work(job))
+        found = collected(parts)
         if groups.data_size > 1:
             everything: list[dict[int, R]] = [{} for _ in range(groups.data_size)]
             dist.all_gather_object(everything, found, group=groups.replica_group)
@@ -174,75 +193,73 @@ class PackedLM(TemplateLM):
         return found
 
     @torch.no_grad()
-    def _score(self, questions: list[Question], answers: list[list[int]]) -> dict[int, Scored]:
+    def _score(self, questions: list[Question], answers: list[np.ndarray]) -> Scores:
         """One forward pass over contexts and answers, or, where answers share a context, one for each of the two."""
-        shared = any(len(question.members) > 1 for question in questions)
         members = [index for question in questions for index in question.members]
-        if shared:
-            logits = self._cached_logits(questions, [answers[index] for index in members])
-        else:
-            logits = self._logits([(question.context, answers[question.members[0]]) for question in questions])
-        counts = [len(answers[index]) for index in members]
-        targets = torch.tensor([token for index in members for token in answers[index]], device=logits.device)
-        values = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].double().cpu()
-        greedy = (logits.argmax(-1) == targets).cpu()
-        parts = zip(members, values.split(counts), greedy.split(counts), strict=True)
-        return {index: (float(value.sum()), bool(same.all())) for index, value, same in parts}
+        with varied_documents():
+            if len(members) > len(questions):
+                logits, rows = self._cached_logits(questions, [answers[index] for index in members])
+            else:
+                logits, rows = self._logits(
+                    [(question.context, answers[question.members[0]]) for question in questions]
+                )
+        targets = self._upload(np.concatenate([answers[index] for index in members]))
+        logits = logits.float()
+        values = logits[rows, targets].double() - logits.logsumexp(-1).double()[rows]
+        greedy = logits.argmax(-1)[rows] == targets
+        return Scores(members, [len(answers[index]) for index in members], values, greedy)
 
-    def _logits(self, documents: list[tuple[tuple[int, ...], list[int]]]) -> Tensor:
-        """The logits of each answer's tokens, [sum of answers, vocab_size] float32. documents: (context, answer)."""
+    def _upload(self, numbers: Any) -> Tensor:
+        return upload(torch.from_numpy(np.asarray(numbers, dtype=np.int64)), self._device)
+
+    def _logits(self, documents: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
+        """Logits, and in which row of them each token of the answers is predicted. documents: (context, answer)."""
         lengths = [len(context) + len(answer) - 1 for context, answer in documents]
-        inputs = [token for context, answer in documents for token in (*context, *answer[:-1])]
-        rows: list[int] = []
-        end = 0
-        for length, (_, answer) in zip(lengths, documents, strict=True):
-            end += length
-            rows += range(end - len(answer), end)
+        inputs = [part for context, answer in documents for part in (context, answer[:-1])]
+        ends = itertools.accumulate(lengths)
+        rows = [np.arange(end - len(answer), end) for end, (_, answer) in zip(ends, documents, strict=True)]
         # Sequence parallelism shares the tokens out evenly; a document behind the others changes none of them.
-        filler = -len(inputs) % self.model.groups.tensor_size
+        filler = -sum(lengths) % self.model.groups.tensor_size
         if filler:
-            inputs += [self.prefix_token_id] * filler
+            inputs.append(np.full(filler, self.prefix_token_id))
             lengths.append(filler)
-        layout = PackedLayout.from_lengths(lengths, self.length).to(self._device)
-        tokens, chosen = (torch.tensor(numbers, device=self._device) for numbers in (inputs, rows))
-        return self.model(tokens, layout, rows=chosen).float()
+        # A power of two: a bound for each batch's own longest document could have kernels compiled again and again.
+        layout = PackedLayout.from_lengths(lengths, 1 << (max(lengths) - 1).bit_length())
+        cu_seqlens, positions = upload(layout.cu_seqlens, self._device), upload(layout.positions, self._device)
+        layout = replace(layout, cu_seqlens=cu_seqlens, positions=positions)
+        chosen = np.concatenate(rows)
+        logits = self.model(self._upload(np.concatenate(inputs)), layout, rows=self._upload(chosen))
+        return logits, self._upload(np.arange(len(chosen)))
 
-    def _cached_logits(self, questions: list[Question], answers: list[list[int]]) -> Tensor:
+    def _cached_logits(self, questions: list[Question], answers: list[np.ndarray]) -> tuple[Tensor, Tensor]:
         """As `_logits`, for answers in the order of their questions: each context is computed once."""
-        lengths: list[int] = []
-        sources: list[int] = []
-        firsts: list[int] = []
-        for question in questions:
-            firsts.append(len(sources))
-            lengths += [len(question.context)] * len(question.members)
-            sources += [firsts[-1]] * len(question.members)
-        cache = KVCache(self.model, [n + len(answer) for n, answer in zip(lengths, answers, strict=True)])
-        contexts: list[Sequence[int]] = [()] * len(sources)
-        for first, question in zip(firsts, questions, strict=True):
+        numbers = [number for number, question in enumerate(questions) for _ in question.members]
+        firsts = [0, *itertools.accumulate(len(question.members) for question in questions)]
+        finals = [len(questions[n].context) + len(answer) for n, answer in zip(numbers, answers, strict=True)]
+        cache = KVCache(self.model, finals)
+        contexts: list[np.ndarray] = [answers[0][:0]] * len(answers)
+        for first, question in zip(firsts, questions, strict=False):
             contexts[first] = question.context
-        beginnings = self._extend(cache, contexts, [len(context) - 1 for context in contexts if context])
-        cache.share(sources)
+        ends = np.cumsum([len(question.context) for question in questions]) - 1
+        logits = [self._extend(cache, contexts, ends)]
+        cache.share([firsts[n] for n in numbers])
         # The context's last token predicts an answer's first one, and so on; the last one is predicted only.
         rests = [answer[:-1] for answer in answers]
-        later = self._extend(cache, rests, range(sum(map(len, rests)))) if any(rests) else None
-        parts, used = [], 0
-        for source, rest in zip(sources, rests, strict=True):
-            parts.append(beginnings[firsts.index(source)][None])
-            if later is not None and rest:
-                parts.append(later[used : used + len(rest)])
-                used += len(rest)
-        return torch.cat(parts)
+        if any(map(len, rests)):
+            logits.append(self._extend(cache, rests, np.arange(sum(map(len, rests)))))
+        rows: list[int] = []
+        later = len(questions)
+        for number, rest in zip(numbers, rests, strict=True):
+            rows += [number, *range(later, later + len(rest))]
+            later += len(rest)
+        return torch.cat(logits), self._upload(rows)
 
-    def _extend(self, cache: KVCache, parts: Sequence[Sequence[int]], rows: Sequence[int]) -> Tensor:
-        """Add parts[b] to each cached sequence; the logits of `rows`: of all tokens, or one a non-empty part, within it."""
+    def _extend(self, cache: KVCache, parts: list[np.ndarray], rows: np.ndarray) -> Tensor:
+        """Add parts[b] to each cached sequence; the logits of these rows of all parts."""
         layout = cache.begin([len(part) for part in parts])
-        tokens = [token for part in parts for token in part]
-        if len(rows) < len(tokens):
-            starts = [0, *itertools.accumulate(len(part) for part in parts if part)]
-            rows = [start + row for start, row in zip(starts, rows, strict=False)]
-        tokens += [0] * (len(layout.positions) - len(tokens))
-        inputs, chosen = (torch.tensor(numbers, device=self._device) for numbers in (tokens, list(rows)))
-        return self.model(inputs, layout, cache=cache, rows=chosen).float()
+        tokens = np.concatenate(parts)
+        tokens = np.pad(tokens, (0, len(layout.positions) - len(tokens)))
+        return self.model(self._upload(tokens), layout, cache=cache, rows=self._upload(rows))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Each context's continuation up to the first of its stop strings, the document's end or its token limit."""
@@ -258,60 +275,53 @@ class PackedLM(TemplateLM):
             prompts.append(self.tok_encode(context)[-room:])
             settings.append(options)
         jobs = []
-        for options, members in _alike(settings):
+        for options, members in alike(settings):
             sizes = [len(prompts[i]) + options["max_gen_toks"] for i in members]
-            for batch in pack(sizes, self.batch_tokens, slots=True):
-                jobs.append(("generation", [(members[i], options) for i in batch]))
+            batches = pack(sizes, self.batch_tokens, [1] * len(sizes), self.batch_rows, slots=[1] * len(sizes))
+            jobs += [[(members[i], options) for i in batch] for batch in batches]
 
         def work(batch: list[tuple[int, dict[str, Any]]]) -> dict[int, str]:
             texts = self._generate([prompts[i] for i, _ in batch], batch[0][1])
             return {i: text for (i, _), text in zip(batch, texts, strict=True)}
 
-        found = self._share_out(jobs, work, len(requests))
+        def merged(parts: list[dict[int, str]]) -> dict[int, str]:
+            return {i: text for part in parts for i, text in part.items()}
+
+        found = self._share_out("generation", jobs, work, merged)
         return [found[index] for index in range(len(requests))]
 
     def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
-        until = options.get("until") or []
-        texts = generate(
-            self.model,
-            prompts,
-            options["max_gen_toks"],
-            eos_id=self.text.eos_id,
-            temperature=options.get("temperature") or 0.0,
-            top_p=options.get("top_p") or 1.0,
-            max_length=self.length,
-            stop=lambda tokens: any(end in self.text.decode(tokens) for end in until if end),
-        )
-        return [postprocess_generated_text(self.text.decode(tokens), until, None) for tokens in texts]
+        until = [end for end in options.get("until") or [] if end]
+        # A token has a byte at least, so an end that has just come is within so many tokens; some more for cut characters.
+        tail = max((len(end.encode()) for end in until), default=0) + 8
+
+        def ended(texts: list[list[int]]) -> list[bool]:
+            tails = self.text.decode_batch([tokens[-tail:] for tokens in texts])
+            return [any(end in text for end in until) for text in tails]
+
+        with varied_documents():
+            texts = generate(
+                self.model,
+                prompts,
+                options["max_gen_toks"],
+                eos_id=self.text.eos_id,
+                temperature=options.get("temperature") or 0.0,
+                top_p=options.get("top_p") or 1.0,
+                max_length=self.length,
+                stop=ended if until else None,
+                prefill_tokens=self.batch_tokens,
+            )
+        return [postprocess_generated_text(text, until, None) for text in self.text.decode_batch(texts)]
 
 
-def pack(lengths: Sequence[int], max_tokens: int, slots: bool = False) -> Iterator[list[int]]:
-    """Numbers of documents by batches of at most max_tokens tokens (or one document), the longest documents first.
-
-    slots: every document takes the room of its batch's longest, as in a key/value cache.
-
-    The longest first: what does not fit into memory fails at once, and neighbours take equally long.
-    """
-    batch: list[int] = []
-    used = 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and used + lengths[batch[0] if slots else index] > max_tokens:
-            yield batch
-            batch, used = [], 0
-        batch.append(index)
-        used += lengths[batch[0] if slots else index]
-    if batch:
-        yield batch
-
-
-def _alike(settings: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
-    """Requests by their generation settings."""
-    groups: list[tuple[dict[str, Any], list[int]]] = []
-    for index, options in enumerate(settings):
-        for known, members in groups:
-            if known == options:
-                members.append(index)
-                break
-        else:
-            groups.append((options, [index]))
-    return groups
+def collect(parts: list[Scores]) -> dict[int, Scored]:
+    """Sums over each request's tokens."""
+    if not parts:
+        return {}
+    values = torch.cat([part.values for part in parts]).cpu().numpy()
+    greedy = torch.cat([part.greedy for part in parts]).cpu().numpy()
+    counts = [count for part in parts for count in part.counts]
+    firsts = [0, *itertools.accumulate(counts)][:-1]
+    totals, all_greedy = np.add.reduceat(values, firsts), np.logical_and.reduceat(greedy, firsts)
+    members = [index for part in parts for index in part.members]
+    return {i: (float(total), bool(same)) for i, total, same in zip(members, totals, all_greedy, strict=True)}

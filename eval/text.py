@@ -13,6 +13,8 @@ from data_prep.tokenize import describe
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
 
+TEXTS_AT_ONCE = 4096  # their encodings are much larger than their tokens
+
 
 class TextTokenizer:
     """A tokenizer.json with the two tokens that bound a document: [BOS] + ids + [EOS].
@@ -55,9 +57,20 @@ class TextTokenizer:
         """The tokens of a text, without boundaries."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """`encode` of many texts, on all cores: the tokens of each, int32."""
+        for first in range(0, len(texts), TEXTS_AT_ONCE):
+            some = list(texts[first : first + TEXTS_AT_ONCE])
+            for encoding in self.tokenizer.encode_batch_fast(some, add_special_tokens=False):
+                yield np.array(encoding.ids, dtype=np.int32)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def decode_batch(self, texts: Sequence[Sequence[int]]) -> list[str]:
+        """`decode` of many texts, on all cores."""
+        return list(self.tokenizer.decode_batch([list(tokens) for tokens in texts], skip_special_tokens=False))
 
 
 @dataclass(frozen=True)

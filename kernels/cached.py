@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .exact import Bias, exact_attention
+from .upload import upload
 
 MAX_DECODE_QUERIES = 16  # up to this many new tokens a sequence, all sequences are one padded call
 
@@ -106,10 +107,15 @@ def _prefill(
     from torch.nn.attention.varlen import varlen_attn
 
     used = [n + count if count else 0 for n, count in zip(lengths, counts, strict=True)]
-    rows = torch.cat([torch.arange(b * capacity, b * capacity + n) for b, n in enumerate(used)]).to(q.device)
+    total = sum(used)
+    sizes = upload(torch.tensor(used, dtype=torch.int32), q.device)
+    cu_q = upload(torch.tensor(starts, dtype=torch.int32), q.device)
+    cu_k = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    slots = torch.arange(0, len(used) * capacity, capacity, device=q.device) - cu_k[:-1]
+    rows = torch.arange(total, device=q.device) + slots.repeat_interleave(sizes, output_size=total)
     repeats = q.shape[1] // k.shape[1]
-    k, v = (x[rows].repeat_interleave(repeats, 1) for x in (k, v))
-    cu_q = torch.tensor(starts, dtype=torch.int32, device=q.device)
-    cu_k = F.pad(torch.tensor(used).cumsum(0), (1, 0)).to(q.device, torch.int32)
+    k, v = k[rows], v[rows]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     reach = (-1 if window is None else window - 1, 0)
     return varlen_attn(q, k, v, cu_q, cu_k, max(counts), max(used), scale=scale, window_size=reach)

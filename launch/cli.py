@@ -3,30 +3,13 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 from ssscale.errors import OUT_OF_MEMORY, STALLED, Stop, UserError
+from ssscale.options import take_options
 
-
-def take_options(argv: list[str], options: Mapping[str, type]) -> tuple[dict[str, Any], list[str]]:
-    """Split `key=value ...` into the command's own options, as int, float or str, and what `load_config` reads.
-
-    Options that are absent from argv are absent from the dictionary. Raises UserError.
-    """
-    taken: dict[str, Any] = {}
-    rest: list[str] = []
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals or key not in options:
-            rest.append(argument)
-            continue
-        try:
-            taken[key] = options[key](text)
-        except ValueError:
-            expected = {int: "a whole number", float: "a number"}.get(options[key], "text")
-            raise UserError(f"{key} must be {expected}, not {text!r}") from None
-    return taken, rest
+__all__ = ["note_code", "run", "take_options"]
 
 
 def note_code(code: int) -> None:

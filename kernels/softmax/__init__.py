@@ -1,6 +1,6 @@
 """Causal softmax attention on packed documents by the fastest kernel of the machine."""
 
-from .backends import choose_backend
+from .backends import choose_backend, varied_documents
 from .interface import softmax_attention
 
-__all__ = ["choose_backend", "softmax_attention"]
+__all__ = ["choose_backend", "softmax_attention", "varied_documents"]

@@ -8,6 +8,8 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,18 @@ HALF = (torch.bfloat16, torch.float16)
 CUDNN_MIN_LENGTH = 256
 TILE_ELEMENTS = 1 << 22  # logits alive at once in plain torch
 
+_varied = ContextVar("_varied", default=False)
+
+
+@contextmanager
+def varied_documents() -> Iterator[None]:
+    """Inside, numbers and lengths of documents change from call to call: FlashAttention-2 runs, which builds no plans."""
+    before = _varied.set(True)
+    try:
+        yield
+    finally:
+        _varied.reset(before)
+
 
 def choose_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, max_seqlen: int, window: int | None, deterministic: bool
@@ -35,7 +49,7 @@ def choose_backend(
         return "cpu" if window is None else "exact"
     if dtype not in HALF or head_dim % 8:
         return "exact"
-    if deterministic or max_seqlen < CUDNN_MIN_LENGTH or not cudnn_graphs.available(device):
+    if deterministic or max_seqlen < CUDNN_MIN_LENGTH or _varied.get() or not cudnn_graphs.available(device):
         return "varlen"
     return "cudnn"
 

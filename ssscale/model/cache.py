@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.upload import upload
 from ssscale.layout import CachedKeys, PackedLayout
 from ssscale.model.decoder import Decoder
 
@@ -69,20 +70,20 @@ class KVCache:
         within = torch.arange(sum(counts), dtype=torch.int32) - cu_seqlens[:-1].repeat_interleave(sizes)
         positions = within + offsets.repeat_interleave(sizes)
         slots = torch.arange(len(counts)).repeat_interleave(sizes)
-        self._rows = (slots * self.capacity + positions).to(device)
+        self._rows = upload(slots * self.capacity + positions, device)
         self._first = not any(before)
         past = None
         if not self._first:
             bounds = torch.arange(len(counts) + 1, dtype=torch.int32) * self.capacity
             longest = max(n + count for n, count in zip(before, counts, strict=True))
             starts = cu_seqlens.tolist()
-            past = CachedKeys(
-                self.capacity, bounds.to(device), offsets.to(device), self._rows, list(before), starts, longest
-            )
+            bounds, offsets = upload(bounds, device), upload(offsets, device)
+            past = CachedKeys(self.capacity, bounds, offsets, self._rows, list(before), starts, longest)
         self.lengths = after
         uniform = counts[0] if self._first and len(set(counts)) == 1 else None
-        final = torch.tensor(final_lengths, dtype=torch.int32).to(device)
-        return PackedLayout(cu_seqlens.to(device), positions.to(device), max(counts), uniform, past, final)
+        final = upload(torch.tensor(final_lengths, dtype=torch.int32), device)
+        cu_seqlens, positions = upload(cu_seqlens, device), upload(positions, device)
+        return PackedLayout(cu_seqlens, positions, max(counts), uniform, past, final)
 
     def layers(self) -> list[LayerCache]:
         """Each layer's part for the pass that `begin` laid out."""
@@ -93,7 +94,7 @@ class KVCache:
         """Give every sequence b, which has no tokens yet, those of sequence sources[b] (its own where that is b)."""
         assert all(source == b or self.lengths[b] == 0 for b, source in enumerate(sources)), self.lengths
         longest = max(self.lengths)
-        slots = torch.tensor([*sources, *([len(self.lengths)] if self.filled else [])], device=self.k.device)
+        slots = upload(torch.tensor([*sources, *([len(self.lengths)] if self.filled else [])]), self.k.device)
         for x in (self.k, self.v):
             x[:, :, :longest] = x[:, slots, :longest]
         self.lengths = [self.lengths[source] for source in sources]
@@ -101,7 +102,7 @@ class KVCache:
     def keep(self, sequences: Sequence[int]) -> None:
         """Forget all sequences but these, which are numbered anew in the order given."""
         slots = [*sequences, *([len(self.lengths)] if self.filled else [])]
-        chosen = torch.tensor(slots, dtype=torch.int64, device=self.k.device)
+        chosen = upload(torch.tensor(slots, dtype=torch.int64), self.k.device)
         self.k, self.v = self.k[:, chosen], self.v[:, chosen]
         self.lengths = [self.lengths[b] for b in sequences]
         self.final_lengths = [self.final_lengths[b] for b in sequences]

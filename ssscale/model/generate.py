@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kernels.upload import upload
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 
 PREFILL_TOKENS = 16_384  # of all prompts together in one pass
+# Where fewer of the cached sequences still grow, the others are dropped: it copies the cache, so not at the end of each.
+GROWING = 0.75
 
-Stop = Callable[[list[int]], bool]
+Stop = Callable[[list[list[int]]], list[bool]]
 
 
 @torch.no_grad()
@@ -25,14 +28,15 @@ def generate(
     seed: int = 0,
     max_length: int | None = None,
     stop: Stop | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[list[int]]:
     """The new tokens of each prompt, without the end-of-document token that ends them.
 
     temperature 0 is greedy; else tokens are drawn from softmax(logits / temperature), restricted to the likeliest ones
     that together hold `top_p` (nucleus sampling, arXiv:1904.09751). Prompt i draws from its own generator, seeded with
     seed + i, so its text depends on nothing else in the batch. max_length: tokens of prompt and text together.
-    stop: is given the new tokens after each one and may end the text. Raises ValueError for an empty prompt or
-    a temperature or top_p out of range.
+    stop: is given the new tokens of all texts that have got one more, and says which of them end. Raises ValueError for an
+    empty prompt or a temperature or top_p out of range.
     """
     if not all(prompts):
         raise ValueError("a prompt needs at least one token: begin it with the beginning-of-document token")
@@ -45,26 +49,47 @@ def generate(
     if not active:
         return texts
     cache = KVCache(model, [len(prompts[i]) + room[i] for i in active])
-    logits = prefill(model, cache, [prompts[i] for i in active])
+    logits = prefill(model, cache, [prompts[i] for i in active], prefill_tokens)
+    slots: list[int | None] = [*active]  # the text of each cached sequence, None where it has ended
     while active:
-        going = []
-        for row, i in enumerate(active):
-            token = pick(logits[row], temperature, top_p, generators[i])
+        tokens = _pick_all(logits, slots, temperature, top_p, generators)
+        for slot, (i, token) in enumerate(zip(slots, tokens, strict=True)):
+            if i is None:
+                continue
             if token == eos_id:
+                slots[slot] = None
                 continue
             texts[i].append(token)
-            if len(texts[i]) < room[i] and not (stop and stop(texts[i])):
-                going.append(row)
-        if len(going) < len(active):
-            cache.keep(going)
-            active = [active[row] for row in going]
+            if len(texts[i]) == room[i]:
+                slots[slot] = None
+        active = [i for i in slots if i is not None]
+        if stop and active:
+            ended = {i for i, ends in zip(active, stop([texts[i] for i in active]), strict=True) if ends}
+            slots = [None if i in ended else i for i in slots]
+            active = [i for i in active if i not in ended]
+        if len(active) < GROWING * len(slots):
+            cache.keep([slot for slot, i in enumerate(slots) if i is not None])
+            slots = [*active]
         if active:
-            logits = extend(model, cache, [texts[i][-1:] for i in active])
+            logits = extend(model, cache, [[] if i is None else texts[i][-1:] for i in slots])
     return texts
 
 
+def _pick_all(
+    logits: Tensor, slots: list[int | None], temperature: float, top_p: float, generators: list[torch.Generator]
+) -> list[int]:
+    """A token for every slot; what it is for an empty one means nothing."""
+    if temperature == 0:
+        greedy: list[int] = logits.argmax(-1).tolist()
+        return greedy
+    rows = logits.cpu()
+    return [
+        0 if i is None else pick(row, temperature, top_p, generators[i]) for row, i in zip(rows, slots, strict=True)
+    ]
+
+
 def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Sequence[int]], chunk: int = PREFILL_TOKENS) -> Tensor:
-    """The logits after each prompt, [prompts, vocab_size] float32 on the CPU, and the prompts in the cache.
+    """The logits after each prompt, [prompts, vocab_size] float32, and the prompts in the cache.
 
     A pass takes at most `chunk` tokens (or one of each prompt that is not at its end), the same share of every prompt.
     """
@@ -84,7 +109,7 @@ def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Sequence[int]], ch
 
 @torch.no_grad()
 def extend(model: Decoder, cache: KVCache, parts: Sequence[Sequence[int]]) -> Tensor:
-    """Add parts[b] to each cached sequence b. Returns the logits after it, [sequences, vocab_size] float32 on the CPU.
+    """Add parts[b] to each cached sequence b. Returns the logits after it, [sequences, vocab_size] float32.
 
     The row of a sequence whose part is empty means nothing.
     """
@@ -93,14 +118,12 @@ def extend(model: Decoder, cache: KVCache, parts: Sequence[Sequence[int]]) -> Te
     tokens = [token for part in parts for token in part]
     tokens += [0] * (len(layout.positions) - len(tokens))  # what fills sequence parallelism's share up
     ends = torch.tensor([len(part) for part in parts]).cumsum(0) - 1
-    logits = model(torch.tensor(tokens, device=device), layout, cache=cache, rows=ends.clamp(min=0).to(device))
-    return logits.float().cpu()
+    rows = upload(ends.clamp(min=0), device)
+    return model(upload(torch.tensor(tokens), device), layout, cache=cache, rows=rows).float()
 
 
 def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """One token from logits [vocab_size] float32."""
-    if temperature == 0:
-        return int(logits.argmax())
+    """One token from logits [vocab_size] float32 on the CPU, at a temperature above 0."""
     probabilities, tokens = (logits / temperature).softmax(-1).sort(descending=True, stable=True)
     # A token is kept while those likelier than it hold less than top_p: the likeliest always is.
     probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0

@@ -39,7 +39,7 @@ def test_stops_at_the_end_of_the_document(model):
 
 def test_stops_where_told_and_at_the_length(model):
     text = generate(model, PROMPTS[:1], 12)[0]
-    assert generate(model, PROMPTS[:1], 12, stop=lambda tokens: len(tokens) == 3)[0] == text[:3]
+    assert generate(model, PROMPTS[:1], 12, stop=lambda texts: [len(tokens) == 3 for tokens in texts])[0] == text[:3]
     assert generate(model, PROMPTS, 12, max_length=31) == [*generate(model, PROMPTS[:2], 12), []]
 
 
@@ -84,3 +84,12 @@ def test_bad_settings(model, changed, words):
 def test_empty_prompt(model):
     with pytest.raises(ValueError, match="at least one token"):
         generate(model, [[]], 3)
+
+
+def test_texts_that_end_early_leave_the_others_alone(model):
+    """Their sequences stay in the cache until a quarter of them have ended."""
+    prompts = [[0, 5 * i, 200 - i] for i in range(8)]
+    ends = {tuple(greedy(model, prompt, 2 + i)) for i, prompt in enumerate(prompts)}
+    texts = generate(model, prompts, 10, stop=lambda texts: [tuple(tokens) in ends for tokens in texts])
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        assert text == greedy(model, prompt, 2 + i)

@@ -10,6 +10,7 @@ import pytest
 import zstandard
 from lm_eval.tasks import TaskManager
 
+from eval.against_hf import main as against_hf
 from eval.harness import PackedLM
 from eval.paper import PAPER_2, SUITE, our_rows
 from eval.suite import find_tasks
@@ -184,6 +185,43 @@ def test_per_example_parity_with_lm_evals_hf_backend(
                     assert x[1] == y[1]
         for key in ("acc,none", "acc_norm,none", "exact_match,strict-match"):
             assert found["results"][name].get(key) == expected["results"][name].get(key)
+
+
+def test_the_comparison_with_the_hf_backend(suite_run, eval_data, tmp_path, capsys) -> None:
+    pytest.importorskip("accelerate", reason="lm-eval's hf backend imports accelerate")
+    run, _ = suite_run
+    out = tmp_path / "comparison.json"
+    names = "piqa,mmlu,wikitext,gsm8k"
+    settings = ["dtype=float32", "batch_sizes=2,auto", "limit=4", f"out={out}", f"eval_data={eval_data}"]
+    against_hf([f"checkpoint={run}", f"tasks={names}", *settings])
+    printed = capsys.readouterr().out
+    results = json.loads(out.read_text())["tasks"]
+    assert list(results) == names.split(",")
+    assert [results[name]["requests"] for name in names.split(",")] == [8, 16, 4, 1]
+    for name, found in results.items():
+        assert (found["difference"] or 0.0) < 1e-4
+        assert found["same"] == 1
+        assert found["metric"][1] == pytest.approx(found["metric"][2], rel=1e-5)
+        assert found["ratio"] == pytest.approx(found["hf_seconds"] / found["our_seconds"])
+        assert set(found["hf_rates"]) == {"2", "auto"}
+        assert f"\n{name} " in printed
+    assert "all tasks: ours" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tasks=piqa"], "checkpoint=RUN is missing"),
+        (["checkpoint=x", "batch_sizes=8,big"], "batch_sizes must be whole numbers, and auto"),
+        (["checkpoint=x", "batch_sizes=auto"], "batch_sizes must be whole numbers, and auto"),
+        (["checkpoint=x", "dtype=int8"], "dtype must be bfloat16 or float32, not 'int8'"),
+        (["checkpoint=x", "limit=0"], "must be at least 1"),
+        (["checkpoint=x", "speed=1"], "unknown argument 'speed=1'"),
+    ],
+)
+def test_the_comparison_says_what_it_does_not_take(arguments, words) -> None:
+    with pytest.raises(UserError, match=words):
+        against_hf(arguments)
 
 
 def test_the_suite_runs_and_prints_the_papers_tables(suite_run, eval_data, capsys) -> None:
