@@ -3,7 +3,7 @@
     python -m eval.against_hf checkpoint=RUN [eval_data=data/eval] [tasks=hellaswag,piqa,...] [limit=1000]
         [batch_sizes=8,32,64,128,auto] [dtype=bfloat16] [length=1024] [out=FILE.json]
 
-limit:       examples of a task; of those that generate text an eighth
+limit:       examples of a task; half as many texts are generated
 batch_sizes: of the hf backend; the fastest on a sample of each task is taken (auto: its own search, up to the largest here)
 dtype:       of both models and of everything they compute: bfloat16, or float32 (stick-breaking skips nothing then)
 length:      tokens of a text that both are given at most (the training length)
@@ -207,7 +207,7 @@ def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list
     ((_, task),) = manager.load([name])["tasks"].items()
     kind = {"multiple_choice": "loglikelihood"}.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
     if kind == "generate_until":
-        limit = -(-limit // 8)
+        limit = -(-limit // 2)
     task.build_all_requests(limit=limit, rank=0, world_size=1)
     sample = sampled(task.instances, kind)
     largest = max(int(size) for size in sizes if size != "auto")

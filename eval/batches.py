@@ -1,7 +1,7 @@
 """Which requests a forward pass takes together."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,25 +11,34 @@ from ssscale.model.decoder import Decoder
 CPU_TOKENS, CPU_LOGITS = 16_384, 2**28
 MAX_TOKENS = 131_072  # more would be no faster
 MEMORY_SHARE = 8  # of a GPU's memory, one part for what a batch's tokens need and one for its logits
+CACHE_SHARE = 4  # of its memory, for the keys and values of texts that are generated together
 
 
-def batch_bounds(model: Decoder) -> tuple[int, int]:
-    """The most tokens and the most rows of logits of a pass, the same on all ranks (which must call this together)."""
+class Bounds(NamedTuple):
+    """The most tokens and rows of logits of a pass, and the most cached tokens while texts are generated."""
+
+    tokens: int
+    rows: int
+    cached: int
+
+
+def batch_bounds(model: Decoder) -> Bounds:
+    """The same on all ranks, which must call this together."""
     config, groups = model.config, model.groups
-    tokens, rows = CPU_TOKENS, CPU_LOGITS // config.vocab_size
+    tokens, rows, cached = CPU_TOKENS, CPU_LOGITS // config.vocab_size, CPU_TOKENS
     if groups.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(groups.device).total_memory // MEMORY_SHARE
+        memory = torch.cuda.get_device_properties(groups.device).total_memory
         size = next(model.parameters()).element_size()
-        cached = 2 * config.num_layers * config.kv_heads * config.head_size // groups.tensor_size
-        alive = 8 * config.hidden_size + 4 * config.ffn_hidden_size
-        tokens = min(MAX_TOKENS, memory // (size * (cached + alive)))
-        rows = memory // ((size + 8) * config.vocab_size)  # logits, in float32, and their exponentials
+        keys = size * 2 * config.num_layers * config.kv_heads * config.head_size // groups.tensor_size
+        alive = size * (8 * config.hidden_size + 4 * config.ffn_hidden_size)
+        tokens = min(MAX_TOKENS, memory // MEMORY_SHARE // (keys + alive))
+        rows = memory // MEMORY_SHARE // ((size + 8) * config.vocab_size)  # logits, in float32, and their exponentials
+        cached = memory // CACHE_SHARE // keys
     if model.sequence_parallel:  # the head gathers all tokens before rows are chosen
         tokens = min(tokens, rows)
-    bounds = torch.tensor([tokens, rows], device=groups.device)
+    bounds = torch.tensor([tokens, rows, cached], device=groups.device)
     dist.all_reduce(bounds, dist.ReduceOp.MIN)
-    tokens, rows = bounds.tolist()
-    return tokens, rows
+    return Bounds(*bounds.tolist())
 
 
 def pack(

@@ -77,8 +77,10 @@ class PackedLM(TemplateLM):
         super().__init__()
         self.model, self.text, self.length, self.name, self.show = model, tokenizer, length, name, show
         self._device = model.groups.device
-        fitting, self.batch_rows = batch_bounds(model)
-        self.batch_tokens = max(length, batch_tokens or fitting)
+        bounds = batch_bounds(model)
+        self.batch_rows = bounds.rows
+        self.batch_tokens = max(length, batch_tokens or bounds.tokens)
+        self.cached_tokens = max(length, batch_tokens or bounds.cached)
 
     @property
     def eot_token_id(self) -> int:
@@ -277,7 +279,7 @@ class PackedLM(TemplateLM):
         jobs = []
         for options, members in alike(settings):
             sizes = [len(prompts[i]) + options["max_gen_toks"] for i in members]
-            batches = pack(sizes, self.batch_tokens, [1] * len(sizes), self.batch_rows, slots=[1] * len(sizes))
+            batches = pack(sizes, self.cached_tokens, [1] * len(sizes), self.batch_rows, slots=[1] * len(sizes))
             jobs += [[(members[i], options) for i in batch] for batch in batches]
 
         def work(batch: list[tuple[int, dict[str, Any]]]) -> dict[int, str]:

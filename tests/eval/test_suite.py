@@ -197,7 +197,7 @@ def test_the_comparison_with_the_hf_backend(suite_run, eval_data, tmp_path, caps
     printed = capsys.readouterr().out
     results = json.loads(out.read_text())["tasks"]
     assert list(results) == names.split(",")
-    assert [results[name]["requests"] for name in names.split(",")] == [8, 16, 4, 1]
+    assert [results[name]["requests"] for name in names.split(",")] == [8, 16, 4, 2]
     for name, found in results.items():
         assert (found["difference"] or 0.0) < 1e-4
         assert found["same"] == 1
