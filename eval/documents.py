@@ -12,10 +12,10 @@ from ssscale.errors import UserError
 KEYS = ("text", "page")
 
 
-def read_documents(file: Path) -> Iterator[str]:
-    """The texts of FILE.jsonl or the whole of any other file, .zst around either. Raises UserError."""
+def read_documents(file: Path, option: str = "--texts=") -> Iterator[str]:
+    """The texts of FILE.jsonl or the whole of any other file, .zst around either. Raises UserError naming the option."""
     if not file.is_file():
-        raise UserError(f"--texts={file}: there is no such file")
+        raise UserError(f"{option}{file}: there is no such file")
     try:
         with file.open("rb") as raw:
             packed = file.suffix == ".zst"
@@ -28,7 +28,7 @@ def read_documents(file: Path) -> Iterator[str]:
                 if line.strip():
                     yield _text(line, file, number)
     except (OSError, UnicodeDecodeError, zstandard.ZstdError) as error:
-        raise UserError(f"--texts={file} cannot be read: {error}") from None
+        raise UserError(f"{option}{file} cannot be read: {error}") from None
 
 
 def _text(line: str, file: Path, number: int) -> str:

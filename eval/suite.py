@@ -13,6 +13,7 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from eval.harness import PackedLM
+from eval.ruler import TASKS as RULER
 from eval.tasks.local.load import FILES, missing
 from ssscale.errors import UserError
 
@@ -59,7 +60,7 @@ def find_tasks(names: list[str], metadata: dict[str, Any]) -> TaskManager:
     unknown = [name for name in names if name not in manager.all_tasks]
     if not unknown:
         return manager
-    ours = [*FILES, "cloze"]
+    ours = [*FILES, "cloze", *RULER]
     logger.warning("looking through lm-eval's thousands of tasks (up to a minute)")
     manager = TaskManager(include_path=paths, metadata=metadata)
     for name in unknown:
@@ -77,16 +78,21 @@ def run_tasks(lm: PackedLM, names: list[str], manager: TaskManager, limit: int |
     a task's data cannot be reached.
     """
     try:
-        with mock.patch("lm_eval.evaluator.add_env_info"):  # seconds of `pip list` for what nobody reads here
-            output = lm_eval.simple_evaluate(
-                lm, tasks=names, task_manager=manager, bootstrap_iters=BOOTSTRAP, limit=limit
-            )
+        return run_lm_eval(lm, names, manager, limit)
     except (ConnectionError, FileNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"tasks={','.join(names)}: the data cannot be reached ({reason}); "
             "HF_HUB_OFFLINE=0 lets lm-eval download what the machine's cache does not have"
         ) from error
+
+
+def run_lm_eval(
+    lm: PackedLM, tasks: list[str] | list[dict[str, Any]], manager: TaskManager, limit: int | None = None
+) -> list[TaskResult]:
+    """As `run_tasks`, of tasks by name or by definition, and with lm-eval's own errors."""
+    with mock.patch("lm_eval.evaluator.add_env_info"):  # seconds of `pip list` for what nobody reads here
+        output = lm_eval.simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=BOOTSTRAP, limit=limit)
     return [] if output is None else [_result(task, output) for task in output["samples"]]
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from data_prep.errors import DataError
 from data_prep.tokenize import describe
+from data_prep.words import word_encoder
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
 
@@ -28,6 +29,9 @@ class TextTokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.bos_id, self.eos_id = bos_id, eos_id
+        self._words = word_encoder(
+            self.tokenizer, "uint32"
+        )  # several times as fast where words repeat, with the same ids
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path, data: PackedData | None = None) -> "TextTokenizer":
@@ -55,7 +59,10 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without boundaries."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        found = self._words(text) if self._words else None
+        if found is None:
+            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(np.frombuffer(found, np.uint32).tolist())
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """`encode` of many texts, on all cores: the tokens of each, int32."""

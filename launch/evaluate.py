@@ -2,10 +2,13 @@
 
 checkpoint: a run folder (its newest checkpoint) or a checkpoint folder
 tasks:      lm-eval tasks by name: cloze (from the held-out documents), or any of lm-eval's own; tasks=none for none
-suite:      stickbreaking_paper: the tasks of the paper's Tables 2 to 4 (or those of them that tasks= names), printed beside it
+suite:      stickbreaking_paper: the tasks of the paper's Tables 2 to 4 (or those of them that tasks= names), printed beside it;
+            ruler: RULER's 13 tasks (or those of them that tasks= names)
 eval_data:  the folder of local copies of tasks' data (data/eval)
-limit:      of the first examples of each task (all)
-length:     tokens of a text that the model is given at most (the training length)
+limit:      of the first examples of each task (all; of RULER's tasks 500 at each length)
+length:     tokens of a text that the model is given at most (the training length; for RULER's tasks each of `lengths`)
+lengths:    of RULER's samples, such as 4096,8192,16384 (length, or the training length)
+stand_in:   texts for RULER's samples in place of what they are made from: essays:FILE,squad:FILE,hotpotqa:FILE
 tensor:     tensor-parallel processes (1); under torchrun or srun the others share the work out
 valid:      loss over the whole validation split (true)
 baseline:   the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)
@@ -38,6 +41,7 @@ from launch.process import rank_environment
 from ssscale.errors import UserError
 
 if TYPE_CHECKING:
+    from eval.ruler.run import Ruler
     from eval.suite import TaskResult
     from eval.text import TextTokenizer
     from eval.validation import Loss
@@ -45,7 +49,7 @@ if TYPE_CHECKING:
     from ssscale.model.decoder import Decoder
     from ssscale.schema import Config
 
-SUITE_NAME = "stickbreaking_paper"
+SUITES = ("stickbreaking_paper", "ruler")
 CHANGEABLE = ("model.attention.", "model.position.")
 OPTIONS = {
     "checkpoint": str,
@@ -54,11 +58,14 @@ OPTIONS = {
     "eval_data": str,
     "limit": int,
     "length": int,
+    "lengths": str,
+    "stand_in": str,
     "tensor": int,
     "valid": str,
     "baseline": str,
     "data": str,
 }
+KEPT = ("eval_data", "limit", "length", "lengths", "stand_in", "tensor", "data")  # in Settings as they are given
 TIMEOUT_MINUTES = 24 * 60.0  # a rank may wait that long for the others' share of a task
 
 
@@ -67,10 +74,13 @@ class Settings:
     """What was asked for; the options of the command."""
 
     names: list[str]
-    suite: bool = False
+    ruler: list[str]
+    suite: str | None = None
     eval_data: str = "data/eval"
     limit: int | None = None
     length: int | None = None
+    lengths: str | None = None
+    stand_in: str | None = None
     tensor: int = 1
     valid: bool = True
     baseline: bool | None = None
@@ -95,8 +105,8 @@ def main(argv: list[str]) -> None:
     if not options.get("checkpoint"):
         raise UserError("checkpoint=RUN is missing: name a run folder or a checkpoint folder")
     suite = options.get("suite")
-    if suite not in (None, SUITE_NAME):
-        raise UserError(f"suite={suite}: there is {SUITE_NAME} only")
+    if suite not in (None, *SUITES):
+        raise UserError(f"suite={suite}: there are {' and '.join(SUITES)}")
     for key in ("limit", "length", "tensor"):
         if options.get(key, 1) < 1:
             raise UserError(f"{key} must be at least 1, not {options[key]}")
@@ -105,16 +115,23 @@ def main(argv: list[str]) -> None:
     prepare()
 
     from eval.paper import SUITE
+    from eval.ruler import TASKS
     from ssscale.train.build import find_checkpoint
 
-    tasks = options.get("tasks", ",".join(SUITE) if suite else "cloze")
+    whole = {"stickbreaking_paper": ",".join(SUITE), "ruler": "ruler", None: "cloze"}
+    tasks = options.get("tasks", whole[suite])
+    names = [name for name in tasks.split(",") if name and name != "none"]
+    ruler = list(TASKS) if "ruler" in names else [name for name in names if name in TASKS]
+    if not ruler and (options.get("lengths") or options.get("stand_in")):
+        raise UserError("lengths and stand_in are for RULER's tasks: name some in tasks=, or all with suite=ruler")
     settings = Settings(
-        names=[name for name in tasks.split(",") if name and name != "none"],
-        suite=suite is not None,
+        names=[name for name in names if name not in (*ruler, "ruler")],
+        ruler=ruler,
+        suite=suite,
         valid=valid is not False if suite is None else valid is True,
         baseline=baseline,
         changes=tuple(rest),
-        **{key: options[key] for key in ("eval_data", "limit", "length", "tensor", "data") if key in options},
+        **{key: options[key] for key in KEPT if key in options},
     )
     checkpoint = find_checkpoint(Path(options["checkpoint"]))
     main_rank = os.environ.get("RANK", "0") == "0"
@@ -145,10 +162,22 @@ def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
     }
     if changes:
         results["changes"] = changes
+    ruler = plan_ruler(config, tokenizer, settings, console) if settings.ruler else None
     tasks: list[TaskResult] = []
     if settings.names:
         tasks = evaluate_tasks(model, config, tokenizer, held_out, settings, file.parent, console)
         results["tasks"] = {task.task: task.to_json() for task in tasks}
+    if ruler is not None:
+        from eval.ruler.run import averages, ruler_table, run_ruler
+
+        results["ruler"] = ruler.to_json()
+        cells: list[TaskResult] = []
+        for cell in run_ruler(ruler, model, tokenizer, config.name, console):
+            cells.append(cell)
+            results["tasks"] = results.get("tasks", {}) | {cell.task: cell.to_json()}
+            if groups.is_main:  # what is done is kept: the whole may take hours
+                add_results(file, results)
+        results["ruler"]["average"] = averages(cells)
     losses: dict[str, Loss] = {}
     if settings.valid:
         assert held_out is not None
@@ -159,13 +188,39 @@ def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
         return
     add_results(file, results)
     show(console, checkpoint, tasks, losses)
-    if settings.suite:
+    if ruler is not None:
+        console.print(ruler_table(ruler, cells))
+    if settings.suite == "stickbreaking_paper":
         from eval.paper import paper_tables
 
         wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
         for table in paper_tables({task.task: task.metrics for task in tasks}, config.name):
             wide.print(table)
     console.print(f"results: {file}", highlight=False, soft_wrap=True)
+
+
+def plan_ruler(config: "Config", tokenizer: "TextTokenizer", settings: Settings, console: Console) -> "Ruler":
+    """RULER's tasks and lengths; says what the samples are made from, and where they are longer than those of training."""
+    from eval.command import whole_numbers
+
+    try:
+        from eval.ruler.data import parse_stand_ins
+        from eval.ruler.run import prepare_ruler
+    except ModuleNotFoundError as error:
+        raise UserError(f"RULER's tasks need {error.name}: pip install 'lm-eval[ruler]', or make setup") from None
+
+    most = settings.length or config.data.length
+    lengths = sorted(set(whole_numbers(settings.lengths or str(most), "lengths")))
+    if settings.length and lengths[-1] > most:
+        raise UserError(f"lengths={lengths[-1]}: the model is given {most:,} tokens at most (length={most})")
+    stand_ins = parse_stand_ins(settings.stand_in)
+    ruler = prepare_ruler(settings.ruler, lengths, settings.limit, settings.eval_data, stand_ins, tokenizer)
+    for name, source in ruler.sources.items():
+        console.print(source.sentence(name), highlight=False, soft_wrap=True)
+    longer = ", ".join(f"{length:,}" for length in lengths if length > config.data.length)
+    if longer:
+        console.print(f"lengths beyond the {config.data.length:,} tokens of training: {longer}", highlight=False)
+    return ruler
 
 
 def open_data(config: "Config", split: str, path: str | None) -> "PackedData":

@@ -9,6 +9,7 @@ them all, compare.png in the first one's folder. Needs no GPU.
 import logging
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if not __package__:  # started as a script: imports start at the repository's root, not in launch/
@@ -137,10 +138,16 @@ def _last(run: "Run", stage: str) -> dict[str, Any]:
 
 def _tasks(run: "Run") -> list[tuple[str, str]]:
     rows = []
+    ruler: dict[str, list[float]] = {}  # TASK@LENGTH are RULER's
     for name, task in run.results.get("tasks", {}).items():
+        if "@" in name:
+            ruler.setdefault(name.rpartition("@")[2], []).append(task["value"])
+            continue
         error = "" if task["stderr"] is None else f" ± {task['stderr']:.3f}"
         chance = "" if task["chance"] is None else f", chance {task['chance']:.3f}"
         rows.append((f"{name} {task['metric']}", f"{task['value']:.3f}{error}{chance}, {task['items']:,} items"))
+    for length, values in sorted(ruler.items(), key=lambda entry: int(entry[0])):
+        rows.append((f"RULER at {int(length):,}", f"{fmean(values):.3f}, mean of {len(values)} tasks"))
     return rows
 
 
