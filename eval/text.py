@@ -29,9 +29,7 @@ class TextTokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.bos_id, self.eos_id = bos_id, eos_id
-        self._words = word_encoder(
-            self.tokenizer, "uint32"
-        )  # several times as fast where words repeat, with the same ids
+        self._words = word_encoder(self.tokenizer, "uint32")
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path, data: PackedData | None = None) -> "TextTokenizer":
@@ -58,7 +56,7 @@ class TextTokenizer:
         return cls(str(file), info.bos_id, info.eos_id)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without boundaries."""
+        """The tokens of a text, without boundaries. Its words are looked up: several times as fast in long texts."""
         found = self._words(text) if self._words else None
         if found is None:
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
