@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from eval.batches import alike, batch_bounds, pack
+from eval.lockstep import lockstep
 from eval.text import TextTokenizer
 from kernels.softmax import varied_documents
 from kernels.upload import upload
@@ -60,8 +62,9 @@ class PackedLM(TemplateLM):
     Tokens: context and continuation are encoded together and split behind the context's own tokens; whitespace at the
     context's end moves to the continuation; what is longer than the model takes loses its beginning, BOS included (all
     three as lm-eval's own `hf` model).
-    length: the most tokens a document has in one pass (default: the training length).
-    Data-parallel ranks are given all requests, share the batches out and all return all results.
+    length: the most tokens a document has in one pass. batch_tokens: the most of a pass (default: by the device's memory).
+    Ranks that hold the same weights are given all requests, share the batches out and all return all results; in_step: they
+    make every pass together, as ZeRO-3 needs it. alive: called after each batch.
     """
 
     def __init__(
@@ -73,13 +76,16 @@ class PackedLM(TemplateLM):
         batch_tokens: int | None = None,
         name: str = "ssscale",
         show: bool = False,
+        in_step: bool = False,
+        alive: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.text, self.length, self.name, self.show = model, tokenizer, length, name, show
+        self._in_step, self._alive = in_step, alive
         self._device = model.groups.device
         bounds = batch_bounds(model)
-        self.batch_rows = bounds.rows
         self.batch_tokens = max(length, batch_tokens or bounds.tokens)
+        self.batch_rows = min(bounds.rows, self.batch_tokens) if batch_tokens else bounds.rows
         self.cached_tokens = max(length, batch_tokens or bounds.cached)
 
     @property
@@ -176,20 +182,22 @@ class PackedLM(TemplateLM):
     def _share_out(
         self, name: str, jobs: list[list[J]], work: Callable[[list[J]], P], collected: Callable[[list[P]], dict[int, R]]
     ) -> dict[int, R]:
-        """The results of all jobs by request, each of them done by one of the data-parallel ranks.
+        """The results of all jobs by request, each of them done by one of the ranks that hold the same weights.
 
         Whole batches are shared out, which are the same for any number of ranks: so are the results, to the last bit.
         collected: reads what `work` has left on the device, when all of it has been launched.
         """
         groups = self.model.groups
-        parts: list[P] = []
-        with Progress(disable=not self.show, transient=True) as progress:
-            mine = jobs[groups.data_rank :: groups.data_size]
+        mine, parts = jobs[groups.replica_rank :: groups.replica_size], list[P]()
+        together = lockstep(self.model) if self._in_step else nullcontext()
+        with together, Progress(disable=not self.show, transient=True) as progress:
             for job in progress.track(mine, description=name):
                 parts.append(work(job))
+                if self._alive is not None:
+                    self._alive()
         found = collected(parts)
-        if groups.data_size > 1:
-            everything: list[dict[int, R]] = [{} for _ in range(groups.data_size)]
+        if groups.replica_size > 1:
+            everything: list[dict[int, R]] = [{} for _ in range(groups.replica_size)]
             dist.all_gather_object(everything, found, group=groups.replica_group)
             found = {index: result for part in everything for index, result in part.items()}
         return found

@@ -225,19 +225,9 @@ def plan_ruler(config: "Config", tokenizer: "TextTokenizer", settings: Settings,
 
 def open_data(config: "Config", split: str, path: str | None) -> "PackedData":
     """A split of the run's data folder, checked against the run. Raises UserError."""
-    from ssscale.data.stream import PackedData
+    from ssscale.train import build
 
-    data = config.data
-    hint = "name the folder that the run was trained on with data=FOLDER"
-    return PackedData.open(
-        path or data.path,
-        split,
-        cache=None if path else data.cache,
-        cache_gb=data.cache_gb,
-        vocab_size=config.model.vocab_size,
-        length=data.length,
-        hint=hint,
-    )
+    return build.open_data(config, split, path, hint="name the folder that the run was trained on with data=FOLDER")
 
 
 def evaluate_tasks(

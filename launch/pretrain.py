@@ -48,6 +48,17 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together
     from ssscale.train.trainer import Trainer
 
+    tasks = None
+    if config.train.tasks:
+        from eval.environment import prepare
+
+        prepare()
+        from eval.in_training import TaskEvaluation
+
+        tasks = TaskEvaluation(
+            config
+        )  # tasks that are unknown and data that is missing are said before a step is trained
+
     parallel, local_rank = config.parallel, int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(
         parallel.tensor,
@@ -59,7 +70,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
         ring=parallel.ring,
     )
     try:
-        Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID")).run()
+        Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID"), tasks=tasks).run()
     except Stop as stop:
         if stop.code in (SAVED, DIVERGED, UNEQUAL):  # which all ranks find at the same step
             shutdown_together()

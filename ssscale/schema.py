@@ -232,6 +232,10 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 1000  # steps; 0 = never. Else also after the last step
     eval_rows: int = 256
+    tasks: list[str] = field(default_factory=list)  # lm-eval's, evaluated as training goes on (docs/evaluation.md)
+    task_every: int = 0  # steps between their evaluations; 0 = never. Else also after the last step
+    task_limit: int | None = None  # of the first examples of each
+    task_data: str = "data/eval"  # the folder of local copies of their data
     save_every: int = 1000  # steps; 0 = never. Else also after the last step
     save_background: bool = True  # write while training goes on
     observe_every: int = 1000  # steps between looks into attention: s by head, unspent stick, live tiles; 0 = never

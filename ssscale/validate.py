@@ -31,6 +31,11 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     _check_model(config.model)
     _check_attention(config.model)
     _check_position(config.model, gpu)
+    if bool(config.train.tasks) != bool(config.train.task_every):
+        raise UserError(
+            f"train.tasks={config.train.tasks} and train.task_every={config.train.task_every} go together: name tasks and "
+            "how often they are evaluated, or neither"
+        )
     names = [stage.name for stage in config.train.stages]
     if not names:
         raise UserError("train.stages is empty: a run needs at least one stage")
@@ -92,6 +97,8 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.log_every": (AT_LEAST_1,),
     "train.eval_every": (AT_LEAST_0,),
     "train.eval_rows": (AT_LEAST_1,),
+    "train.task_every": (AT_LEAST_0,),
+    "train.task_limit": (AT_LEAST_1,),
     "train.save_every": (AT_LEAST_0,),
     "train.observe_every": (AT_LEAST_0,),
     "train.profile": (AT_LEAST_1,),

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ssscale.config import change, validate
+from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import Groups
@@ -44,6 +45,23 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
             sequence_parallel=config.parallel.sequence,
             recompute=config.train.recompute,
         )
+
+
+def open_data(
+    config: Config, split: str, path: str | None = None, fingerprint: str | None = None, hint: str | None = None
+) -> PackedData:
+    """A split of the run's data, from another folder where one is named. Raises UserError where it does not fit the run."""
+    data = config.data
+    return PackedData.open(
+        path or data.path,
+        split,
+        cache=None if path else data.cache,
+        cache_gb=data.cache_gb,
+        vocab_size=config.model.vocab_size,
+        length=data.length,
+        fingerprint=fingerprint,
+        hint=hint,
+    )
 
 
 def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dtype) -> None:

@@ -24,6 +24,7 @@ from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
+from ssscale.train.schedule import stage_at
 
 logger = logging.getLogger("ssscale")
 
@@ -165,6 +166,23 @@ def losses_by_source(sums: Tensor, names: Sequence[str], prefix: str) -> dict[st
     """`prefix/source` → nats a token, from `sums_by_source` over all ranks; a source without targets is left out."""
     pairs = zip(names, sums.T.tolist())
     return {f"{prefix}/{name}": loss / targets for name, (loss, targets) in pairs if targets}
+
+
+def step_record(
+    config: Config, step: int, tokens: int, sums: Tensor, rows: dict[str, int], lr: float, grad_norm: float | None
+) -> dict[str, Any]:
+    """What a logged step says. sums: `sums_by_source` over all ranks; rows: that each source has given since the start."""
+    stage = config.train.stages[stage_at(config.train.stages, tokens)[0]].name
+    return {
+        "step": step,
+        "tokens": tokens,
+        "stage": stage,
+        "loss": mean_loss(sums),
+        "lr": lr,
+        "grad_norm": grad_norm,
+        **losses_by_source(sums, list(rows), "loss"),
+        **{f"tokens/{name}": number * config.data.length for name, number in rows.items()},
+    }
 
 
 def speed(rate: float, config: Config, groups: Groups) -> dict[str, float]:

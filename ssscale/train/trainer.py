@@ -4,7 +4,7 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ssscale.config import to_yaml
 from ssscale.data.batch import Batch, take_share
-from ssscale.data.stream import PackedData, make_loader, make_order
+from ssscale.data.stream import make_loader, make_order
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.errors import DIVERGED, SAVED, Stop, UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config
-from ssscale.train.build import build_model, choose_compile, choose_dtype, find_checkpoint, log_choices
+from ssscale.train.build import build_model, choose_compile, choose_dtype, find_checkpoint, log_choices, open_data
 from ssscale.train.checkpoint import (
     CheckpointReader,
     TrainState,
@@ -36,11 +36,11 @@ from ssscale.train.checkpoint import (
 )
 from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
 from ssscale.train.guard import check_copies
-from ssscale.train.metrics import Metrics, Stopwatch, losses_by_source, mean_loss, speed, sums_by_source
+from ssscale.train.metrics import Metrics, Stopwatch, speed, step_record, sums_by_source
 from ssscale.train.observe import StepParts, observe, profiled
 from ssscale.train.run_folder import check_folder, claim_folder, read_rollback, write_rollback
 from ssscale.train.save import CheckpointWriter, Retention, Saved
-from ssscale.train.schedule import learning_rate, stage_at
+from ssscale.train.schedule import learning_rate
 from ssscale.train.signals import StopSignals
 from ssscale.train.stages import Part, Plan
 from ssscale.train.switch import load_switched
@@ -53,13 +53,21 @@ MAX_ROLLBACKS = 3  # to one checkpoint
 
 
 class Trainer:
-    """A run: built from its configuration, resumed from its newest checkpoint, trained to its last stage's end."""
+    """A run: built from its configuration, resumed from its newest checkpoint, trained to its last stage's end.
+
+    tasks: evaluates `train.tasks` on the weights as they are and returns metrics; it changes nothing of the run.
+    """
 
     def __init__(
-        self, config: Config, groups: Groups, signals: StopSignals | None = None, slurm_job: str | None = None
+        self,
+        config: Config,
+        groups: Groups,
+        signals: StopSignals | None = None,
+        slurm_job: str | None = None,
+        tasks: "Callable[[Trainer], dict[str, float]] | None" = None,
     ) -> None:
         self.started = time.perf_counter()
-        self.run_config, self.groups, self.signals = config, groups, signals
+        self.run_config, self.groups, self.signals, self.tasks = config, groups, signals, tasks
         self.folder = Path(config.folder)
         check_folder(self.folder, config)
         self.plan = Plan(config)
@@ -79,22 +87,10 @@ class Trainer:
     def _open_data(self, trained_on: str | None) -> None:
         """The stage's data. trained_on: the fingerprint that the checkpoint gives it."""
         data = self.config.data
-        self.data = self._open("train", None if data.accept_changed else trained_on)
+        self.data = open_data(self.config, "train", fingerprint=None if data.accept_changed else trained_on)
         if trained_on not in (None, self.data.fingerprint):
             logger.warning("the data has changed since the checkpoint: going on at sample %d of it", self.state.samples)
         self.order = make_order(self.data, self.plan.mixes(data.path, self.state.skipped), data.shuffle_seed)
-
-    def _open(self, split: str, fingerprint: str | None) -> PackedData:
-        data, model = self.config.data, self.config.model
-        return PackedData.open(
-            data.path,
-            split=split,
-            cache=data.cache,
-            cache_gb=data.cache_gb,
-            vocab_size=model.vocab_size,
-            length=data.length,
-            fingerprint=fingerprint,
-        )
 
     def _build(self) -> None:
         config, groups = self.config, self.groups
@@ -190,6 +186,9 @@ class Trainer:
                         losses = self.evaluate()
                         self.state = replace(self.state, valid_loss=losses["valid_loss"])
                         metrics.write({"step": step, "tokens": self.state.tokens, **losses})
+                    if self.tasks is not None and self._is_due(step, train.task_every):
+                        self._mark("evaluation")
+                        metrics.write({"step": step, "tokens": self.state.tokens, **self.tasks(self)})
                     if self._is_due(step, train.observe_every):
                         seen = observe(self.engine.module, batches[0].to(self.groups.device), self.groups)
                         metrics.write({"step": step, "tokens": self.state.tokens, **seen})
@@ -360,21 +359,11 @@ class Trainer:
 
     def _record(self, step: int, sums: Tensor, lr: float, grad_norm: float | None) -> dict[str, Any]:
         dist.all_reduce(sums, group=self.groups.replica_group)
-        names, seen = self.data.names, self.order.taken(self.state.samples)
-        index, _ = stage_at(self.config.train.stages, self.state.tokens)
-        return {
-            "step": step,
-            "tokens": self.state.tokens,
-            "stage": self.config.train.stages[index].name,
-            "loss": mean_loss(sums),
-            "lr": lr,
-            "grad_norm": grad_norm,
-            **losses_by_source(sums, names, "loss"),
-            **{f"tokens/{name}": rows * self.config.data.length for name, rows in zip(names, seen)},
-        }
+        rows = dict(zip(self.data.names, self.order.taken(self.state.samples)))
+        return step_record(self.config, step, self.state.tokens, sums, rows, lr, grad_norm)
 
     def evaluate(self) -> dict[str, float]:
-        valid = self._open("valid", self.data.fingerprint)
+        valid = open_data(self.config, "valid", fingerprint=self.data.fingerprint)
         return validation_losses(self.engine.module, valid, self.config, self.groups)
 
     def save(self, wait: bool = False) -> None:
