@@ -74,7 +74,7 @@ def _dq_tiles(
         u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
         carry += tl.where(t > row_tile, tl.sum(spent, 1), 0.0)
         entering = tl.where(t < row_tile, -1e30, carry.to(tl.float32))
-        if HALF != "none":
+        if HALF:
             entering += shift
         tl.store(carry_ptrs + t * scratch_step, entering)
         tl.store(behind_ptrs + t * scratch_step, behind)
@@ -135,12 +135,10 @@ def dq_kernel(
     if HAS_REST:
         behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
     shift = 0.0
-    if HALF != "none":
-        q_shift, k_shift, _, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH, HALF == "all")
+    if HALF:
+        q_shift, k_shift, _, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
-        if HAS_REST:
-            behind *= tl.exp2(dz_shift)
 
     kv_head = head // KV_GROUP
     column_key = tile.key_of_column(BN)
@@ -171,7 +169,7 @@ def dq_kernel(
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
-    if HALF != "none":
+    if HALF:
         behind *= tl.exp2(-dz_shift)
     tl.store(d_rest_in_ptr + token * num_heads + head, behind, mask=row_ok)
 
@@ -263,8 +261,8 @@ def dkv_kernel(
     token = (k_start + key).to(tl.int64)
     k = tl.load(k_ptr + token[:, None] * sk_t + kv_head * sk_n + dims[None, :], mask=in_keys, other=0.0)
     v = tl.load(v_ptr + token[:, None] * sv_t + kv_head * sv_n + dims[None, :], mask=in_keys, other=0.0)
-    if HALF != "none":
-        q_shift, k_shift, do_shift, weight_shift, dz_shift = half.shifts(maxima_ptr, sequence, BH, HALF == "all")
+    if HALF:
+        q_shift, k_shift, do_shift, weight_shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - q_shift)
         dv_scale = tl.exp2(-weight_shift - do_shift)
@@ -314,7 +312,7 @@ def dkv_kernel(
             last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PRECISION,
         )  # fmt: skip
     dk *= scale
-    if HALF != "none":
+    if HALF:
         dv *= dv_scale
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     if ADD:
@@ -326,11 +324,11 @@ def dkv_kernel(
 
 def backward(
     grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
-    q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, max_queries: int, max_keys: int,
-    scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
-    group_bytes: int = GROUP_BYTES, entering: bool = False, mode: str | None = None,
+    q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, maxima: Tensor, max_queries: int,
+    max_keys: int, scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
+    group_bytes: int = GROUP_BYTES, entering: bool = False, convert: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """entering: log_rest_in was given, so that its gradient is wanted in float32."""
+    """entering: log_rest_in was given, so that its gradient is wanted in float32. convert: as forward's."""
     q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
     num_tokens, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
@@ -360,17 +358,15 @@ def backward(
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     sums = sum_types(q.dtype, key_block)
     # dz is bounded by what dO and v give; a gradient of log_rest has a bound of its own.
-    convert = "none" if entering or grad_log_rest is not None else half.converts(q, mode)
-    maxima = None
-    if convert != "none":
+    convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
+    if convert:
         sums = SumTypes(tl.float16, sums.nearer_parts, tl.float16, 1, sums.dot)
-        maxima, q, k, v, grad_o = half.operands(convert, q, k, v, grad_o, cu_q, cu_k)
+        maxima, q, k, v, grad_o = half.operands(maxima, q, k, v, grad_o, cu_q, cu_k)
     strides = [s for x in (q, k, v, grad_o) for s in (x.stride(0), x.stride(1))]
     logit_scale = scale * 1.4426950408889634
     common = {
         "H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "BN": key_block, "KV_GROUP": group,
-        "HAS_OFFSET": q_offsets is not
-        None,
+        "HAS_OFFSET": q_offsets is not None,
         "NEARER": sums.nearer, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts, "PRECISION": sums.dot,
         "HALF": convert,
     }  # fmt: skip
@@ -380,13 +376,14 @@ def backward(
         last = min(first + slice_slots, num_slots)
         dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * num_heads,)](
             q, k, v, grad_o, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind, cu_q, cu_k,
-            q_offsets, maxima,
+            q_offsets, maxima if convert else None,
             num_tokens, num_keys, num_heads, head_group(k, group, group_bytes), num_sequences, first, last, block_stop.shape[1],
             num_tiles, scratch_rows, *strides, scale, logit_scale,
             ROWS=rows, HAS_REST=grad_log_rest is not None, NEARER_PARTS=dq_parts, **launch(dq_config), **common,
         )  # fmt: skip
         dkv_kernel[(triton.cdiv(num_key_slots, num_sequences) * num_sequences * num_kv_heads,)](
-            q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets, maxima,
+            q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
+            maxima if convert else None,
             num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
             num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
             ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,

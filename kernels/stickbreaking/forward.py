@@ -116,6 +116,8 @@ def forward_kernel(
     in_rows = row_ok[:, None] & (dims < H)[None, :]
     token = (q_start + row).to(tl.int64)
     q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
+    if HALF and SAVE:
+        half.enter(maxima_ptr, sequence, 0, q)
     kv_head = head // KV_GROUP
     column_key = tile.key_of_column(BN)
     k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
@@ -244,13 +246,15 @@ def forward(
     chunk: int = 16,
     group_bytes: int = GROUP_BYTES,
     max_queries: int | None = None,
-    mode: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    convert: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """convert: whether v and the weights are multiplied in fp16; by itself, where half.py says so."""
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape
     num_sequences = cu_q.shape[0] - 1
     config = config or forward_config(head_dim, q.dtype)
-    convert = half.converts(q, mode) == "all" and num_tokens > 0
+    convert = half.converts(q) if convert is None else convert
+    maxima = half.new_maxima(cu_k, convert)
     o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     log_rest = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
@@ -259,19 +263,17 @@ def forward(
     # Zeros: spare slots are never written, and operator checks compare every element.
     block_stop = torch.zeros(stops, dtype=torch.int32, device=q.device)
     if num_tokens == 0:
-        return o, log_rest, row_carry, row_tile, block_stop
+        return o, log_rest, row_carry, row_tile, block_stop, maxima
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
-    maxima = None
     if convert:
-        maxima = half.new_maxima(cu_k)
-        half.measure(v, cu_k, maxima, half.V)
         v = half.to_half(v, cu_k, maxima, half.V)
     sums = sum_types(q.dtype, config.key_block)
     num_slots = num_tokens // config.row_block + num_sequences
     heads = head_group(k, num_heads // k.shape[1], group_bytes)
     forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
         q, k, v, o, log_rest_in, log_rest, row_carry, row_tile, block_stop, cu_q, cu_k, q_offsets,
-        maxima, num_tokens, k.shape[0], num_heads, heads, num_sequences, num_slots, stops[1], max_queries or num_tokens,
+        maxima if convert else None,
+        num_tokens, k.shape[0], num_heads, heads, num_sequences, num_slots, stops[1], max_queries or num_tokens,
         max_keys, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), first_chunk, chunk, scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
@@ -279,4 +281,4 @@ def forward(
         HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
         NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot, HALF=convert, **launch(config),
     )  # fmt: skip
-    return o, log_rest, row_carry, row_tile, block_stop
+    return o, log_rest, row_carry, row_tile, block_stop, maxima

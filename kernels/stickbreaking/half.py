@@ -1,12 +1,10 @@
-"""On trial: bf16 operands in fp16, whose three more bits make weights and dz eight times more exact on the tensor cores.
+"""bf16 operands in fp16, whose three more bits make weights and dz eight times more exact on the tensor cores.
 
 Every value of bf16 within 2^-17 of the largest is a value of fp16 once a power of two has brought the largest into
 fp16's range. The power is that of a sequence, so that no sequence sees what others hold. q and k are brought to
 [2^13, 2^14), v and dO to [2^2, 2^3): then |dO·v| < 64 H, and dz, at most twice that, is within fp16's range when the
 weights are multiplied by 2^(8 − log2 H). Whatever is larger than bf16's 2^100 comes out as infinite.
 """
-
-import os
 
 import torch
 import triton
@@ -15,8 +13,6 @@ from torch import Tensor
 
 from . import tile
 
-# "none"; "gradients": backward converts q and k, so that dz is fp16; "all": v too, also forward, and dO. README.md, end.
-MODE = os.environ.get("STICKBREAKING_HALF", "none")
 Q, K, V, DO = range(4)
 TARGET = (13, 13, 2, 2)
 # Forward's weights, multiplied by 2^8, stay normal numbers down to 2^-22.
@@ -31,21 +27,24 @@ def exponent(maxima_ptr, sequence, WHICH: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def shifts(maxima_ptr, sequence, BH: tl.constexpr, ALL: tl.constexpr):
+def shifts(maxima_ptr, sequence, BH: tl.constexpr):
     """Powers of two by which backward's quantities are too large: q, k, dO, weights, dz."""
     q = exponent(maxima_ptr, sequence, 0, 13)
     k = exponent(maxima_ptr, sequence, 1, 13)
     v = exponent(maxima_ptr, sequence, 2, 2)
     do = exponent(maxima_ptr, sequence, 3, 2)
     # log2 of BH, a power of two.
-    room: tl.constexpr = 8 - (BH > 16) - (BH > 32) - (BH > 64) - 4
-    dz = room + do + v
-    if ALL:
-        weights = dz - do - v
-    else:
-        weights = dz
-        do = do * 0
-    return q, k, do, weights, dz
+    weights: tl.constexpr = 8 - (BH > 16) - (BH > 32) - (BH > 64) - 4
+    return q, k, do, weights, weights + do + v
+
+
+@triton.jit
+def enter(maxima_ptr, sequence, WHICH: tl.constexpr, x):
+    """Enters the largest finite |x| of a tile into this sequence's maximum."""
+    # Floats that are not negative are ordered like their bits.
+    x = tl.abs(x.to(tl.float32))
+    bits = tl.max(tl.max(tl.where(x < float("inf"), x, 0.0), 1), 0).to(tl.int32, bitcast=True)
+    tl.atomic_max(maxima_ptr + sequence * 4 + WHICH, bits, mask=bits > 0)
 
 
 @triton.jit
@@ -70,9 +69,7 @@ def maxima_kernel(
         x = tl.load(x_ptr + token[:, None] * sx_t + head * sx_n + dims[None, :], mask=inside, other=0.0)
         x = tl.abs(x.to(tl.float32))
         largest = tl.maximum(largest, tl.where(x < float("inf"), x, 0.0))
-    # Floats that are not negative are ordered like their bits. Idle programs have found 0.
-    bits = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True)
-    tl.atomic_max(maxima_ptr + sequence * 4 + WHICH, bits, mask=bits > 0)
+    enter(maxima_ptr, sequence, WHICH, largest)
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_heads", "num_sequences"))
@@ -94,48 +91,46 @@ def convert_kernel(
 ROWS, HEADS = 64, 4
 
 
-def converts(q: Tensor, mode: str | None) -> str:
-    """What is converted for this call: float16 and float32 stay as they are, unless a test insists."""
-    return mode or (MODE if q.dtype == torch.bfloat16 else "none")
+def converts(q: Tensor) -> bool:
+    """Whether this call's operands are converted: float16 and float32 stay as they are."""
+    return q.dtype == torch.bfloat16
 
 
-def new_maxima(cu_seqlens: Tensor) -> Tensor:
-    """Bits of the largest |q|, |k|, |v|, |dO| of each sequence as float32. [num_sequences, 4]"""
-    return torch.zeros((cu_seqlens.shape[0] - 1, 4), dtype=torch.int32, device=cu_seqlens.device)
+def new_maxima(cu_seqlens: Tensor, convert: bool) -> Tensor:
+    """For bits of the largest |q|, |k|, |v|, |dO| of each sequence as float32: [num_sequences, 4], or [0, 4]."""
+    return torch.zeros((cu_seqlens.shape[0] - 1 if convert else 0, 4), dtype=torch.int32, device=cu_seqlens.device)
 
 
-def measure(x: Tensor, cu_seqlens: Tensor, maxima: Tensor, which: int) -> None:
-    """Enters the largest of x [T, N, H] into `maxima`, by sequence."""
+def to_half(x: Tensor, cu_seqlens: Tensor, maxima: Tensor, which: int, *, known: bool = False) -> Tensor:
+    """x [T, N, H] times its sequences' powers of two in fp16, contiguous. known: its largest are in `maxima` already."""
     num_tokens, num_heads, head_dim = x.shape
     num_sequences = cu_seqlens.shape[0] - 1
     grid = (num_tokens // ROWS + num_sequences, triton.cdiv(num_heads, HEADS))
-    maxima_kernel[grid](
-        x, maxima, cu_seqlens, num_tokens, num_heads, num_sequences, x.stride(0), x.stride(1), WHICH=which, H=head_dim,
-        BH=max(16, triton.next_power_of_2(head_dim)), ROWS=ROWS, HEADS=HEADS,
-    )  # fmt: skip
-
-
-def to_half(x: Tensor, cu_seqlens: Tensor, maxima: Tensor, which: int) -> Tensor:
-    """x [T, N, H] times its sequences' powers of two in fp16, contiguous. `measure` has to come before."""
-    num_tokens, num_heads, head_dim = x.shape
-    num_sequences = cu_seqlens.shape[0] - 1
+    counts = (cu_seqlens, num_tokens, num_heads, num_sequences, x.stride(0), x.stride(1))
+    shape = {
+        "WHICH": which,
+        "H": head_dim,
+        "BH": max(16, triton.next_power_of_2(head_dim)),
+        "ROWS": ROWS,
+        "HEADS": HEADS,
+    }
+    if not known:
+        maxima_kernel[grid](x, maxima, *counts, **shape)
+    # At once: what was just read is still in the cache.
     out = torch.empty(x.shape, dtype=torch.float16, device=x.device)
-    grid = (num_tokens // ROWS + num_sequences, triton.cdiv(num_heads, HEADS))
-    convert_kernel[grid](
-        x, out, maxima, cu_seqlens, num_tokens, num_heads, num_sequences, x.stride(0), x.stride(1), WHICH=which,
-        TARGET=TARGET[which], H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=ROWS, HEADS=HEADS,
-    )  # fmt: skip
+    convert_kernel[grid](x, out, maxima, *counts, TARGET=TARGET[which], **shape)
     return out
 
 
 def operands(
-    mode: str, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor, cu_q: Tensor, cu_k: Tensor
+    maxima: Tensor, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor, cu_q: Tensor, cu_k: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For backward: the maxima, and q, k, v, dO, of which v and dO are converted if `mode` says "all"."""
-    maxima = new_maxima(cu_q)
-    for which, x, cu in ((Q, q, cu_q), (K, k, cu_k), (V, v, cu_k), (DO, grad_o, cu_q)):
-        measure(x, cu, maxima, which)
-    q, k = to_half(q, cu_q, maxima, Q), to_half(k, cu_k, maxima, K)
-    if mode == "all":
-        v, grad_o = to_half(v, cu_k, maxima, V), to_half(grad_o, cu_q, maxima, DO)
-    return maxima, q, k, v, grad_o
+    """For backward: all maxima, of which forward has found those of q and v, and q, k, v, dO."""
+    maxima = maxima.clone()
+    return (
+        maxima,
+        to_half(q, cu_q, maxima, Q, known=True),
+        to_half(k, cu_k, maxima, K),
+        to_half(v, cu_k, maxima, V, known=True),
+        to_half(grad_o, cu_q, maxima, DO),
+    )

@@ -10,6 +10,8 @@ from . import torch_path
 
 logger = logging.getLogger(__name__)
 
+NUM_AUX = 4  # results of forward_op behind o and log_rest, which backward_op takes
+
 _announced: set[str] = set()
 
 
@@ -56,8 +58,8 @@ def forward_op(
     max_seqlen_k: int,
     scale: float,
     skip_below: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, log_rest and what backward needs on a GPU: each row's last carry and its tile, each row block's last tile."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, log_rest and what backward needs on a GPU: each row's last carry and its tile, each row block's last tile, maxima."""
     announce("the CPU: plain torch, exact (nothing is skipped)")
     layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
     o, log_rest = torch_path.forward(q, k, v, log_rest_in, *layout, scale)
@@ -67,6 +69,7 @@ def forward_op(
         q.new_empty(0, dtype=torch.float32),
         q.new_empty(0, dtype=torch.int32),
         q.new_empty(0, dtype=torch.int32),
+        q.new_empty((0, 4), dtype=torch.int32),
     )
 
 
@@ -103,6 +106,7 @@ def backward_op(
     row_carry: Tensor,
     row_tile: Tensor,
     block_stop: Tensor,
+    maxima: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
@@ -144,8 +148,7 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
 @backward_op.register_kernel("cuda")
 def _(  # type: ignore[no-untyped-def]
     grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop,
-    max_seqlen_q,
-    max_seqlen_k, scale,
+    maxima, max_seqlen_q, max_seqlen_k, scale,
 ):  # fmt: skip
     from . import backward
 
@@ -161,6 +164,7 @@ def _(  # type: ignore[no-untyped-def]
         row_carry,
         row_tile,
         block_stop,
+        maxima,
         max_seqlen_q,
         max_seqlen_k,
         scale,
@@ -183,8 +187,9 @@ def carry_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @forward_op.register_fake
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below):  # type: ignore[no-untyped-def]
-    carry, tile, stop = (0,), (0,), (0,)
+    carry, tile, stop, sequences = (0,), (0,), (0,), 0
     if q.device.type != "cpu":
+        sequences = cu_seqlens_q.shape[0] - 1 if q.dtype == torch.bfloat16 else 0
         carry, tile, stop = aux_shapes(q.shape[0], q.shape[1], cu_seqlens_q.shape[0] - 1)
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
@@ -192,6 +197,7 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
         q.new_empty(carry, dtype=torch.float32 if q.device.type == "cpu" else carry_dtype(q.dtype)),
         q.new_empty(tile, dtype=torch.int32),
         q.new_empty(stop, dtype=torch.int32),
+        q.new_empty((sequences, 4), dtype=torch.int32),
     )
 
 
@@ -208,10 +214,10 @@ def _(grad_o, grad_log_rest, q, k, v, *_):  # type: ignore[no-untyped-def]
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, cu_q, cu_k, q_offsets, log_rest_in, ctx.max_q, ctx.max_k, ctx.scale, _ = inputs
-    _, _, row_carry, row_tile, block_stop = output
+    _, _, *aux = output
     # A log_rest that nobody uses has no gradient: without this it would be a tensor of zeros, to be read.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, cu_q, cu_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop)
+    ctx.save_for_backward(q, k, v, cu_q, cu_k, q_offsets, log_rest_in, *aux)
 
 
 def _backward(ctx, grad_o, grad_log_rest, *_unused):  # type: ignore[no-untyped-def]

@@ -120,7 +120,7 @@ class _StickBreakingRing(torch.autograd.Function):
     def backward(ctx: Any, grad_o: Tensor, grad_log_rest: Tensor | None) -> tuple[Tensor | None, ...]:
         groups, longest, scale, steps, done = ctx.others
         q, k, v, cu, first, second, *saved = ctx.saved_tensors
-        aux, saved = saved[:3], saved[3:]
+        aux, saved = saved[: ops.NUM_AUX], saved[ops.NUM_AUX :]
         wide = torch.promote_types(q.dtype, torch.float32)
         places = (first, second)
         grad_o = grad_o.contiguous()
@@ -133,7 +133,8 @@ class _StickBreakingRing(torch.autograd.Function):
             for number, (when, part) in enumerate(done):
                 if when != step:
                     continue
-                entering, *part_aux = saved[4 * number : 4 * number + 4]
+                kept = 1 + ops.NUM_AUX
+                entering, *part_aux = saved[kept * number : kept * (number + 1)]
                 rows, q_part = part.rows, q[part.rows]
                 dq_part, dk_part, dv_part, d_entering = ops.backward_op(
                     grad_o[rows], d_rest[rows].clone(), q_part, *_keys(places, part), *_bounds(q_part, part), entering,

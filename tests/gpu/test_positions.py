@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -54,11 +55,11 @@ def make(name: str, groups: Groups) -> Decoder:
     return decoder
 
 
-def run(decoder: Decoder, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+def run(decoder: Decoder, dtype: torch.dtype, device: str, seed: int) -> dict[str, torch.Tensor]:
     """Losses and gradients in float64 on the CPU, from weights rounded to bf16 whatever the dtype."""
     decoder = decoder.to(torch.bfloat16).to(dtype).to(device)
     decoder.zero_grad()
-    tokens, layout, labels = packed(LENGTHS)
+    tokens, layout, labels = packed(LENGTHS, seed)
     losses = decoder(tokens.to(device), layout.to(device), labels.to(device))
     losses.sum().backward()
     found = {key: weight.grad for key, weight in decoder.named_parameters()} | {"losses": losses.detach()}
@@ -67,19 +68,26 @@ def run(decoder: Decoder, dtype: torch.dtype, device: str) -> dict[str, torch.Te
 
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_matches_float64(name: str, groups: Groups) -> None:
-    """At most twice the error of plain torch on the CPU in bf16, with float32 inside attention."""
-    exact = run(make(name, groups), torch.float64, "cpu")
-    plain = run(make(name, groups), torch.bfloat16, "cpu")
-    ours = run(make(name, groups), torch.bfloat16, DEVICE)
-    for key, value in exact.items():
-        assert ours[key].isfinite().all(), key
-        if key.endswith(
-            ".bias.b2"
-        ):  # 0 but for rounding: softmax does not feel what is added to all of a head's logits
-            continue
-        # Fused backward passes take the row sums of dP ⊙ P from the rounded output.
-        budget = 2 * (plain[key] - value).norm() + 3e-3 * value.norm() + 1e-3
-        assert (ours[key] - value).norm() <= budget, key
+    """At most twice the error of plain torch on the CPU in bf16, with float32 inside attention.
+
+    Errors are those of all layers' weights of a name and of three inputs: a head's scale is a single number, whose error
+    on one input is one draw.
+    """
+    squares: dict[str, list[float]] = {}
+    for seed in range(3):
+        exact = run(make(name, groups), torch.float64, "cpu", seed)
+        plain = run(make(name, groups), torch.bfloat16, "cpu", seed)
+        ours = run(make(name, groups), torch.bfloat16, DEVICE, seed)
+        for key, value in exact.items():
+            assert ours[key].isfinite().all(), key
+            found = squares.setdefault(re.sub(r"blocks\.\d+", "blocks", key), [0.0, 0.0, 0.0])
+            for i, x in enumerate((ours[key] - value, plain[key] - value, value)):
+                found[i] += float(x.square().sum())
+    for key, found in squares.items():
+        error, usual, size = (x**0.5 for x in found)
+        # The last bias is 0 but for rounding: softmax does not feel what is added to all of a head's logits. Fused backward
+        # passes take the row sums of dP ⊙ P from the rounded output.
+        assert key.endswith(".bias.b2") or error <= 2 * usual + 3e-3 * size + 1e-3, (key, error, usual, size)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -124,7 +132,7 @@ def test_cached_passes_give_the_logits_of_one_pass(name: str, groups: Groups) ->
     for count in (30, 50, 1, 1, 16, 22):
         found = extend(decoder, cache, [tokens[at : at + count].tolist(), [7, 8, 9]])
         at += count
-        torch.testing.assert_close(found[0], alone[at - 1].float(), rtol=0, atol=1e-3)
+        torch.testing.assert_close(found[0].cpu(), alone[at - 1].float(), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.stickbreaking import merge, ops, stickbreaking_attention, stickbreaking_reference
+from kernels.stickbreaking import merge, ops, stickbreaking_attention, stickbreaking_reference, torch_path
 
 
 def starts(*values):
@@ -158,11 +158,30 @@ def test_bad_input_is_refused_with_its_values(name):
 
 def test_registered_operators():
     q, k, v = make(9, dtype=torch.float32)
-    cu, none = starts(0, 4, 9), (torch.empty(0), torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32))
+    cu = starts(0, 4, 9)
     torch.library.opcheck(ops.forward_op, (q, k, v, cu, cu, None, None, 9, 9, 0.3, 0.0))
     plain = [x.detach() for x in (q, k, v)]
     torch.library.opcheck(ops.decode_op, (*plain, cu, cu, None, None, 9, 9, 0.3, 0.0))
-    torch.library.opcheck(ops.backward_op, (torch.randn(9, 4, 8), None, *plain, cu, cu, None, None, *none, 9, 9, 0.3))
+    aux = ops.forward_op(*plain, cu, cu, None, None, 9, 9, 0.3, 0.0)[2:]
+    assert len(aux) == ops.NUM_AUX
+    torch.library.opcheck(ops.backward_op, (torch.randn(9, 4, 8), None, *plain, cu, cu, None, None, *aux, 9, 9, 0.3))
+
+
+def test_backward_is_given_no_gradient_of_a_rest_that_nobody_uses(monkeypatch):
+    given = []
+    backward = torch_path.backward
+    monkeypatch.setattr(torch_path, "backward", lambda *args: given.append(args[1]) or backward(*args))
+    inputs = make(8, dtype=torch.float32)
+    for function in (
+        stickbreaking_attention,
+        torch.compile(lambda *x: stickbreaking_attention(*x)[:1], backend="aot_eager"),
+    ):
+        o, *rest = function(*inputs)
+        o.sum().backward(retain_graph=bool(rest))
+        assert given.pop() is None
+    o, rest = stickbreaking_attention(*inputs)
+    rest.sum().backward()
+    assert given.pop() is not None
 
 
 def test_compiles_without_a_graph_break():

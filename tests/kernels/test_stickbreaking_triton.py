@@ -18,7 +18,7 @@ CASES = [
     f"{name}-torch.{dtype}"
     for dtype in ("float16", "float32")
     for name in ("plain", "huge", "low", "one", "packed", "slices", "offset", "decode")
-] + ["gradients-torch.float16", "all-torch.float16"]
+] + ["converted-torch.float16"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,7 +43,7 @@ def interpreted():
 
 
 def budget(torch_error: float, magnitude: float, dtype: str) -> float:
-    if dtype.startswith(("gradients", "all")):
+    if dtype.startswith("converted"):
         torch_error *= 1.5  # made for bf16 results, which round eight times as coarsely
     # Half a unit in the last place of float16's subnormals, and float32 rounding of sums as large as the result.
     return 2 * torch_error + (2e-7 if "16" in dtype else 0.0) + 1e-5 * magnitude
@@ -85,17 +85,17 @@ def types(kernel, constants, **special):
     return {name: (named | special)[name] for name in kernel.arg_names if name not in constants}
 
 
-def compiled(kernel, config, head_dim, with_farther, mode="none", **constants) -> Resources:
+def compiled(kernel, config, head_dim, with_farther, convert=False, **constants) -> Resources:
     sums = F.sum_types(torch.bfloat16, config.key_block)
     halves = {}
-    if mode == "all":
+    if convert:
         converted = ("q_ptr", "k_ptr", "v_ptr", "do_ptr") if with_farther else ("v_ptr",)
         halves = {"maxima_ptr": "*i32"} | dict.fromkeys(converted, "*fp16")
         sums = sums._replace(farther=tl.float16, farther_parts=1)
     elif "maxima_ptr" in kernel.arg_names:
         constants["maxima_ptr"] = None
     if "HALF" in kernel.arg_names:
-        constants["HALF"] = mode if with_farther else mode == "all"
+        constants["HALF"] = convert
     constants |= {
         "H": head_dim,
         "BH": head_dim,
@@ -119,8 +119,8 @@ ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 54, ("dkv", 64): 6}
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
-@pytest.mark.parametrize("mode", ["none", "all"])
-def test_compiles_for_hopper_without_spilling(which, head_dim, mode):
+@pytest.mark.parametrize("convert", [False, True])
+def test_compiles_for_hopper_without_spilling(which, head_dim, convert):
     config = B.backward_config(head_dim, torch.bfloat16)
     if which == "forward":
         found = compiled(
@@ -128,16 +128,16 @@ def test_compiles_for_hopper_without_spilling(which, head_dim, mode):
             F.forward_config(head_dim, torch.bfloat16),
             head_dim,
             False,
-            mode,
+            convert,
             HAS_REST=False,
             SAVE=True,
             log_rest_in_ptr=None,
         )
     elif which == "dq":
-        found = compiled(B.dq_kernel, config.dq, head_dim, True, mode, HAS_REST=False, d_rest_ptr=None)
+        found = compiled(B.dq_kernel, config.dq, head_dim, True, convert, HAS_REST=False, d_rest_ptr=None)
     else:
         found = compiled(
-            B.dkv_kernel, config.dkv, head_dim, True, mode, DQ_ROWS=config.dq.row_block, MAX_BLOCKS=64, ADD=False
+            B.dkv_kernel, config.dkv, head_dim, True, convert, DQ_ROWS=config.dq.row_block, MAX_BLOCKS=64, ADD=False
         )
     assert found.wgmma > 0, "the dots miss wgmma"
     assert found.async_copies > 0, "the loads are not pipelined"
