@@ -1,5 +1,6 @@
 """The results of a run, one JSON file a checkpoint: RUN/eval/step-00001000.json."""
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -38,14 +39,16 @@ def read_results(file: Path) -> dict[str, Any]:
 
 
 def add_results(file: Path, results: dict[str, Any]) -> None:
-    """Put results beside those of earlier evaluations of the same checkpoint; tasks are merged by name."""
-    merged = read_results(file)
-    tasks = merged.get("tasks", {}) | results.get("tasks", {})
-    merged |= results | {"tasks": tasks}
+    """Put results beside those of other evaluations of the same checkpoint, also while these run; tasks are merged by name."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    with file.with_name(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        merged = read_results(file)
+        tasks = merged.get("tasks", {}) | results.get("tasks", {})
+        merged |= results | {"tasks": tasks}
+        temporary = file.with_name(file.name + ".tmp")
+        temporary.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(temporary, file)
 
 
 def newest_results(run: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ limit:      of the first examples of each task (all; of RULER's tasks 500 at eac
 length:     tokens of a text that the model is given at most (the training length; for RULER's tasks each of `lengths`)
 lengths:    of RULER's samples, such as 4096,8192,16384 (length, or the training length)
 stand_in:   texts for RULER's samples in place of what they are made from: essays:FILE,squad:FILE,hotpotqa:FILE
+part:       I/N: every N-th task from the I-th on, counted from 0, as a job of several takes them (RULER's are one; the first
+            part has the validation loss)
 tensor:     tensor-parallel processes (1); under torchrun or srun the others share the work out
 valid:      loss over the whole validation split (true)
 baseline:   the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)
@@ -22,6 +24,7 @@ Prints a table and adds it to RUN/eval/step-XXXXXXXX.json (with changes: RUN/eva
 
 import logging
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -60,6 +63,7 @@ OPTIONS = {
     "length": int,
     "lengths": str,
     "stand_in": str,
+    "part": str,
     "tensor": int,
     "valid": str,
     "baseline": str,
@@ -96,6 +100,15 @@ def flag(options: dict[str, Any], key: str) -> bool | None:
     return None if text is None else text == "true"
 
 
+def parse_part(text: str) -> tuple[int, int]:
+    """(I, N) of `I/N`. Raises UserError."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    index, count = (int(number) for number in found.groups()) if found else (0, 0)
+    if not index < count:
+        raise UserError(f"part must be I/N with I from 0 to N − 1, not {text!r}")
+    return index, count
+
+
 def main(argv: list[str]) -> None:
     options, rest = take_options(argv, OPTIONS)
     unknown = [text for text in rest if not text.startswith(CHANGEABLE)]
@@ -122,13 +135,15 @@ def main(argv: list[str]) -> None:
     tasks = options.get("tasks", whole[suite])
     names = [name for name in tasks.split(",") if name and name != "none"]
     ruler = list(TASKS) if "ruler" in names else [name for name in names if name in TASKS]
+    names = [name for name in names if name not in (*ruler, "ruler")]
+    index, count = parse_part(options.get("part", "0/1"))
     if not ruler and (options.get("lengths") or options.get("stand_in")):
         raise UserError("lengths and stand_in are for RULER's tasks: name some in tasks=, or all with suite=ruler")
     settings = Settings(
-        names=[name for name in names if name not in (*ruler, "ruler")],
-        ruler=ruler,
+        names=names[index::count],
+        ruler=ruler if len(names) % count == index else [],
         suite=suite,
-        valid=valid is not False if suite is None else valid is True,
+        valid=index == 0 and (valid is not False if suite is None else valid is True),
         baseline=baseline,
         changes=tuple(rest),
         **{key: options[key] for key in KEPT if key in options},
@@ -194,7 +209,8 @@ def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
         from eval.paper import paper_tables
 
         wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
-        for table in paper_tables({task.task: task.metrics for task in tasks}, config.name):
+        found = read_results(file)["tasks"]  # those of other parts too
+        for table in paper_tables({name: task["metrics"] for name, task in found.items()}, config.name):
             wide.print(table)
     console.print(f"results: {file}", highlight=False, soft_wrap=True)
 

@@ -1,7 +1,9 @@
 """Submit a training job:   python slurm/submit.py config=3b_sb nodes=16 [gpus=8] [time=24:00:00] [key=value ...] [--dry-run]
 
 Options of its own: nodes, gpus (a node), time, partition, account, cpus (a task), early (seconds between the early signal and
-the time limit), evaluate (tasks for a job that follows the training), sbatch (further options of sbatch, as one text).
+the time limit), evaluate (tasks for a job that follows the training, or arguments of launch/evaluate.py as one text:
+evaluate="suite=stickbreaking_paper eval_data=DATA"), evaluate_jobs (which share them out), sbatch (further options of sbatch,
+as one text).
 Every other key=value goes to launch/pretrain.py. --dry-run prints the commands and the script.
 """
 
@@ -17,6 +19,8 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.cli import run, take_options
+from launch.evaluate import CHANGEABLE
+from launch.evaluate import OPTIONS as EVALUATE_OPTIONS
 from ssscale.config import load_config, validate
 from ssscale.errors import UserError
 from ssscale.train.run_folder import check_folder
@@ -31,6 +35,7 @@ OPTIONS = {
     "cpus": int,
     "early": int,
     "evaluate": str,
+    "evaluate_jobs": int,
     "sbatch": str,
 }
 
@@ -54,10 +59,15 @@ def main(argv: list[str]) -> None:
     train += [f"--time={options['time']}"] if "time" in options else []
     train += [f"--signal=B:USR1@{options['early']}"] if "early" in options else []
     train += [f"--job-name={config.name}", "slurm/pretrain.sbatch", *arguments]
-    after = ["sbatch", *shared, "--kill-on-invalid-dep=yes", f"--output={folder / 'slurm-evaluate-%j.log'}"]
+    jobs = options.get("evaluate_jobs", 1)
+    if jobs < 1 or (jobs > 1 and "evaluate" not in options):
+        raise UserError(f"evaluate_jobs={jobs}: a number from 1 on of the jobs that do what evaluate= names")
+    log_name = "slurm-evaluate-%A_%a.log" if jobs > 1 else "slurm-evaluate-%j.log"
+    after = ["sbatch", *shared, "--kill-on-invalid-dep=yes", f"--output={folder / log_name}"]
     after += ["--gpus-per-node=1"] if gpus else []
+    after += [f"--array=0-{jobs - 1}"] if jobs > 1 else []
     after += ["--dependency=afterok:{job}", "slurm/evaluate.sbatch", f"checkpoint={folder}"]
-    after += [f"tasks={options['evaluate']}"] if "evaluate" in options else []
+    after += evaluation(options.get("evaluate", ""))
     if dry:
         print(shlex.join(train))
         if "evaluate" in options:
@@ -71,6 +81,18 @@ def main(argv: list[str]) -> None:
     print(f"job {job}, log {str(log).replace('%j', job)}")
     if "evaluate" in options:
         print(f"job {submit([text.replace('{job}', job) for text in after])} evaluates when it has finished")
+
+
+def evaluation(text: str) -> list[str]:
+    """launch/evaluate.py's arguments, from them or from tasks alone. Raises UserError, now rather than after the training."""
+    if "=" not in text:
+        return [f"tasks={text}"]
+    arguments = shlex.split(text)
+    _, rest = take_options(arguments, EVALUATE_OPTIONS)
+    unknown = [argument for argument in rest if not argument.startswith(CHANGEABLE)]
+    if unknown:
+        raise UserError(f"evaluate={text}: launch/evaluate.py takes no {unknown[0]!r}")
+    return arguments
 
 
 def submit(command: list[str]) -> str:

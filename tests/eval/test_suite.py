@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lm_eval.tasks import TaskManager
 from eval.against_hf import main as against_hf
 from eval.harness import PackedLM
 from eval.paper import PAPER_2, SUITE, our_rows
+from eval.results import add_results, read_results
 from eval.suite import find_tasks
 from eval.tasks.local.load import FILES
 from eval.text import TextTokenizer
@@ -237,6 +239,35 @@ def test_the_suite_runs_and_prints_the_papers_tables(suite_run, eval_data, capsy
     assert table_2[-2] == pytest.approx(sum(table_2[:8]) / 8)
     for expected in ("Table 2", "3B stick-breaking", "74.3", "Table 3", "50.8", "Table 4", "49.7"):
         assert expected in printed
+
+
+def test_parts_make_the_file_of_the_whole(suite_run, eval_data) -> None:
+    run, _ = suite_run
+    file = run / "eval" / "step-00000001.json"
+    texts = []
+    for parts in ([], ["part=1/2"], ["part=0/2"]):
+        if parts != ["part=0/2"]:
+            file.unlink(missing_ok=True)
+        arguments = ["tasks=piqa,arc_easy,wikitext", f"eval_data={eval_data}", "valid=false", "limit=2", *parts]
+        evaluate([f"checkpoint={run}", *arguments])
+        texts.append(json.loads(file.read_text()))
+    assert list(texts[1]["tasks"]) == ["arc_easy"]
+    assert texts[2] == texts[0]
+    assert len(texts[0]["tasks"]) == 3
+    for wrong in ("2/2", "1", "-1/2", "0/0"):
+        with pytest.raises(UserError, match="part must be I/N"):
+            evaluate([f"checkpoint={run}", f"part={wrong}"])
+
+
+def test_results_of_evaluations_at_once_are_all_kept(tmp_path) -> None:
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        pool.starmap(add_one_by_one, [(str(tmp_path / "step-1.json"), worker) for worker in range(3)])
+    assert len(read_results(tmp_path / "step-1.json")["tasks"]) == 60
+
+
+def add_one_by_one(file: str, worker: int) -> None:
+    for number in range(20):
+        add_results(Path(file), {"tasks": {f"{worker}.{number}": {}}})
 
 
 def test_the_papers_averages_are_those_of_its_columns() -> None:
