@@ -89,7 +89,8 @@ def run_ruler(
 ) -> Iterator[TaskResult]:
     """The result of each task at each length, `TASK@LENGTH`, on the ranks that lm-eval gives any to; all take part.
 
-    Every rank makes all samples, the same ones. Among the metrics are the tokens that samples take, on average and at most.
+    Every rank makes all samples, the same ones. Among the metrics are the tokens that samples take, on average and at
+    most, and the file that they are made from.
     """
     show = console.is_terminal and model.groups.is_main
     for length in ruler.lengths:
@@ -108,6 +109,8 @@ def run_ruler(
             for result in run_lm_eval(lm, [definition(task, length, docs)], manager):
                 sizes = [doc["length"] for doc in docs]
                 metrics = result.metrics | {"mean_length": fmean(sizes), "longest": max(sizes)}
+                for source in needed([task]):
+                    metrics["data"] = ruler.sources[source].to_json()
                 fewer = f" of {ruler.samples}, as the others do not fit" if len(docs) < ruler.samples else ""
                 console.print(
                     f"{result.task}: {100 * result.value:.1f} ({len(docs)} samples{fewer}; "

@@ -225,8 +225,10 @@ def test_a_stand_in_is_said_and_written(ruler_run, eval_data, tmp_path, capsys) 
     )
     printed = capsys.readouterr().out
     assert all(sentence in printed for sentence in shown)
-    data = json.loads((ruler_run / "eval" / "step-00000001.json").read_text())["ruler"]["data"]
-    assert data == {name: source.to_json() for name, (_, source) in sources.items()}
+    results = json.loads((ruler_run / "eval" / "step-00000001.json").read_text())
+    assert results["ruler"]["data"] == {name: source.to_json() for name, (_, source) in sources.items()}
+    data = results["tasks"][f"ruler_qa_squad@{LENGTH}"]["metrics"]["data"]
+    assert data["stand_in_for"] == "dev-v2.0.json of rajpurkar.github.io/SQuAD-explorer"
     # A stand-in that is named comes before a copy, and SQuAD's form serves for HotpotQA.
     named = {"hotpotqa": folder / "squadshifts/new_wiki_v1.0.json"}
     ((file, source),) = find_sources(["hotpotqa"], str(eval_data), named).values()
