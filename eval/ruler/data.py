@@ -92,12 +92,12 @@ def download(name: str, file: Path) -> None:
         else:
             reader = qa_utils.read_squad if name == "squad" else qa_utils.read_hotpotqa
             content = json.dumps(qa_utils.download_json(inspect.signature(reader).parameters["url"].default))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # several ranks may do the same
+        temporary.write_text(content, encoding="utf-8")
+        os.replace(temporary, file)
     except (OSError, ValueError) as error:
-        raise UserError(f"{ORIGINS[name].copy_of} cannot be downloaded: {error}") from None
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # several ranks may do the same
-    temporary.write_text(content, encoding="utf-8")
-    os.replace(temporary, file)
+        raise UserError(f"{ORIGINS[name].copy_of} cannot be downloaded to {file}: {error}") from None
 
 
 def find_sources(needed: list[str], eval_data: str, stand_ins: dict[str, Path]) -> dict[str, tuple[Path, Source]]:

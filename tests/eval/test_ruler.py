@@ -247,7 +247,7 @@ def test_originals_are_downloaded_where_the_user_lets_it(tmp_path, monkeypatch) 
     assert all(source.stand_in_for is None for _, source in found.values())
     with (
         mock.patch.object(qa_utils, "download_json", side_effect=OSError("no route")),
-        pytest.raises(UserError, match=r"hotpotqa\.github\.io cannot be downloaded: no route"),
+        pytest.raises(UserError, match=r"hotpotqa\.github\.io cannot be downloaded to .*: no route"),
     ):
         find_sources(["hotpotqa"], str(tmp_path), {})
 
