@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import datasets
+import lm_eval
 import pytest
 
 pytest.importorskip("wonderwords", reason="of lm-eval's ruler extra: make setup")
@@ -17,6 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
+from eval.harness import PackedLM
 from eval.ruler import TASKS
 from eval.ruler.data import find_sources, parse_stand_ins, read_essays, read_questions
 from eval.ruler.offline import (
@@ -38,10 +40,12 @@ from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
 from ssscale.config import to_yaml
 from ssscale.errors import UserError
-from ssscale.hf.convert import WeightsOnly
+from ssscale.hf import register
+from ssscale.hf.convert import WeightsOnly, export_checkpoint
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.schema import Config, DataConfig, ModelConfig, TrainConfig
+from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
 from tests.eval.ruler_data import VOCAB, squad_article, write_texts, write_tokenizer
@@ -204,6 +208,35 @@ def test_all_13_run_end_to_end_and_two_processes_write_the_same_file(ruler_run, 
     pool2.run("tests.eval.jobs:evaluate_file", arguments=some)
     assert file.read_text() == alone
     assert len(json.loads(alone)["tasks"]) == 6
+
+
+def test_generated_texts_are_those_of_lm_evals_hf_backend(ruler_run, groups, texts, english, tmp_path) -> None:
+    pytest.importorskip("accelerate", reason="lm-eval's hf backend imports accelerate")
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export_checkpoint(ruler_run / "checkpoints" / "step-00000001", tmp_path / "hf", 0, 1)
+    register()
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    text = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs = HFLM(hf, tokenizer=text, batch_size=2, device="cpu", add_bos_token=True, max_length=LENGTH)
+    ours = PackedLM(load_for_inference(ruler_run, groups)[0], english, LENGTH)
+    for task in ("niah_multivalue", "ruler_qa_squad"):
+        docs = generate(task, LENGTH, 2, counter_of(task, english.encode), texts)
+        found, expected = (
+            [
+                sample["resps"]
+                for sample in lm_eval.simple_evaluate(
+                    lm,
+                    tasks=[definition(task, LENGTH, docs)],
+                    task_manager=TaskManager(include_defaults=False),
+                    bootstrap_iters=0,
+                )["samples"][f"{task}@{LENGTH}"]
+            ]
+            for lm in (ours, theirs)
+        )
+        assert found == expected
+        assert all(len(text) > 20 for ((text,),) in found)
 
 
 def test_a_stand_in_is_said_and_written(ruler_run, eval_data, tmp_path, capsys) -> None:
