@@ -93,8 +93,8 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, carry_ptr,
-    behind_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr,
+    block_stop_ptr, carry_ptr, behind_ptr,
     cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows,
@@ -136,7 +136,14 @@ def dq_kernel(
         behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
     shift = 0.0
     if HALF:
-        q_shift, k_shift, _, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        q_shift, k_shift, do_shift, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        # For phase two, which reads them for every tile of keys. Read back, they cost no registers.
+        rows = (token[:, None] * num_heads + head) * H + dims[None, :]
+        tl.store(q_half_ptr + rows, half.scaled(q, q_shift), mask=in_rows)
+        tl.store(do_half_ptr + rows, half.scaled(do, do_shift), mask=in_rows)
+        tl.debug_barrier()
+        q = tl.load(q_half_ptr + rows, mask=in_rows, other=0.0)
+        do = tl.load(do_half_ptr + rows, mask=in_rows, other=0.0)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
 
@@ -358,11 +365,14 @@ def backward(
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     sums = sum_types(q.dtype, key_block)
     # dz is bounded by what dO and v give; a gradient of log_rest has a bound of its own.
+    q_half, grad_o_half = q, grad_o
     convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
     if convert:
         sums = SumTypes(tl.float16, sums.nearer_parts, tl.float16, 1, sums.dot)
-        maxima, q, k, v, grad_o = half.operands(maxima, q, k, v, grad_o, cu_q, cu_k)
-    strides = [s for x in (q, k, v, grad_o) for s in (x.stride(0), x.stride(1))]
+        maxima, k, v, q_half, grad_o_half = half.operands(maxima, q, k, v, grad_o, cu_q, cu_k)
+    strides, half_strides = (
+        [s for x in (a, k, v, b) for s in (x.stride(0), x.stride(1))] for a, b in ((q, grad_o), (q_half, grad_o_half))
+    )
     logit_scale = scale * 1.4426950408889634
     common = {
         "H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "BN": key_block, "KV_GROUP": group,
@@ -375,17 +385,17 @@ def backward(
     for first in range(0, num_slots, slice_slots):
         last = min(first + slice_slots, num_slots)
         dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * num_heads,)](
-            q, k, v, grad_o, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind, cu_q, cu_k,
-            q_offsets, maxima if convert else None,
+            q, k, v, grad_o, q_half, grad_o_half, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind,
+            cu_q, cu_k, q_offsets, maxima if convert else None,
             num_tokens, num_keys, num_heads, head_group(k, group, group_bytes), num_sequences, first, last, block_stop.shape[1],
             num_tiles, scratch_rows, *strides, scale, logit_scale,
             ROWS=rows, HAS_REST=grad_log_rest is not None, NEARER_PARTS=dq_parts, **launch(dq_config), **common,
         )  # fmt: skip
         dkv_kernel[(triton.cdiv(num_key_slots, num_sequences) * num_sequences * num_kv_heads,)](
-            q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
+            q_half, k, v, grad_o_half, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
             maxima if convert else None,
             num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
-            num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
+            num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *half_strides, scale, logit_scale,
             ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
             NEARER_PARTS=sums.nearer_parts, **launch(dkv_config), **common,
         )  # fmt: skip

@@ -266,6 +266,7 @@ def forward(
         return o, log_rest, row_carry, row_tile, block_stop, maxima
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
     if convert:
+        half.find(v, cu_k, maxima, half.V)
         v = half.to_half(v, cu_k, maxima, half.V)
     sums = sum_types(q.dtype, config.key_block)
     num_slots = num_tokens // config.row_block + num_sequences

@@ -6,6 +6,8 @@ fp16's range. The power is that of a sequence, so that no sequence sees what oth
 weights are multiplied by 2^(8 − log2 H). Whatever is larger than bf16's 2^100 comes out as infinite.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -48,6 +50,12 @@ def enter(maxima_ptr, sequence, WHICH: tl.constexpr, x):
 
 
 @triton.jit
+def scaled(x, shift):
+    """x · 2^shift in fp16."""
+    return (x.to(tl.float32) * tl.exp2(shift)).to(tl.float16)
+
+
+@triton.jit
 def _rows(x_ptr, cu_ptr, num_tokens, num_sequences, sx_t, ROWS: tl.constexpr):
     sequence, block = tile.locate(cu_ptr, tl.program_id(0), num_sequences, ROWS)
     start, length = tile.bounds(cu_ptr, sequence, num_tokens)
@@ -79,13 +87,13 @@ def convert_kernel(
 ):  # fmt: skip
     sequence, token, row_ok = _rows(x_ptr, cu_ptr, num_tokens, num_sequences, sx_t, ROWS)
     dims = tl.arange(0, BH)
-    power = tl.exp2(exponent(maxima_ptr, sequence, WHICH, TARGET))
+    shift = exponent(maxima_ptr, sequence, WHICH, TARGET)
     for i in tl.static_range(HEADS):
         head = tl.program_id(1) * HEADS + i
         inside = row_ok[:, None] & (dims < H)[None, :] & (head < num_heads)
         x = tl.load(x_ptr + token[:, None] * sx_t + head * sx_n + dims[None, :], mask=inside, other=0.0)
         out = (token[:, None] * num_heads + head) * H + dims[None, :]
-        tl.store(out_ptr + out, (x.to(tl.float32) * power).to(tl.float16), mask=inside)
+        tl.store(out_ptr + out, scaled(x, shift), mask=inside)
 
 
 ROWS, HEADS = 64, 4
@@ -101,22 +109,25 @@ def new_maxima(cu_seqlens: Tensor, convert: bool) -> Tensor:
     return torch.zeros((cu_seqlens.shape[0] - 1 if convert else 0, 4), dtype=torch.int32, device=cu_seqlens.device)
 
 
-def to_half(x: Tensor, cu_seqlens: Tensor, maxima: Tensor, which: int, *, known: bool = False) -> Tensor:
-    """x [T, N, H] times its sequences' powers of two in fp16, contiguous. known: its largest are in `maxima` already."""
+def _launch(x: Tensor, cu_seqlens: Tensor, which: int) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, int]]:
+    """Grid, counts and constants of the two kernels."""
     num_tokens, num_heads, head_dim = x.shape
     num_sequences = cu_seqlens.shape[0] - 1
     grid = (num_tokens // ROWS + num_sequences, triton.cdiv(num_heads, HEADS))
     counts = (cu_seqlens, num_tokens, num_heads, num_sequences, x.stride(0), x.stride(1))
-    shape = {
-        "WHICH": which,
-        "H": head_dim,
-        "BH": max(16, triton.next_power_of_2(head_dim)),
-        "ROWS": ROWS,
-        "HEADS": HEADS,
-    }
-    if not known:
-        maxima_kernel[grid](x, maxima, *counts, **shape)
-    # At once: what was just read is still in the cache.
+    block = max(16, triton.next_power_of_2(head_dim))
+    return grid, counts, {"WHICH": which, "H": head_dim, "BH": block, "ROWS": ROWS, "HEADS": HEADS}
+
+
+def find(x: Tensor, cu_seqlens: Tensor, maxima: Tensor, which: int) -> None:
+    """Enters the largest of x [T, N, H] into `maxima`, by sequence."""
+    grid, counts, shape = _launch(x, cu_seqlens, which)
+    maxima_kernel[grid](x, maxima, *counts, **shape)
+
+
+def to_half(x: Tensor, cu_seqlens: Tensor, maxima: Tensor, which: int) -> Tensor:
+    """x [T, N, H] times its sequences' powers of two in fp16, contiguous; its largest are in `maxima` already."""
+    grid, counts, shape = _launch(x, cu_seqlens, which)
     out = torch.empty(x.shape, dtype=torch.float16, device=x.device)
     convert_kernel[grid](x, out, maxima, *counts, TARGET=TARGET[which], **shape)
     return out
@@ -125,12 +136,9 @@ def to_half(x: Tensor, cu_seqlens: Tensor, maxima: Tensor, which: int, *, known:
 def operands(
     maxima: Tensor, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor, cu_q: Tensor, cu_k: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For backward: all maxima, of which forward has found those of q and v, and q, k, v, dO."""
+    """For backward: all maxima, of which forward has found those of q and v; k and v; and where phase one leaves q and dO."""
     maxima = maxima.clone()
-    return (
-        maxima,
-        to_half(q, cu_q, maxima, Q, known=True),
-        to_half(k, cu_k, maxima, K),
-        to_half(v, cu_k, maxima, V, known=True),
-        to_half(grad_o, cu_q, maxima, DO),
-    )
+    find(grad_o, cu_q, maxima, DO)
+    find(k, cu_k, maxima, K)
+    k, v = to_half(k, cu_k, maxima, K), to_half(v, cu_k, maxima, V)
+    return maxima, k, v, *(torch.empty(x.shape, dtype=torch.float16, device=x.device) for x in (q, grad_o))

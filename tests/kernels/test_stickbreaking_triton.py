@@ -89,7 +89,11 @@ def compiled(kernel, config, head_dim, with_farther, convert=False, **constants)
     sums = F.sum_types(torch.bfloat16, config.key_block)
     halves = {}
     if convert:
-        converted = ("q_ptr", "k_ptr", "v_ptr", "do_ptr") if with_farther else ("v_ptr",)
+        converted = {
+            F.forward_kernel: ("v_ptr",),
+            B.dq_kernel: ("k_ptr", "v_ptr", "q_half_ptr", "do_half_ptr"),
+            B.dkv_kernel: ("q_ptr", "k_ptr", "v_ptr", "do_ptr"),
+        }[kernel]
         halves = {"maxima_ptr": "*i32"} | dict.fromkeys(converted, "*fp16")
         sums = sums._replace(farther=tl.float16, farther_parts=1)
     elif "maxima_ptr" in kernel.arg_names:
