@@ -46,6 +46,9 @@ def find_tasks(names: list[str], metadata: dict[str, Any]) -> TaskManager:
     UserError with the nearest names for one that is unknown, and for local files that are missing while this process keeps
     off the network.
     """
+    ruler = [name for name in names if name in (*RULER, "ruler")]
+    if ruler:  # lm-eval's would download texts and a tokenizer
+        raise UserError(f"tasks={','.join(ruler)}: RULER's tasks have a command: launch/evaluate.py suite=ruler")
     absent = {name: missing(name, metadata["eval_data"]) for name in names if name in FILES}
     lacking = {name: file for name, file in absent.items() if file}
     offline = os.environ.get("HF_HUB_OFFLINE") == "1"

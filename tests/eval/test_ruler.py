@@ -35,7 +35,7 @@ from eval.ruler.offline import (
 )
 from eval.ruler.run import LM_EVALS, definition, prepare_ruler
 from eval.ruler.samples import Counter, Texts, check, counter_of, generate
-from eval.suite import TaskResult, run_lm_eval
+from eval.suite import TaskResult, find_tasks, run_lm_eval
 from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
 from ssscale.config import to_yaml
@@ -342,6 +342,10 @@ def test_bad_input_is_named(ruler_run, eval_data, tmp_path, texts, english) -> N
     for arguments, words_ in cases:
         with pytest.raises(UserError, match=words_):
             evaluate([f"checkpoint={ruler_run}", "suite=ruler", f"eval_data={eval_data}", *arguments])
+    with pytest.raises(
+        UserError, match=r"tasks=ruler_vt: RULER's tasks have a command: launch/evaluate\.py suite=ruler"
+    ):
+        find_tasks(["piqa", "ruler_vt"], {"eval_data": str(eval_data)})
     assert parse_stand_ins(f"essays:{few},squad:{broken}") == {"essays": few, "squad": broken}
     plan = prepare_ruler(["niah_multikey_2", "ruler_fwe"], [LENGTH], None, str(empty), {}, english)
     assert (plan.tasks, plan.samples, plan.sources) == (["niah_multikey_2", "ruler_fwe"], 500, {})
