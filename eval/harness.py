@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eval.batches import alike, batch_bounds, pack
 from eval.lockstep import lockstep
+from eval.questions import Question, pack_families, with_headers
 from eval.text import TextTokenizer
 from kernels.softmax import varied_documents
 from kernels.upload import upload
@@ -36,13 +37,6 @@ Encoded = tuple[tuple[str, str], Tokens, Tokens]
 J = TypeVar("J")
 P = TypeVar("P")
 R = TypeVar("R")
-
-
-class Question(NamedTuple):
-    """A context's tokens and the numbers of the requests that continue it."""
-
-    context: np.ndarray
-    members: list[int]
 
 
 class Scores(NamedTuple):
@@ -159,18 +153,23 @@ class PackedLM(TemplateLM):
             groups.setdefault(beginning.tobytes(), Question(beginning, [])).members.append(index)
         alone, shared = [], []
         for question in groups.values():
-            if self._shares and len(question.members) > 1 and len(question.context) > 1:
+            if self._shares and len(question.context) > 1:
                 shared.append(question)
             else:
                 alone += [Question(question.context, [index]) for index in question.members]
-        # An answer's last token is predicted only, so it takes no room.
-        sizes = [len(question.context) + len(answers[question.members[0]]) - 1 for question in alone]
-        rows = [len(answers[question.members[0]]) for question in alone]
-        jobs = [[alone[i] for i in batch] for batch in pack(sizes, self.batch_tokens, rows, self.batch_rows)]
-        sizes = [len(q.context) + max(len(answers[i]) for i in q.members) for q in shared]
-        rows = [1 + sum(len(answers[i]) - 1 for i in q.members) for q in shared]
-        slots = [len(q.members) for q in shared]
-        jobs += [[shared[i] for i in batch] for batch in pack(sizes, self.batch_tokens, rows, self.batch_rows, slots)]
+        ordered = with_headers(shared)
+        families = [question for question in ordered if question.header]
+        others = ordered[len(families) :]
+        # Where one token predicts all answers, or there is one answer, a question is a document.
+        alone += [question for question in others if question.slots(answers) == 1 or len(question.members) == 1]
+        several = [question for question in others if question.slots(answers) > 1]
+        jobs = list(pack_families(families, answers, self.batch_tokens, self.batch_rows, self.cached_tokens))
+        for questions, cached in ((alone, False), (several, True)):
+            sizes = [question.size(answers) + cached for question in questions]
+            rows = [question.rows(answers) for question in questions]
+            slots = [question.slots(answers) for question in questions] if cached else None
+            batches = pack(sizes, self.batch_tokens, rows, self.batch_rows, slots)
+            jobs += [[questions[i] for i in batch] for batch in batches]
         found = self._share_out("log-likelihoods", jobs, lambda job: self._score(job, answers), collect)
         return [found[index] for index in range(len(requests))]
 
@@ -204,15 +203,11 @@ class PackedLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, questions: list[Question], answers: list[np.ndarray]) -> Scores:
-        """One forward pass over contexts and answers, or, where answers share a context, one for each of the two."""
+        """One forward pass over contexts and answers, or one each over headers, contexts and answers where they are shared."""
         members = [index for question in questions for index in question.members]
+        cached = any(question.header or question.slots(answers) > 1 for question in questions)
         with varied_documents():
-            if len(members) > len(questions):
-                logits, rows = self._cached_logits(questions, [answers[index] for index in members])
-            else:
-                logits, rows = self._logits(
-                    [(question.context, answers[question.members[0]]) for question in questions]
-                )
+            logits, rows = (self._cached_logits if cached else self._logits)(questions, answers)
         targets = self._upload(np.concatenate([answers[index] for index in members]))
         logits = logits.float()
         values = logits[rows, targets].double() - logits.logsumexp(-1).double()[rows]
@@ -222,12 +217,19 @@ class PackedLM(TemplateLM):
     def _upload(self, numbers: Any) -> Tensor:
         return upload(torch.from_numpy(np.asarray(numbers, dtype=np.int64)), self._device)
 
-    def _logits(self, documents: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
-        """Logits, and in which row of them each token of the answers is predicted. documents: (context, answer)."""
-        lengths = [len(context) + len(answer) - 1 for context, answer in documents]
-        inputs = [part for context, answer in documents for part in (context, answer[:-1])]
-        ends = itertools.accumulate(lengths)
-        rows = [np.arange(end - len(answer), end) for end, (_, answer) in zip(ends, documents, strict=True)]
+    def _logits(self, questions: list[Question], answers: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Logits, and in which row of them each token of the answers is predicted, member by member."""
+        rests = [answers[question.members[0]][:-1] for question in questions]
+        inputs = [part for question, rest in zip(questions, rests, strict=True) for part in (question.context, rest)]
+        lengths = [len(question.context) + len(rest) for question, rest in zip(questions, rests, strict=True)]
+        firsts = [0, *itertools.accumulate(len(rest) + 1 for rest in rests)]
+        chosen = np.concatenate([np.arange(end - len(rest) - 1, end) for end, rest in zip(np.cumsum(lengths), rests)])
+        # Each of several members is one token, for which there is one row.
+        rows = [
+            np.arange(first, first + len(rest) + 1)
+            for first, question, rest in zip(firsts, questions, rests, strict=False)
+            for _ in question.members
+        ]
         # Sequence parallelism shares the tokens out evenly; a document behind the others changes none of them.
         filler = -sum(lengths) % self.model.groups.tensor_size
         if filler:
@@ -237,31 +239,44 @@ class PackedLM(TemplateLM):
         layout = PackedLayout.from_lengths(lengths, 1 << (max(lengths) - 1).bit_length())
         cu_seqlens, positions = upload(layout.cu_seqlens, self._device), upload(layout.positions, self._device)
         layout = replace(layout, cu_seqlens=cu_seqlens, positions=positions)
-        chosen = np.concatenate(rows)
         logits = self.model(self._upload(np.concatenate(inputs)), layout, rows=self._upload(chosen))
-        return logits, self._upload(np.arange(len(chosen)))
+        return logits, self._upload(np.concatenate(rows))
 
     def _cached_logits(self, questions: list[Question], answers: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """As `_logits`, for answers in the order of their questions: each context is computed once."""
-        numbers = [number for number, question in enumerate(questions) for _ in question.members]
-        firsts = [0, *itertools.accumulate(len(question.members) for question in questions)]
-        finals = [len(questions[n].context) + len(answer) for n, answer in zip(numbers, answers, strict=True)]
+        """As `_logits`, with a key/value cache: a family's header is computed once, and so is each context."""
+        slots = [question.slots(answers) for question in questions]
+        firsts = [0, *itertools.accumulate(slots)][:-1]  # each question's first sequence, which computes its context
+        finals: list[int] = []
+        rests: list[np.ndarray] = []  # the context's last token predicts an answer's first one, and so on
+        for question, count in zip(questions, slots, strict=True):
+            rests += [answers[index][:-1] for index in question.members[:count]]
+            finals += [len(question.context) + len(rest) + 1 for rest in rests[len(finals) :]]
         cache = KVCache(self.model, finals)
-        contexts: list[np.ndarray] = [answers[0][:0]] * len(answers)
-        for first, question in zip(firsts, questions, strict=False):
-            contexts[first] = question.context
-        ends = np.cumsum([len(question.context) for question in questions]) - 1
-        logits = [self._extend(cache, contexts, ends)]
-        cache.share([firsts[n] for n in numbers])
-        # The context's last token predicts an answer's first one, and so on; the last one is predicted only.
-        rests = [answer[:-1] for answer in answers]
+        nothing = np.zeros(0, dtype=np.int32)
+        sources, leaders = list(range(len(finals))), dict[int, int]()
+        for question, first in zip(questions, firsts, strict=True):
+            if question.header:
+                sources[first] = leaders.setdefault(question.family, first)
+        if leaders:
+            headers = {leaders[question.family]: question for question in questions if question.header}
+            parts = [headers[b].context[: headers[b].header] if b in headers else nothing for b in range(len(finals))]
+            self._extend(cache, parts, np.zeros(1))
+            cache.share(sources)
+        parts = [nothing] * len(finals)
+        for question, first in zip(questions, firsts, strict=True):
+            parts[first] = question.context[question.header :]
+        ends = np.cumsum([len(question.context) - question.header for question in questions]) - 1
+        logits = [self._extend(cache, parts, ends)]
         if any(map(len, rests)):
+            cache.share([first for first, count in zip(firsts, slots, strict=True) for _ in range(count)])
             logits.append(self._extend(cache, rests, np.arange(sum(map(len, rests)))))
         rows: list[int] = []
         later = len(questions)
-        for number, rest in zip(numbers, rests, strict=True):
-            rows += [number, *range(later, later + len(rest))]
-            later += len(rest)
+        for number, question in enumerate(questions):
+            for index in question.members:
+                rest = len(answers[index]) - 1
+                rows += [number, *range(later, later + rest)]
+                later += rest
         return torch.cat(logits), self._upload(rows)
 
     def _extend(self, cache: KVCache, parts: list[np.ndarray], rows: np.ndarray) -> Tensor:

@@ -1,12 +1,19 @@
+import dataclasses
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from eval.harness import PackedLM, pack
+from eval.batches import pack
+from eval.harness import PackedLM
+from eval.questions import Question, with_headers
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.model.init import initialize_weights
+from ssscale.schema import AttentionConfig, Core, PositionConfig, PositionMethod
 from tests.eval.conftest import LENGTH
 
 PAIRS = [
@@ -142,3 +149,56 @@ def test_pack_bounds_batches_and_loses_nothing():
     assert all(len(batch) == 1 or sum(lengths[i] for i in batch) <= 15 for batch in batches)
     assert batches[0] == [1]
     assert list(pack([], 15)) == []
+
+
+SHOTS = {"sticks": "The stick is breaking. " * 4, "soft": "Softmax and lamo, tirane. " * 4}
+
+
+def with_shots() -> list[tuple[str, str]]:
+    """Questions behind the same examples: choices of one token and of several, one answer, and a question of its own."""
+    pairs = [(shots + f"la {n} mo:", answer) for shots in SHOTS.values() for n in range(6) for answer in (" 1", " 2")]
+    pairs += [(SHOTS["sticks"] + f"ti {n}:", answer) for n in range(3) for answer in (" max", " softing laermo", " s")]
+    return [*pairs, (SHOTS["soft"] + "one", " answer that is alone"), ("A stick", " breaking"), ("A stick", " soft")]
+
+
+@pytest.mark.parametrize("core", [Core.softmax, Core.ssmax, Core.stickbreaking])
+@pytest.mark.parametrize("batch_tokens", [130, 100_000])
+def test_headers_are_computed_once_and_change_nothing(core, batch_tokens, config, groups, tokenizer, monkeypatch):
+    position = PositionConfig(method=PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope)
+    changed = dataclasses.replace(config.model, attention=AttentionConfig(core=core), position=position)
+    model = Decoder(changed, groups, LENGTH)
+    initialize_weights(model, changed, groups, seed=5)
+    lm = PackedLM(model.eval().requires_grad_(False), tokenizer, LENGTH, batch_tokens=batch_tokens)
+    requests = ask("loglikelihood", *with_shots())
+    without = lm.loglikelihood(requests)
+    monkeypatch.setattr("eval.questions.MIN_HEADER", 16)
+    monkeypatch.setattr("eval.questions.MIN_SAVED", 32)
+    seen = []
+    monkeypatch.setattr(lm, "model", Recorder(model, seen))
+    for (value, greedy), (expected, also) in zip(lm.loglikelihood(requests), without, strict=True):
+        assert value == pytest.approx(expected, rel=1e-5)
+        assert greedy == also
+    headers = [tuple(lm.tok_encode(shots)[:16]) for shots in SHOTS.values()]
+    counts = [sum(tuple(part[:16]) == header for part in seen) for header in headers]
+    assert counts == [1, 1] if batch_tokens > 1000 else max(counts) > 1
+
+
+def test_families_are_those_that_save_the_most(monkeypatch):
+    monkeypatch.setattr("eval.questions.MIN_HEADER", 4)
+    monkeypatch.setattr("eval.questions.MIN_SAVED", 10)
+    rng = np.random.default_rng(0)
+    one, other = rng.integers(10, 1000, (2, 20))
+    contexts = [np.append(one, [i, 1, 2]) for i in range(4)] + [np.append(other[:9], [i]) for i in range(5)]
+    contexts += [one[:5], np.array([3, 4, 5, 6, 7, 8]), np.array([3, 4, 5, 6, 7, 9])]
+    order = rng.permutation(len(contexts))
+    found = with_headers([Question(contexts[i], [int(i)]) for i in order])
+    assert {q.members[0]: q.header for q in found} == {
+        **dict.fromkeys(range(4), 20),
+        **dict.fromkeys(range(4, 9), 9),
+        9: 0,
+        10: 0,
+        11: 0,
+    }
+    assert [q.header > 0 for q in found] == [True] * 9 + [False] * 3
+    for a, b in pairwise(found[:9]):
+        assert (a.family == b.family) == ((a.members[0] < 4) == (b.members[0] < 4))
