@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from kernels.cached import DecodePlan
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -16,7 +18,7 @@ class CachedKeys:
 
     cu_seqlens: [B + 1] int32, the slots' bounds. offsets: [B] int32 and, on the host, `lengths`: tokens before this pass.
     rows: [T] int64, the cache's row of each token of this pass. starts: the layout's cu_seqlens on the host.
-    max_seqlen: the longest sequence, this pass included.
+    max_seqlen: the longest sequence, this pass included. decode: what softmax attention of few tokens needs in every layer.
     """
 
     capacity: int
@@ -26,6 +28,7 @@ class CachedKeys:
     lengths: list[int]
     starts: list[int]
     max_seqlen: int
+    decode: DecodePlan | None = None
 
 
 @dataclass(frozen=True)

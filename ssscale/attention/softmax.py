@@ -66,6 +66,7 @@ class SoftmaxCore(AttentionCore):
                 window=self.window,
                 scale=self.scale,
                 bias=self.bias,
+                plan=past.decode,
             )
         if layout.ring is not None:
             return ring_softmax(q, k, v, layout, self.groups, self.scale)

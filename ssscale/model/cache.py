@@ -6,9 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.cached import plan_decode
 from kernels.upload import upload
 from ssscale.layout import CachedKeys, PackedLayout
 from ssscale.model.decoder import Decoder
+from ssscale.schema import Core
 
 
 class LayerCache(NamedTuple):
@@ -40,6 +42,7 @@ class KVCache:
         config, self.tensor_size = model.config, model.groups.tensor_size
         weight = next(model.parameters())
         self.filled = model.sequence_parallel
+        self.softmax, self.window = config.attention.core != Core.stickbreaking, config.position.window
         self.final_lengths = list(final_lengths)
         self.lengths = [0] * len(self.final_lengths)
         self.capacity = max(*self.final_lengths, self.tensor_size)
@@ -78,7 +81,10 @@ class KVCache:
             longest = max(n + count for n, count in zip(before, counts, strict=True))
             starts = cu_seqlens.tolist()
             bounds, offsets = upload(bounds, device), upload(offsets, device)
-            past = CachedKeys(self.capacity, bounds, offsets, self._rows, list(before), starts, longest)
+            plan = None
+            if self.softmax:
+                plan = plan_decode(starts, list(before), self._rows, self.capacity, self.window)
+            past = CachedKeys(self.capacity, bounds, offsets, self._rows, list(before), starts, longest, plan)
         self.lengths = after
         uniform = counts[0] if self._first and len(set(counts)) == 1 else None
         final = upload(torch.tensor(final_lengths, dtype=torch.int32), device)

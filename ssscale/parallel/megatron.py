@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -41,6 +42,23 @@ def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype)
     )
 
 
+def _is_whole(layer: nn.Module) -> bool:
+    """One rank has the whole weight and no gradient is asked for: a product is all there is to do.
+
+    Megatron-core's way there takes several times as long on the host, which decoding a token at a time waits for.
+    """
+    return layer.config.tensor_model_parallel_size == 1 and not torch.is_grad_enabled()
+
+
+class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """Y = X Wᵀ with W split along its output."""
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
+        if _is_whole(self):
+            return F.linear(input_, self.weight if weight is None else weight), None
+        return super().forward(input_, weight)
+
+
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
     """Y = X Wᵀ with W split along its input; the partial sums are reduced (scattered under sequence parallelism).
 
@@ -48,6 +66,9 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     """
 
     product_is_kept = False
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        return (F.linear(input_, self.weight), None) if _is_whole(self) else super().forward(input_)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Megatron-core passes no group here and then warns that it had to look it up; Dynamo cannot trace that warning.
@@ -65,7 +86,7 @@ def column_linear(
     stripes: their output sizes. The global weight is [Σ stripes, in_size]; a rank holds its share of every stripe.
     own_weight: False for a layer that is given its weight at each call (tied embeddings).
     """
-    layer = tensor_parallel.ColumnParallelLinear(
+    layer = ColumnParallelLinear(
         in_size,
         sum(stripes),
         config=config,
