@@ -202,3 +202,41 @@ def test_families_are_those_that_save_the_most(monkeypatch):
     assert [q.header > 0 for q in found] == [True] * 9 + [False] * 3
     for a, b in pairwise(found[:9]):
         assert (a.family == b.family) == ((a.members[0] < 4) == (b.members[0] < 4))
+
+
+# GPU
+@pytest.mark.parametrize("core", [Core.softmax, Core.ssmax, Core.stickbreaking])
+def test_values_on_a_gpu_are_those_of_float64(core, config, groups, tokenizer, monkeypatch):
+    """bfloat16 within its rounding of the logits, float32 exactly; packed, behind shared contexts and headers, generated."""
+    monkeypatch.setattr("eval.questions.MIN_HEADER", 16)
+    monkeypatch.setattr("eval.questions.MIN_SAVED", 32)
+    position = PositionConfig(method=PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope)
+    changed = dataclasses.replace(
+        config.model, attention=AttentionConfig(core=core, skip_below=0.0), position=position, hidden_size=64
+    )
+    exact = Decoder(changed, groups, LENGTH)
+    initialize_weights(exact, changed, groups, seed=5)
+    weights = {name: weight.bfloat16() for name, weight in exact.state_dict().items() if torch.is_tensor(weight)}
+    exact = exact.double()
+    exact.load_state_dict(weights, strict=False)
+    pairs = [*PAIRS, *with_shots()]
+    contexts = ["The stick", "Softmax and la", SHOTS["soft"]]
+    cpu = PackedLM(exact.eval().requires_grad_(False), tokenizer, LENGTH)
+    for dtype, near in ((torch.bfloat16, 0.1), (torch.float32, 5e-4)):
+        with torch.device(groups.device):
+            model = Decoder(changed, groups, LENGTH, dtype=dtype)
+        model.load_state_dict(weights, strict=False)
+        lm = PackedLM(model.eval().requires_grad_(False), tokenizer, LENGTH)
+        for (context, continuation), (value, _) in zip(
+            pairs, lm.loglikelihood(ask("loglikelihood", *pairs)), strict=True
+        ):
+            before, after = split_as_hugging_face(cpu, context, continuation)
+            assert abs(value - alone(cpu, before + after, len(after))[0]) < near * len(after)
+    settings = {"until": ["\n"], "max_gen_toks": 10}
+    for context, text in zip(
+        contexts, lm.generate_until(ask("generate_until", *((c, settings) for c in contexts))), strict=True
+    ):
+        tokens = lm.tok_encode(context)
+        for _ in range(10):
+            tokens.append(int(exact(torch.tensor(tokens), PackedLayout.from_lengths([len(tokens)]))[-1].argmax()))
+        assert tokenizer.decode(tokens[-10:]).split("\n")[0] == text
