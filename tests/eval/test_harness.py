@@ -204,7 +204,7 @@ def test_families_are_those_that_save_the_most(monkeypatch):
         assert (a.family == b.family) == ((a.members[0] < 4) == (b.members[0] < 4))
 
 
-# GPU
+@pytest.mark.gpu
 @pytest.mark.parametrize("core", [Core.softmax, Core.ssmax, Core.stickbreaking])
 def test_values_on_a_gpu_are_those_of_float64(core, config, groups, tokenizer, monkeypatch):
     """bfloat16 within its rounding of the logits, float32 exactly; packed, behind shared contexts and headers, generated."""
