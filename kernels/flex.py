@@ -62,7 +62,9 @@ def biased_attention(
     run = _compiled() if q.is_cuda else flex_attention
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
-    out = run(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=gqa)
+    # Left to itself it takes a decoding kernel for fewer than 128 queries, which in float32 has no configuration that fits.
+    options = {"BACKEND": "TRITON"} if q.is_cuda else None
+    out = run(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=gqa, kernel_options=options)
     return out[0].transpose(0, 1)
 
 

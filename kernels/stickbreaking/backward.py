@@ -356,11 +356,9 @@ def backward(
     scratch_rows = slice_slots * rows
     carry, behind = torch.empty((2, num_heads, num_tiles, scratch_rows), dtype=torch.float32, device=q.device)
     num_key_slots = num_keys // key_block + num_sequences
-    max_blocks = triton.cdiv(min(scratch_rows, max(1, max_queries)), dkv_config.row_block)
-    max_blocks = triton.next_power_of_2(max_blocks)
+    max_blocks = triton.next_power_of_2(triton.cdiv(min(scratch_rows, max(1, max_queries)), dkv_config.row_block))
     group = num_heads // num_kv_heads
     live = torch.empty((num_kv_heads, num_key_slots, group * (max_blocks + 2)), dtype=torch.int32, device=q.device)
-
     several = slice_slots < num_slots
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     sums = sum_types(q.dtype, key_block)
