@@ -52,7 +52,7 @@ def _dq_tiles(
     scratch_step, first, last, position, num_keys,
     logit_scale, shift, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     MASKED: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
     for t in tl.range(first, last, num_stages=1 if MASKED else None):
@@ -87,7 +87,7 @@ def _dq_tiles(
         before = behind[:, None] + tile.group_sums(g, farther, PRECISION)
         behind += tl.sum(g, 1)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-        dq = tl.dot(tile.whole(a0, a1, a2, a3, ROWS, BN).to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), k, dq, False, PARTS, PRECISION)
     return dq, carry, behind
 
 
@@ -101,7 +101,7 @@ def dq_kernel(
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER:
-    tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
+    tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -166,13 +166,14 @@ def dq_kernel(
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
         tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
-        stop, unmasked, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, False, HALF, PRECISION,
+        stop, unmasked, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, False,
+        HALF, PARTS, PRECISION,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
         tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
         tl.maximum(stop, unmasked), end, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, True,
-        HALF, PRECISION,
+        HALF, PARTS, PRECISION,
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
@@ -185,7 +186,7 @@ def dq_kernel(
 def _dkv_run(
     dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Row blocks first … last − 1 of one head of the group. Their addresses follow from a counter, so that their loads are
     pipelined: behind a test, or an index that is itself loaded, they would be issued when they are needed."""
@@ -210,15 +211,13 @@ def _dkv_run(
         u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
         rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
-        weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(do.dtype)
-        dv = tl.dot(tl.trans(weights), do, dv, input_precision=PRECISION)
+        dv = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), do, dv, True, PARTS, PRECISION)
         da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
         a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
         before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-        dz = tile.whole(a0, a1, a2, a3, ROWS, BN).to(q.dtype)
-        dk = tl.dot(tl.trans(dz), q, dk, input_precision=PRECISION)
+        dk = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), q, dk, True, PARTS, PRECISION)
     return dk, dv
 
 
@@ -230,7 +229,7 @@ def dkv_kernel(
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
-    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
+    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = tile.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -307,7 +306,7 @@ def dkv_kernel(
             dk, dv = _dkv_run(
                 dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, block - base,
                 block - base + alive.to(tl.int32), t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN,
-                H, True, PRECISION,
+                H, True, PARTS, PRECISION,
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -316,7 +315,7 @@ def dkv_kernel(
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         dk, dv = _dkv_run(
             dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, first % MAX_BLOCKS,
-            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PRECISION,
+            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PARTS, PRECISION,
         )  # fmt: skip
     dk *= scale
     if HALF:
@@ -366,7 +365,7 @@ def backward(
     q_half, grad_o_half = q, grad_o
     convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
     if convert:
-        sums = SumTypes(tl.float16, sums.nearer_parts, tl.float16, 1, sums.dot)
+        sums = SumTypes(tl.float16, sums.nearer_parts, tl.float16, 1, 1, sums.dot)
         maxima, k, v, q_half, grad_o_half = half.operands(maxima, q, k, v, grad_o, cu_q, cu_k)
     strides, half_strides = (
         [s for x in (a, k, v, b) for s in (x.stride(0), x.stride(1))] for a, b in ((q, grad_o), (q_half, grad_o_half))
@@ -375,8 +374,8 @@ def backward(
     common = {
         "H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "BN": key_block, "KV_GROUP": group,
         "HAS_OFFSET": q_offsets is not None,
-        "NEARER": sums.nearer, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts, "PRECISION": sums.dot,
-        "HALF": convert,
+        "NEARER": sums.nearer, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts,
+        "PARTS": sums.parts, "PRECISION": sums.dot, "HALF": convert,
     }  # fmt: skip
     # Weights that are rounded like bf16 results would show in a float32 gradient.
     dq_parts = max(2, sums.nearer_parts) if entering and sums.nearer == tl.float16 else sums.nearer_parts

@@ -23,7 +23,7 @@ def split_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, rest_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
     num_tokens, num_keys_total, num_heads, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     num_splits = tl.num_programs(0)
@@ -64,7 +64,7 @@ def split_kernel(
     acc, carry, _, _ = walk_tiles(
         acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, last - 1,
         last - unmasked, position, k_len,
-        logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, True, False, PRECISION,
+        logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, True, False, PARTS, PRECISION,
     )  # fmt: skip
     t = unmasked - 1
     while (t >= first) & (tl.max(carry, 0) >= threshold):
@@ -72,7 +72,7 @@ def split_kernel(
         acc, carry, _, _ = walk_tiles(
             acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, t, count,
             position, k_len,
-            logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, False, False, PRECISION,
+            logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, False, False, PARTS, PRECISION,
         )  # fmt: skip
         t -= count
     out = (split.to(tl.int64) * num_tokens + token) * num_heads + head
@@ -138,7 +138,8 @@ def decode(
         num_tokens, k.shape[0], num_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=padded, ROWS=max(16, triton.next_power_of_2(max_queries * group)), BN=key_block, KV_GROUP=group, CHUNK=4,
-        HAS_OFFSET=q_offsets is not None, NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot,
+        HAS_OFFSET=q_offsets is not None, NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PARTS=sums.parts,
+        PRECISION=sums.dot,
         num_warps=num_warps, num_stages=1 if q.dtype == torch.float32 else num_stages,
     )  # fmt: skip
     merge_kernel[(num_tokens * num_heads,)](

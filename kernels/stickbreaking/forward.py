@@ -48,7 +48,7 @@ def walk_tiles(
     acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, first, count, position, num_keys,
     logit_scale, floor,
     nearer, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`count` tiles from tile `first` outwards (to lower indices)."""
     column_key = tile.key_of_column(BN)
@@ -79,8 +79,8 @@ def walk_tiles(
         rest = left[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         carry -= tl.sum(spent, 1)
-        weights = tile.whole(a0, a1, a2, a3, ROWS, BN).to(v.dtype)
-        acc = tl.dot(weights, v, acc, input_precision=PRECISION)
+        weights = tile.whole(a0, a1, a2, a3, ROWS, BN)
+        acc = tile.multiply(weights, v, acc, False, PARTS, PRECISION)
     return acc, carry, row_carry, row_tile
 
 
@@ -94,7 +94,7 @@ def forward_kernel(
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr,
     NEARER_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr, HALF: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -147,7 +147,7 @@ def forward_kernel(
     acc, carry, row_carry, row_tile = walk_tiles(
         acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, end - 1, end - unmasked,
         position, k_len, logit_scale,
-        floor, nearer, dims, ROWS, BN, H, BH, True, HALF, PRECISION,
+        floor, nearer, dims, ROWS, BN, H, BH, True, HALF, PARTS, PRECISION,
     )  # fmt: skip
     # The exit is tested once a chunk, for a loop that tests it at every tile is not pipelined. A chunk is as long as the
     # fullest stick will last at the rate at which the chunk before spent it.
@@ -159,7 +159,7 @@ def forward_kernel(
         acc, carry, row_carry, row_tile = walk_tiles(
             acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, t, count, position,
             k_len, logit_scale,
-            floor, nearer, dims, ROWS, BN, H, BH, False, HALF, PRECISION,
+            floor, nearer, dims, ROWS, BN, H, BH, False, HALF, PARTS, PRECISION,
         )  # fmt: skip
         t -= count
         left = tl.max(carry, 0).to(tl.float32)
@@ -194,12 +194,14 @@ def log2_threshold(skip_below: float) -> float:
 
 
 class SumTypes(NamedTuple):
-    """How the two triangle products round (the spent sticks, and the gradients) and how all dots do."""
+    """How the two triangle products round (the spent sticks, and the gradients), in how many parts weights and dz are
+    multiplied, and how all dots round."""
 
     nearer: tl.dtype
     nearer_parts: int
     farther: tl.dtype
     farther_parts: int
+    parts: int
     dot: str
 
 
@@ -209,11 +211,12 @@ def sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
     fewer than 16 columns does not exist. Gradients may lie far under fp16's range: two bf16 parts."""
     if dtype == torch.float32:
         parts = 2 if key_block < 64 else 1
-        return SumTypes(tl.float32, parts, tl.float32, parts, "tf32x3")
+        return SumTypes(tl.float32, parts, tl.float32, parts, 1, "tf32x3")
     parts = 2 if dtype == torch.float16 or key_block < 64 else 1
     # bf16 is wrong under the interpreter.
     farther = (tl.float32, 1) if triton.knobs.runtime.interpret else (tl.bfloat16, 2)
-    return SumTypes(tl.float16, parts, *farther, "tf32")
+    # Weights and dz in one fp16 part would show in an fp16 result; bf16's are scaled to fp16 (half.py).
+    return SumTypes(tl.float16, parts, *farther, 2 if dtype == torch.float16 else 1, "tf32")
 
 
 def launch(config: Config) -> dict[str, int | None]:
@@ -280,6 +283,7 @@ def forward(
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
         KV_GROUP=num_heads // k.shape[1],
         HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
-        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PRECISION=sums.dot, HALF=convert, **launch(config),
+        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PARTS=1 if convert else sums.parts,
+        PRECISION=sums.dot, HALF=convert, **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop, maxima

@@ -187,6 +187,17 @@ def whole(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def multiply(x, y, acc, TURN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x y (TURN: xᵀ y). x, float32, goes to the tensor cores in y's type: in one part, or in two for twice its digits."""
+    high = x.to(y.dtype)
+    acc = tl.dot(tl.trans(high) if TURN else high, y, acc, input_precision=PRECISION)
+    if PARTS == 2:
+        low = (x - high.to(tl.float32)).to(y.dtype)
+        acc = tl.dot(tl.trans(low) if TURN else low, y, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def spend(z, ROWS: tl.constexpr, BN: tl.constexpr):
     """Logits [ROWS, BN] → u of the four keys of each group, w = Π(1 + u) − 1, log2(1 + w) with capped logits, and uncapped."""
     z0, z1, z2, z3 = quarters(z, ROWS, BN)

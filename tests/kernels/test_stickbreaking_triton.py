@@ -95,7 +95,7 @@ def compiled(kernel, config, head_dim, with_farther, convert=False, **constants)
             B.dkv_kernel: ("q_ptr", "k_ptr", "v_ptr", "do_ptr"),
         }[kernel]
         halves = {"maxima_ptr": "*i32"} | dict.fromkeys(converted, "*fp16")
-        sums = sums._replace(farther=tl.float16, farther_parts=1)
+        sums = sums._replace(farther=tl.float16, farther_parts=1, parts=1)
     elif "maxima_ptr" in kernel.arg_names:
         constants["maxima_ptr"] = None
     if "HALF" in kernel.arg_names:
@@ -109,7 +109,7 @@ def compiled(kernel, config, head_dim, with_farther, convert=False, **constants)
         "HAS_OFFSET": False,
         "offset_ptr": None,
     }
-    constants |= {"NEARER": sums.nearer, "NEARER_PARTS": sums.nearer_parts, "PRECISION": sums.dot}
+    constants |= {"NEARER": sums.nearer, "NEARER_PARTS": sums.nearer_parts, "PARTS": sums.parts, "PRECISION": sums.dot}
     if with_farther:
         constants |= {"FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts}
     signature = types(kernel, constants, scratch_rows="I32", **halves)
