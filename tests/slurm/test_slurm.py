@@ -210,7 +210,8 @@ def test_what_follows_a_job(slurm: None, corpus: Path, tmp_path: Path) -> None: 
     good.finish()
     good.wait_for(lambda: good.field("JobState", good.followers[0]) == "COMPLETED", "evaluation")
     (results,) = (tmp_path / "run/eval").glob("step-*.json")
-    assert json.loads(results.read_text())["step"] == 20
+    assert results.name == "step-00000020.json"
+    assert json.loads(results.read_text())["valid"]
     bad = Job(tmp_path / "bad", corpus.parent, "evaluate=none", steps=20)
     bad.wait_for(lambda: bad.field("JobState") == "FAILED", "failure")
     assert "error: " in bad.log()
