@@ -11,9 +11,6 @@ from unittest import mock
 import datasets
 import lm_eval
 import pytest
-
-pytest.importorskip("wonderwords", reason="of lm-eval's ruler extra: make setup")
-
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
@@ -211,7 +208,6 @@ def test_all_13_run_end_to_end_and_two_processes_write_the_same_file(ruler_run, 
 
 
 def test_generated_texts_are_those_of_lm_evals_hf_backend(ruler_run, groups, texts, english, tmp_path) -> None:
-    pytest.importorskip("accelerate", reason="lm-eval's hf backend imports accelerate")
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

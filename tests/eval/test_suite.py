@@ -153,7 +153,6 @@ PARITY = ["hellaswag", "piqa", "winogrande", "arc_easy", "mmlu_5shot", "lambada_
 def test_per_example_parity_with_lm_evals_hf_backend(
     core, config, groups, tokenizer, valid, eval_data, tmp_path
 ) -> None:
-    pytest.importorskip("accelerate", reason="lm-eval's hf backend imports accelerate")
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -190,7 +189,6 @@ def test_per_example_parity_with_lm_evals_hf_backend(
 
 
 def test_the_comparison_with_the_hf_backend(suite_run, eval_data, tmp_path, capsys) -> None:
-    pytest.importorskip("accelerate", reason="lm-eval's hf backend imports accelerate")
     run, _ = suite_run
     out = tmp_path / "comparison.json"
     names = "piqa,mmlu,wikitext,gsm8k"
