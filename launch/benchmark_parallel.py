@@ -1,6 +1,7 @@
 """Parallel layouts on the GPUs of one machine, in runs of launch/pretrain.py on real text:
 
-python launch/benchmark_parallel.py part=losses gpus=4 data=FOLDER [config=1b_ssmax] [rows=16] [steps=50] [folder=runs] [...]
+python launch/benchmark_parallel.py part=losses gpus=4 data=FOLDER [config=1b_ssmax] [rows=16] [steps=50] [folder=runs] \
+    [only="ring 4,TP4"] [...]
 
 part=losses   the losses of each layout beside those of data parallelism, and of that in another order of reduction
 part=speed    tokens/s and peak memory of each layout, rows / data ranks in a microbatch, the memory beside the estimate's
@@ -8,7 +9,8 @@ part=long     the layouts with context parallelism alone; for data of long rows
 part=weak     tokens/s a GPU on one GPU and on all, ZeRO-1, accumulation 1, rows / gpus on each
 part=skip     a ring of all GPUs with skip_below as configured and 0; give init_from=RUN of a trained model
 
-Medians of the steps after the fourth. What is left over is passed on to every run.
+Medians of the steps after the fourth; a line for each run as it ends, and its output in FOLDER. `only` takes some of the
+layouts. What is left over is passed on to every run.
 """
 
 import os
@@ -31,7 +33,7 @@ from ssscale.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-OPTIONS = {"part": str, "gpus": int, "data": str, "config": str, "rows": int, "steps": int, "folder": str}
+OPTIONS = {"part": str, "gpus": int, "data": str, "config": str, "rows": int, "steps": int, "folder": str, "only": str}
 PARTS = ("losses", "speed", "long", "weak", "skip")
 
 
@@ -68,18 +70,32 @@ def layouts(gpus: int) -> list[Run]:
 def runs_of(part: str, gpus: int) -> list[Run]:
     every = layouts(gpus)
     if part == "losses":
-        other = every[0]._replace(label=f"DP{gpus}, reduced as a tree", environment=(("NCCL_ALGO", "Tree"),))
-        # Where the library has one algorithm only, sums over two microbatches are another order too.
-        again = every[0]._replace(label=f"DP{gpus}, two microbatches", keys=("halve",))
-        return [every[0], other, again, *every[1:]]
+        again = every[0]._replace(label=f"DP{gpus} in two microbatches", keys=("halve",))
+        # NCCL gathers in rings only, and refuses to when told to use trees for everything. Two ranks have one order.
+        tree = (("NCCL_ALGO", "allreduce:tree"),)
+        others = [every[0]._replace(label=f"DP{gpus} reduced as a tree", environment=tree)] if gpus > 2 else []
+        return [every[0], again, *others, *every[1:]]
     if part == "long":
         return [layout for layout in every if layout.ulysses * layout.ring == gpus]
     if part == "weak":
         return [Run("DP1", 1), every[0]]
     if part == "skip":
         ring = Run(f"ring {gpus}", gpus, ring=gpus)
-        return [ring, ring._replace(label=f"ring {gpus}, skip_below=0", keys=("model.attention.skip_below=0",))]
+        return [ring, ring._replace(label=f"ring {gpus} with skip_below=0", keys=("model.attention.skip_below=0",))]
     return every
+
+
+def chosen(part: str, gpus: int, only: str | None) -> list[Run]:
+    """The runs of a part, or those of them that `only` names. Raises UserError for an unknown name."""
+    runs = runs_of(part, gpus)
+    if only is None:
+        return runs
+    names = [name.strip() for name in only.split(",")]
+    known = {layout.label: layout for layout in runs}
+    for name in names:
+        if name not in known:
+            raise UserError(f"only: there is no {name!r} in part={part} on {gpus} GPUs: use {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | None:
@@ -90,6 +106,7 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     parts = 2 if "halve" in layout.keys else 1
     folder = Path(options["folder"]) / f"parallel_{name}"
     shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     keys: dict[str, Any] = {
         "config": name,
         "data.path": options["data"],
@@ -114,13 +131,18 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
         [*command, *arguments, f"run_dir={folder}"],
         cwd=ROOT,
         env=os.environ | dict(layout.environment),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
-    print(f"# {layout.label}: {time.perf_counter() - began:.0f} s, exit {process.returncode}", flush=True)
+    # The watchdog's stacks are in the run folder, which the next run removes.
+    output = process.stdout + "".join(file.read_text() for file in sorted(folder.glob("stacks/*.txt")))
+    log = folder.parent / f"{options['part']}_{name}_{layout.label.replace(' ', '_')}.log"
+    log.write_text(output)
+    print(f"# {layout.label}: {time.perf_counter() - began:.0f} s, exit {process.returncode}, {log}", flush=True)
     if process.returncode:
-        print((process.stdout + process.stderr)[-4000:], flush=True)
+        print(output[max(output.find("Traceback"), 0) :][:4000], flush=True)  # what the first rank to fail says
         return None
     records = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
     settled = records[4:] or records
@@ -133,26 +155,23 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     )
 
 
-def show_losses(found: dict[str, Found]) -> None:
-    first = next(iter(found.values())).losses
-    print("| layout | first loss | last loss | largest difference | mean difference |\n|---|---|---|---|---|")
-    for label, result in found.items():
-        differences = [abs(a - b) for a, b in zip(result.losses, first, strict=True)]
-        ends = f"{result.losses[0]:.5f} | {result.losses[-1]:.5f}"
-        print(f"| {label} | {ends} | {max(differences):.2e} | {statistics.mean(differences):.2e} |")
+LOSSES = "| layout | first loss | last loss | largest difference | mean difference |\n|---|---|---|---|---|"
+SPEED = (
+    "| layout | tokens/s | a GPU | of the first | peak GiB | estimate GiB | last loss |\n|---|---|---|---|---|---|---|"
+)
 
 
-def show_speed(found: dict[str, Found], runs: list[Run]) -> None:
-    gpus = {layout.label: layout.gpus for layout in runs}
-    first = next(iter(found))
-    print(
-        "| layout | tokens/s | a GPU | of the first | peak GiB | estimate GiB | last loss |\n|---|---|---|---|---|---|---|"
-    )
-    base = found[first].tokens_per_second / gpus[first]
-    for label, result in found.items():
-        each = result.tokens_per_second / gpus[label]
-        cells = f"{result.tokens_per_second:,.0f} | {each:,.0f} | {each / base:.3f} | {result.memory_gib:.1f}"
-        print(f"| {label} | {cells} | {result.estimate_gib:.1f} | {result.losses[-1]:.3f} |")
+def losses_row(label: str, result: Found, first: Found) -> str:
+    differences = [abs(a - b) for a, b in zip(result.losses, first.losses, strict=True)]
+    ends = f"{result.losses[0]:.5f} | {result.losses[-1]:.5f}"
+    return f"| {label} | {ends} | {max(differences):.2e} | {statistics.mean(differences):.2e} |"
+
+
+def speed_row(layout: Run, result: Found, first: float) -> str:
+    """first: tokens/s a GPU of the first run."""
+    each = result.tokens_per_second / layout.gpus
+    cells = f"{result.tokens_per_second:,.0f} | {each:,.0f} | {each / first:.3f} | {result.memory_gib:.1f}"
+    return f"| {layout.label} | {cells} | {result.estimate_gib:.1f} | {result.losses[-1]:.3f} |"
 
 
 def main(argv: list[str]) -> None:
@@ -163,16 +182,19 @@ def main(argv: list[str]) -> None:
     if options["part"] not in PARTS:
         raise UserError(f"part must be one of {', '.join(PARTS)}, not {options['part']!r}")
     options = {"config": "1b_ssmax", "rows": 4 * options["gpus"], "steps": 50, "folder": "runs"} | options
-    runs = runs_of(options["part"], options["gpus"])
-    results = {layout.label: execute(layout, options, extra) for layout in runs}
-    found = {label: result for label, result in results.items() if result is not None}
-    if not found:
-        raise UserError("none of the runs came to its end: see above")
     print(f"{options['config']}, {options['rows']} rows a step, {options['steps']} steps")
-    if options["part"] == "losses":
-        show_losses(found)
-    else:
-        show_speed(found, runs)
+    print(LOSSES if options["part"] == "losses" else SPEED, flush=True)
+    base: tuple[Found, float] | None = None  # the first run that came to its end, and its tokens/s a GPU
+    for layout in chosen(options["part"], options["gpus"], options.get("only")):
+        found = execute(layout, options, extra)
+        if found is None:
+            continue
+        base = base or (found, found.tokens_per_second / layout.gpus)
+        losses = options["part"] == "losses"
+        row = losses_row(layout.label, found, base[0]) if losses else speed_row(layout, found, base[1])
+        print(row, flush=True)
+    if base is None:
+        raise UserError("none of the runs came to its end: see above")
 
 
 if __name__ == "__main__":

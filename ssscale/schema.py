@@ -281,3 +281,12 @@ class Config:
     @property
     def tokens_per_step(self) -> int:
         return self.train.batch_size * self.data.length
+
+    @property
+    def compile_on_gpu(self) -> Compile:
+        """What `auto` is on a GPU: blocks, where neither collectives between ranks nor ZeRO-3's hooks break their graphs."""
+        parallel, choice = self.parallel, self.train.compile
+        if choice != Compile.auto:
+            return choice
+        whole = parallel.tensor * parallel.context == 1 and parallel.zero_stage < 3
+        return Compile.block if whole else Compile.none

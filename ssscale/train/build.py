@@ -25,13 +25,11 @@ def choose_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == Precision.bf16 else torch.float32
 
 
-def choose_compile(config: Config, groups: Groups) -> Compile:
-    """`auto`: blocks on a GPU, where no collectives of tensor or context parallelism nor ZeRO-3's hooks break them."""
-    choice = config.train.compile
-    if choice != Compile.auto:
-        return choice
-    whole = groups.tensor_size * groups.context_size == 1 and config.parallel.zero_stage < 3
-    return Compile.block if groups.device.type == "cuda" and whole else Compile.none
+def choose_compile(config: Config, device: torch.device) -> Compile:
+    """`auto` compiles nothing on a CPU."""
+    if device.type == "cpu" and config.train.compile == Compile.auto:
+        return Compile.none
+    return config.compile_on_gpu
 
 
 def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
@@ -80,7 +78,7 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
     logger.info(
         "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, Ulysses %d, ring %d, data parallel %d, device %s",
         str(dtype).removeprefix("torch."),
-        choose_compile(config, groups).value,
+        choose_compile(config, groups.device).value,
         config.parallel.zero_stage,
         groups.tensor_size,
         " with sequence parallel" if config.parallel.sequence and groups.tensor_size > 1 else "",

@@ -121,7 +121,8 @@ def activation_bytes_per_token(config: Config) -> float:
                k), and one block of `none`
     full:      L · w·D: the blocks' inputs, and one block of `none`
 
-    Tensor parallelism splits heads and F, sequence parallelism also D.
+    Tensor parallelism splits heads and F, sequence parallelism also D. Under context parallelism SSMax keeps its rotated q in
+    fp32 and the factor, (4·N·H + 4N); Ulysses keeps one v less; a ring of stick-breaking one more step's k and v, w·2K·H.
     """
     model, parallel = config.model, config.parallel
     w, tensor = weight_bytes(config), parallel.tensor
@@ -133,8 +134,14 @@ def activation_bytes_per_token(config: Config) -> float:
     block = w * (4 * d + 2 * q + 2 * kv + 3 * f) + lse
     changed = model.position.method is PositionMethod.rope or model.attention.core is Core.ssmax
     copies = w * (q + kv) if changed else 0.0
+    if parallel.ring > 1:
+        copies += 2 * w * kv if model.attention.core is Core.stickbreaking else 0.0
+    elif parallel.ulysses > 1:
+        copies -= w * kv if changed else 0.0
+    if parallel.context > 1 and model.attention.core is Core.ssmax:
+        copies += 4 * q + lse
     block += copies
-    if config.train.compile is Compile.none:
+    if config.compile_on_gpu is Compile.none:
         block += w * f
     ends = 2 * w * d  # the last norm's input and output
     if config.train.recompute is Recompute.none:
@@ -151,5 +158,5 @@ def logit_bytes(config: Config) -> float:
     The vocabulary-parallel cross entropy keeps exp(logits) in fp32 beside them; without torch.compile an fp32 copy of
     the logits and their log-softmax live too.
     """
-    fp32 = 4 if config.parallel.tensor > 1 else 8 if config.train.compile is Compile.none else 0
+    fp32 = 4 if config.parallel.tensor > 1 else 8 if config.compile_on_gpu is Compile.none else 0
     return 2 * weight_bytes(config) + fp32

@@ -110,7 +110,7 @@ class Trainer:
         else:
             check_shapes(self.reader, model, groups, VOCAB_WEIGHTS)
             load_weights(self.reader, model, groups)
-        compiled = choose_compile(config, groups)
+        compiled = choose_compile(config, groups.device)
         if compiled == Compile.model:
             model.compile()
         elif compiled == Compile.block:

@@ -1,4 +1,4 @@
-"""The activation arithmetic against what autograd really keeps of our decoder's compiled blocks."""
+"""The activation arithmetic against what autograd really keeps of our decoder's blocks, compiled and shared between ranks."""
 
 import pytest
 import torch
@@ -6,63 +6,110 @@ import torch
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
+from ssscale.parallel.context import share_of
 from ssscale.parallel.groups import Groups
 from ssscale.schema import (
     AttentionConfig,
+    Compile,
     Config,
     Core,
     DataConfig,
     ModelConfig,
+    ParallelConfig,
     PositionConfig,
     PositionMethod,
     TrainConfig,
 )
 from ssscale.train.estimate import activation_bytes_per_token
+from tests.distributed.jobs import regroup
+from tests.pool import Pool
 
 TOKENS = 256
 
 
-def kept_bytes_per_token(model: ModelConfig, groups: Groups) -> float:
-    torch._dynamo.reset()
-    decoder = Decoder(model, groups, TOKENS, dtype=torch.bfloat16)
-    initialize_weights(decoder, model, groups, 0)
-    for block in decoder.blocks:
-        # The partitioner that decides what backward keeps, without code generation.
-        block.compile(backend="aot_eager_decomp_partition")
-    ours = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
-    kept = {}
+def make_model(core: Core, layers: int) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=64,
+        ffn_hidden_size=192,
+        num_heads=4,
+        vocab_size=128,
+        attention=AttentionConfig(core=core),
+        position=PositionConfig(method=PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope),
+    )
 
-    def pack(tensor):
+
+def formula(core: Core, parallel: ParallelConfig, compiled: Compile = Compile.auto) -> float:
+    """Of one layer."""
+    one, two = (
+        activation_bytes_per_token(
+            Config(
+                model=make_model(core, layers),
+                data=DataConfig(length=TOKENS),
+                train=TrainConfig(compile=compiled),
+                parallel=parallel,
+            )
+        )
+        for layers in (1, 2)
+    )
+    return two - one
+
+
+def kept_bytes(core: Core, groups: Groups, compiled: bool) -> int:
+    """Of one layer and one row of TOKENS tokens, on this rank."""
+    found = []
+    for layers in (1, 2):
+        torch._dynamo.reset()
+        model = make_model(core, layers)
+        decoder = Decoder(model, groups, TOKENS, dtype=torch.bfloat16, sequence_parallel=groups.tensor_size > 1)
+        initialize_weights(decoder, model, groups, 0)
+        for block in decoder.blocks:
+            if compiled:
+                # The partitioner that decides what backward keeps, without code generation.
+                block.compile(backend="aot_eager_decomp_partition")
+        found.append(_kept(decoder, groups))
+    return found[1] - found[0]
+
+
+def _kept(decoder: Decoder, groups: Groups) -> int:
+    ours = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in ours:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor, so that its address is not used again
         return tensor
 
-    tokens = torch.randint(0, model.vocab_size, (TOKENS,))
+    tokens, layout = torch.arange(TOKENS), PackedLayout.from_lengths([TOKENS])
+    if groups.context_size > 1:
+        tokens, layout = share_of(layout, 1, groups)
+    tokens = tokens % decoder.config.vocab_size
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        decoder(tokens, PackedLayout.from_lengths([TOKENS]), tokens)
-    return sum(size for size, _ in kept.values()) / TOKENS
+        decoder(tokens, layout, tokens)
+    return sum(size for size, _ in kept.values())
 
 
 @pytest.mark.parametrize("core", [Core.ssmax, Core.stickbreaking])  # softmax keeps what ssmax does
-def test_each_layer_keeps_what_the_formula_says(core, groups):
-    method = PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope
+def test_each_layer_keeps_what_the_formula_says(core: Core, groups: Groups) -> None:
+    kept = kept_bytes(core, groups, compiled=True) / TOKENS
+    assert kept == pytest.approx(formula(core, ParallelConfig()), rel=0.05)
 
-    def model(layers: int) -> ModelConfig:
-        return ModelConfig(
-            num_layers=layers,
-            hidden_size=64,
-            ffn_hidden_size=192,
-            num_heads=4,
-            vocab_size=128,
-            attention=AttentionConfig(core=core),
-            position=PositionConfig(method=method),
-        )
 
-    def formula(layers: int) -> float:
-        return activation_bytes_per_token(
-            Config(model=model(layers), data=DataConfig(length=TOKENS), train=TrainConfig())
-        )
+def kept_when_shared(core: Core, tensor: int, ulysses: int, ring: int) -> int:
+    """A job for the pool."""
+    return kept_bytes(core, regroup(tensor, ulysses, ring), compiled=False)
 
-    kept = kept_bytes_per_token(model(2), groups) - kept_bytes_per_token(model(1), groups)
-    assert kept == pytest.approx(formula(2) - formula(1), rel=0.05)
+
+@pytest.mark.parametrize("core", list(Core))
+@pytest.mark.parametrize(("tensor", "ulysses", "ring"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_ranks_that_share_a_layer_keep_what_the_formula_says(
+    core: Core, tensor: int, ulysses: int, ring: int, groups: Groups, pool2: Pool
+) -> None:
+    """Beside one rank without torch.compile: on a CPU both keep norms in fp32, which a GPU's kernel does not."""
+    layout = {"tensor": tensor, "ulysses": ulysses, "ring": ring}
+    kept = pool2.run("tests.config.test_activations:kept_when_shared", core=core, **layout)
+    alone = kept_bytes(core, groups, compiled=False)
+    expected = formula(core, ParallelConfig(**layout)) * tensor - formula(core, ParallelConfig(), Compile.none)
+    for size in kept:
+        assert (2 * size - alone) / TOKENS == pytest.approx(expected, abs=0.01 * alone / TOKENS)

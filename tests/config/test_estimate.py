@@ -68,7 +68,7 @@ def test_activations_and_logits():
 
 
 def test_tensor_parallelism_splits_all_but_the_vectors():
-    one = load_config(["config=3b_sb"])
+    one = load_config(["config=3b_sb", "train.compile=none"])
     two = replace(one, parallel=replace(one.parallel, tensor=2))
     vectors = 40 * 2 * 2304 + 2304
     assert memory_per_gpu(two, 64).weights == 2 * ((N - vectors) / 2 + vectors)
@@ -84,7 +84,8 @@ def test_recomputation_and_zero_only_save():
     ]
     assert totals == sorted(totals, reverse=True)
     totals = [
-        memory_per_gpu(load_config(["config=1b_ssmax", f"parallel.zero_stage={stage}"]), 8).total for stage in (1, 2, 3)
+        memory_per_gpu(load_config(["config=1b_ssmax", "train.compile=block", f"parallel.zero_stage={stage}"]), 8).total
+        for stage in (1, 2, 3)
     ]
     assert totals == sorted(totals, reverse=True)
 
@@ -136,8 +137,19 @@ def test_users_command_runs_as_written_without_torch():
 
 
 def test_context_parallelism_divides_activations_and_what_zero_divides():
-    one = load_config(["config=1b_sb"])
-    ring = replace(one, parallel=replace(one.parallel, ring=2, ulysses=2))
-    alone, shared = memory_per_gpu(one, 8), memory_per_gpu(ring, 8)
+    one = load_config(["config=1b_sb", "train.compile=none"])
+    shared = replace(one, parallel=replace(one.parallel, ulysses=4))
+    alone, shared = memory_per_gpu(one, 8), memory_per_gpu(shared, 8)
     assert (shared.activations, shared.logits) == (alone.activations / 4, alone.logits / 4)
     assert (shared.weights, shared.optimizer) == (alone.weights, alone.optimizer)  # over the same eight ranks
+
+
+@pytest.mark.parametrize("layout", ["tensor=2", "ring=2", "zero_stage=3"])
+def test_auto_compiles_nothing_where_ranks_share_a_layer(layout):
+    every, auto = (
+        memory_per_gpu(load_config(["config=1b_ssmax", f"parallel.{layout}", f"train.compile={compiled}"]), 8)
+        for compiled in ("none", "auto")
+    )
+    assert auto == every
+    block = load_config(["config=1b_ssmax", f"parallel.{layout}", "train.compile=block"])
+    assert memory_per_gpu(block, 8).activations < auto.activations

@@ -1,0 +1,50 @@
+"""The layouts that launch/benchmark_parallel.py runs, and one of its parts."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch import benchmark_parallel
+from launch.benchmark_parallel import chosen, runs_of
+from ssscale.errors import UserError
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize("part", benchmark_parallel.PARTS)
+def test_layouts_fill_the_gpus(part: str, gpus: int) -> None:
+    runs = runs_of(part, gpus)
+    assert len({layout.label for layout in runs}) == len(runs)
+    for layout in runs:
+        assert layout.gpus == (1 if layout.label == "DP1" else gpus)
+        assert layout.gpus % (layout.tensor * layout.ulysses * layout.ring) == 0
+        assert chosen(part, gpus, layout.label) == [layout]  # every label can be named
+
+
+def test_only_takes_what_it_names() -> None:
+    assert [layout.label for layout in chosen("speed", 4, "ring 4, TP4")] == ["ring 4", "TP4"]
+    with pytest.raises(UserError, match="there is no 'ring 4' in part=long on 2 GPUs: use ring 2, Ulysses 2"):
+        chosen("long", 2, "ring 4")
+
+
+@pytest.mark.slow
+def test_losses_of_two_layouts(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "part=losses",
+        "gpus=2",
+        f"data={corpus}",
+        "config=tiny_sb",
+        "rows=4",
+        "steps=2",
+        f"folder={tmp_path}",
+    ]
+    benchmark_parallel.main([*options, "only=DP2,ring 2"])
+    out = capsys.readouterr().out
+    assert "# DP2: " in out
+    largest = re.search(r"\| ring 2 \| [\d.]+ \| [\d.]+ \| (\S+) ", out)
+    assert largest is not None, out
+    assert float(largest[1]) < 1e-5
+    assert "finished: step 2 of 2" in (tmp_path / "losses_tiny_sb_ring_2.log").read_text()
+    with pytest.raises(UserError, match="none of the runs came to its end"):
+        benchmark_parallel.main([*options, "only=DP2", "train.microbatch=3"])
+    assert "error: " in capsys.readouterr().out
