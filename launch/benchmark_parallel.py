@@ -142,7 +142,9 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     log.write_text(output)
     print(f"# {layout.label}: {time.perf_counter() - began:.0f} s, exit {process.returncode}, {log}", flush=True)
     if process.returncode:
-        print(output[max(output.find("Traceback"), 0) :][:4000], flush=True)  # what the first rank to fail says
+        starts = [output.find(word) for word in ("error: ", "stopped: ", "Traceback")]
+        first = min((start for start in starts if start >= 0), default=0)  # not the launcher's own, which comes last
+        print(output[first:][:4000], flush=True)
         return None
     records = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
     settled = records[4:] or records
