@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -57,7 +58,8 @@ def initialize(
 ) -> Groups:
     """Start torch.distributed (NCCL on GPUs, gloo on CPUs) and Megatron-core's groups.
 
-    distributed: the process was started by torchrun or Slurm, whose environment names its peers; otherwise it is alone.
+    timeout_minutes: after which a collective of any of these groups gives up. distributed: the process was started by
+    torchrun or Slurm, whose environment names its peers; otherwise it is alone.
     Raises UserError where the number of processes is no multiple of tensor · ulysses · ring.
     """
     from megatron.core import parallel_state
@@ -66,9 +68,9 @@ def initialize(
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        timeout = datetime.timedelta(minutes=timeout_minutes)
         if distributed:
             dist.init_process_group(backend, timeout=timeout)
         else:
@@ -81,9 +83,13 @@ def initialize(
             "were started"
         )
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, context_parallel_size=context)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=context,
+            distributed_timeout_minutes=math.ceil(timeout_minutes),
+        )
     context_rank = parallel_state.get_context_parallel_rank()
-    ulysses_group, ring_group = _context_groups(ulysses, ring)
+    ulysses_group, ring_group = _context_groups(ulysses, ring, timeout)
     return Groups(
         rank=dist.get_rank(),
         world_size=world_size,
@@ -105,7 +111,9 @@ def initialize(
     )
 
 
-def _context_groups(ulysses: int, ring: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def _context_groups(
+    ulysses: int, ring: int, timeout: datetime.timedelta
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """This rank's Ulysses group, of neighbours in the context group, and its ring, of every ulysses-th one there."""
     from megatron.core import parallel_state
 
@@ -117,7 +125,8 @@ def _context_groups(ulysses: int, ring: int) -> tuple[dist.ProcessGroup | None, 
     whole = sorted({tuple(ranks) for ranks in every})
     neighbours = [list(ranks[i : i + ulysses]) for ranks in whole for i in range(0, len(ranks), ulysses)]
     apart = [list(ranks[i::ulysses]) for ranks in whole for i in range(ulysses)]
-    return dist.new_subgroups_by_enumeration(neighbours)[0], dist.new_subgroups_by_enumeration(apart)[0]
+    found, _ = dist.new_subgroups_by_enumeration(neighbours, timeout)
+    return found, dist.new_subgroups_by_enumeration(apart, timeout)[0]
 
 
 def shutdown_together() -> None:

@@ -64,3 +64,16 @@ def test_the_line_is_as_long_as_the_sticks(
         assert max(found["errors"]) <= error
         assert found["forward"] == forward
         assert found["backward"] <= 2 * forward
+
+
+def timeouts() -> list[float]:
+    """Seconds after which the collectives of each group give up, in a layout that has all of them."""
+    groups = regroup(1, 2, 2)
+    found = [groups.tensor_group, groups.replica_group, groups.ulysses_group, groups.ring_group]
+    backends = [group._get_backend(groups.device) for group in found if group is not None]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_every_group_waits_as_long_as_it_was_told(pool4: Pool) -> None:
+    """`initialize` says ten minutes where nothing else is asked for; libraries have other times of their own."""
+    assert pool4.run("tests.distributed.test_context:timeouts") == [[600.0] * 4] * 4
