@@ -48,18 +48,21 @@ def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
 
 @triton.jit
 def _dq_tiles(
-    dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptrs, behind_ptrs, k_step, v_step,
+    dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr, behind_ptr,
     scratch_step, first, last, position, num_keys,
     logit_scale, shift, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     MASKED: tl.constexpr,
     HALF: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
+    local = tl.arange(0, ROWS)
     for t in tl.range(first, last, num_stages=1 if MASKED else None):
-        k_tile = k_ptr + t * k_step + k_offsets
-        v_tile = v_ptr + t * v_step + v_offsets
+        key = tile.each_round(column_key, t) if H > 64 else column_key
+        first_key = t * tl.full([], BN, tl.int64)
+        k_tile = k_ptr + first_key * sk_t + (key[:, None] * sk_t + dims[None, :])
+        v_tile = v_ptr + first_key * sv_t + (key[:, None] * sv_t + dims[None, :])
         if MASKED:
-            inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
+            inside = (t * BN + key < num_keys)[:, None] & (dims < H)[None, :]
             k = tl.load(k_tile, mask=inside, other=0.0)
             v = tl.load(v_tile, mask=inside, other=0.0)
         elif H == BH:
@@ -69,15 +72,14 @@ def _dq_tiles(
             k = tl.load(k_tile, mask=(dims < H)[None, :], other=0.0)
             v = tl.load(v_tile, mask=(dims < H)[None, :], other=0.0)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
-        if MASKED:
-            z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
-        u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
+        u0, u1, u2, u3, w, capped, spent = tile.spend(z, position - t * BN, MASKED, ROWS, BN)
         carry += tl.where(t > row_tile, tl.sum(spent, 1), 0.0)
         entering = tl.where(t < row_tile, -1e30, carry.to(tl.float32))
         if HALF:
             entering += shift
-        tl.store(carry_ptrs + t * scratch_step, entering)
-        tl.store(behind_ptrs + t * scratch_step, behind)
+        scratch = t * scratch_step + local
+        tl.store(carry_ptr + scratch, entering)
+        tl.store(behind_ptr + scratch, behind)
         rest = entering[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -148,12 +150,9 @@ def dq_kernel(
         scale *= tl.exp2(-dz_shift - k_shift)
 
     kv_head = head // KV_GROUP
-    column_key = tile.key_of_column(BN)
     k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
     v_ptr += k_start.to(tl.int64) * sv_t + kv_head * sv_n
-    k_offsets = column_key[:, None] * sk_t + dims[None, :]
-    v_offsets = column_key[:, None] * sv_t + dims[None, :]
-    scratch = tl.full([], 1, tl.int64) * head * num_tiles * scratch_rows + slice_slot * ROWS + local
+    scratch = tl.full([], 1, tl.int64) * head * num_tiles * scratch_rows + slice_slot * ROWS
     position = tl.minimum(offset + row, k_len)
     end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
     unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // BN
@@ -161,17 +160,16 @@ def dq_kernel(
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
     farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
 
-    tile_step = tl.full([], BN, tl.int64)
     dq = tl.zeros([ROWS, BH], tl.float32)
     dq, carry, behind = _dq_tiles(
-        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
-        tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
+        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch,
+        tl.full([], 1, tl.int64) * scratch_rows,
         stop, unmasked, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, False,
         HALF, PARTS, PRECISION,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
-        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, k_offsets, v_offsets, carry_ptr + scratch, behind_ptr + scratch,
-        tile_step * sk_t, tile_step * sv_t, tl.full([], 1, tl.int64) * scratch_rows,
+        dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch,
+        tl.full([], 1, tl.int64) * scratch_rows,
         tl.maximum(stop, unmasked), end, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, True,
         HALF, PARTS, PRECISION,
     )  # fmt: skip
@@ -190,25 +188,23 @@ def _dkv_run(
 ):  # fmt: skip
     """Row blocks first … last − 1 of one head of the group. Their addresses follow from a counter, so that their loads are
     pipelined: behind a test, or an index that is itself loaded, they would be issued when they are needed."""
-    column_key = tile.key_of_column(BN)
     local = tl.arange(0, ROWS)
-    q_offsets = local[:, None] * sq_t + dims[None, :]
-    do_offsets = local[:, None] * so_t + dims[None, :]
     for block in tl.range(first, last, num_stages=2 if MASKED else None):
+        row = tile.each_round(local, block) if H > 64 else local
+        q_offsets = row[:, None] * sq_t + dims[None, :]
+        do_offsets = row[:, None] * so_t + dims[None, :]
         first_row = block * ROWS
         first64 = first_row.to(tl.int64)
-        row_ok = local < q_len - first_row
+        row_ok = row < q_len - first_row
         in_rows = row_ok[:, None] & (dims < H)[None, :]
         q = tl.load(q_ptr + (first64 * sq_t + head * sq_n) + q_offsets, mask=in_rows, other=0.0)
         do = tl.load(do_ptr + (first64 * so_t + head * so_n) + do_offsets, mask=in_rows, other=0.0)
         scratch = head * scratch_head + first64
-        carry = tl.load(carry_ptr + scratch + local, mask=row_ok, other=-1e30)
-        behind = tl.load(behind_ptr + scratch + local, mask=row_ok, other=0.0)
+        carry = tl.load(carry_ptr + scratch + row, mask=row_ok, other=-1e30)
+        behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
-        if MASKED:
-            position = tl.minimum(offset + first_row + local, num_keys)
-            z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
-        u0, u1, u2, u3, w, capped, spent = tile.spend(z, ROWS, BN)
+        position = tl.minimum(offset + first_row + row, num_keys)
+        u0, u1, u2, u3, w, capped, spent = tile.spend(z, position - t * BN, MASKED, ROWS, BN)
         rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         dv = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), do, dv, True, PARTS, PRECISION)

@@ -70,9 +70,7 @@ def walk_tiles(
             k = tl.load(k_tile, mask=(dims < H)[None, :], other=0.0)
             v = tl.load(v_tile, mask=(dims < H)[None, :], other=0.0)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
-        if MASKED:
-            z = tl.where(t * BN + column_key[None, :] < position[:, None], z, float("-inf"))
-        u0, u1, u2, u3, _, capped, spent = tile.spend(z, ROWS, BN)
+        u0, u1, u2, u3, _, capped, spent = tile.spend(z, position - t * BN, MASKED, ROWS, BN)
         left = carry.to(tl.float32)
         if HALF:
             left += half.FORWARD_SHIFT

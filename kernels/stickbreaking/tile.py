@@ -134,6 +134,13 @@ def key_of_column(BN: tl.constexpr):
 
 
 @triton.jit
+def each_round(x, counter):
+    """x, for a loop's counter in [0, 2^30). No compiler knows that range, so what is computed from this is computed in every
+    round: addresses that were hoisted out of the loop would fill the registers, and be spilled."""
+    return x + (counter >> 30)
+
+
+@triton.jit
 def triangle(BN: tl.constexpr, NEARER: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
     """x @ triangle sums, for every group, the groups strictly nearer to the query (or strictly farther from it).
 
@@ -198,9 +205,18 @@ def multiply(x, y, acc, TURN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.c
 
 
 @triton.jit
-def spend(z, ROWS: tl.constexpr, BN: tl.constexpr):
-    """Logits [ROWS, BN] → u of the four keys of each group, w = Π(1 + u) − 1, log2(1 + w) with capped logits, and uncapped."""
+def spend(z, limit, MASKED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):
+    """Logits [ROWS, BN] → u of the four keys of each group, w = Π(1 + u) − 1, log2(1 + w) with capped logits, and uncapped.
+
+    MASKED: row i attends to the tile's first limit[i] keys alone."""
     z0, z1, z2, z3 = quarters(z, ROWS, BN)
+    if MASKED:
+        # By quarters, a thread keeps a fourth of the key numbers in registers.
+        key = (tl.arange(0, BN // GROUP) * GROUP)[None, :]
+        z0 = tl.where(key < limit[:, None], z0, float("-inf"))
+        z1 = tl.where(key < limit[:, None] - 1, z1, float("-inf"))
+        z2 = tl.where(key < limit[:, None] - 2, z2, float("-inf"))
+        z3 = tl.where(key < limit[:, None] - 3, z3, float("-inf"))
     u0 = tl.exp2(tl.minimum(z0, LOGIT_CAP))
     u1 = tl.exp2(tl.minimum(z1, LOGIT_CAP))
     u2 = tl.exp2(tl.minimum(z2, LOGIT_CAP))

@@ -116,9 +116,9 @@ def compiled(kernel, config, head_dim, with_farther, convert=False, **constants)
     return resources(compile_for_hopper(kernel, signature, constants, **F.launch(config)))
 
 
-# Local-memory accesses allowed in any one loop over tiles. Head dim 128 has no configuration without: of those that were
-# measured (README.md) the chosen ones are the fastest.
-ALLOWED_SPILLS = {("dq", 128): 24, ("dkv", 128): 54, ("dkv", 64): 6}
+# Local-memory accesses allowed in any one loop over tiles, where operands stay bf16 (log_rest_in or its gradient is given):
+# hoisted addresses that are read back. Without pipelined loads there would be none.
+ALLOWED_SPILLS = {("dq", 128, False): 5, ("dkv", 128, False): 12}
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
@@ -146,7 +146,7 @@ def test_compiles_for_hopper_without_spilling(which, head_dim, convert):
     assert found.wgmma > 0, "the dots miss wgmma"
     assert found.async_copies > 0, "the loads are not pipelined"
     assert len(found.spills_in_loops) >= 2
-    assert max(found.spills_in_loops) <= ALLOWED_SPILLS.get((which, head_dim), 0), found
+    assert max(found.spills_in_loops) <= ALLOWED_SPILLS.get((which, head_dim, convert), 0), found
 
 
 def test_decode_compiles_for_hopper():
