@@ -77,7 +77,9 @@ def measure_saves(options: dict[str, Any], extra: list[str]) -> None:
     if every < 3:
         raise UserError(f"steps={steps} leaves no steps between saves: give 12 or more")
     check_room(options, Path(options.get("folder", "runs")))
-    lines, background = [], []
+    print("| save | blocked s | written s | GB | dip in tokens/s | tokens/s over two saves |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
+    background: Records = []
     for key, words in (("true", "background"), ("false", "blocking")):
         keys = [f"train.save_background={key}", f"train.save_every={every}", "train.observe_every=0", "train.keep=1"]
         records = records_of(options, accumulation, steps, [*extra, *keys])
@@ -97,11 +99,7 @@ def measure_saves(options: dict[str, Any], extra: list[str]) -> None:
                 f"{save['save_bytes'] / 1e9:.2f}",
                 dip,
             )
-            lines.append(f"| {words}, step {save['saved_step']} | {' | '.join(cells)} | {over_all:,.0f} |")
-    print(
-        "| save | blocked s | written s | GB | dip in tokens/s | tokens/s over two saves |\n|---|---|---|---|---|---|"
-    )
-    print("\n".join(lines))
+            print(f"| {words}, step {save['saved_step']} | {' | '.join(cells)} | {over_all:,.0f} |", flush=True)
     blocked = statistics.median(save["save_blocked_s"] for save in background)
     print(f"blocked, median: {blocked:.2f} s ({verdict(blocked, GOAL_BLOCKED_S, 's')})")
     dips = [save["save_dip"] for save in background if save["save_dip"] is not None]
@@ -124,6 +122,7 @@ def measure_metrics(options: dict[str, Any], extra: list[str]) -> None:
                 keys = [f"train.log_every={half}", "train.observe_every=0", "train.spike_z=0", "train.watchdog=0"]
             records = records_of(options, accumulation, 2 * half + 1, [*extra, *keys])
             found.append(rate(records, half, 2 * half))
+            print(f"# metrics {which}: {found[-1]:,.0f} tokens/s", flush=True)
             looks += [record["seconds/observe"] for record in records if "seconds/observe" in record]
     every, none = (statistics.median(found) for found in rates.values())
     print("| metrics | tokens/s, each run | median |\n|---|---|---|")
