@@ -55,10 +55,16 @@ test-slow: $(STAMP)  ## the tests that take minutes
 test-gpu: $(STAMP)  ## the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu
 
+test-triton: $(STAMP)  ## the kernels compiled for Hopper by Triton 3.6 (downloads it), as the installed version does in `make test`
+	@[ -d .venv/triton36 ] || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv/triton36 triton==3.6.0
+	export PYTHONPATH=$(CURDIR)/.venv/triton36 TRITON_CACHE_DIR=$$(mktemp -d)
+	$(BIN)/python -c 'import triton; assert triton.__version__ == "3.6.0", triton.__file__'
+	$(BIN)/python -m pytest tests/kernels -k compiles_for_hopper -m ""
+
 test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (installs Debian's packages; needs root)
 	@command -v slurmctld >/dev/null || { [ $$(id -u) = 0 ] && command -v apt-get >/dev/null && timeout 120 apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq slurmctld slurmd slurm-client munge iproute2 >/dev/null; } || \
 		echo "test-slurm: Slurm cannot be installed here (it needs root and apt-get): its tests are skipped"
 	$(BIN)/python -m pytest tests/slurm -m slurm -k "$(SLURM_TESTS)"
 
-.PHONY: help setup pretrain format check test test-slow test-gpu test-slurm
+.PHONY: help setup pretrain format check test test-slow test-gpu test-triton test-slurm

@@ -68,6 +68,9 @@ def test_runs_of_row_blocks(interpreted):
     assert interpreted["runs"] == {"wrong": 0}
 
 
+TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")
+
+
 def types(kernel, constants, **special):
     """Argument types by this package's naming: *_ptr, strides s?_?, everything else an int32."""
     named = {}
@@ -78,16 +81,17 @@ def types(kernel, constants, **special):
             named[name] = "I32"
         else:
             named[name] = "fp32" if name in ("scale", "logit_scale", "threshold") else "i32"
-    for name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"):
-        named[name] = "*bf16"
+    named |= dict.fromkeys(TENSORS, "*bf16")
     for name in ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr"):
         named[name] = "*i32"
     return {name: (named | special)[name] for name in kernel.arg_names if name not in constants}
 
 
-def compiled(kernel, config, head_dim, with_farther, convert=False, **constants) -> Resources:
-    sums = F.sum_types(torch.bfloat16, config.key_block)
-    halves = {}
+def compiled(kernel, config, head_dim, with_farther, operands="bfloat16", **constants) -> Resources:
+    """operands: bfloat16, float16, or bfloat16 that half.py has converted."""
+    sums = F.sum_types(torch.float16 if operands == "float16" else torch.bfloat16, config.key_block)
+    halves = dict.fromkeys(TENSORS, "*fp16") if operands == "float16" else {}
+    convert = operands == "converted"
     if convert:
         converted = {
             F.forward_kernel: ("v_ptr",),
@@ -116,37 +120,31 @@ def compiled(kernel, config, head_dim, with_farther, convert=False, **constants)
     return resources(compile_for_hopper(kernel, signature, constants, **F.launch(config)))
 
 
-# Local-memory accesses allowed in any one loop over tiles, where operands stay bf16 (log_rest_in or its gradient is given):
-# hoisted addresses that are read back. Without pipelined loads there would be none.
-ALLOWED_SPILLS = {("dq", 128, False): 5, ("dkv", 128, False): 12}
+# Local-memory accesses allowed in any one loop over tiles: addresses hoisted out of it, that are read back. bfloat16 stays
+# what it is where log_rest_in or its gradient is given. Without pipelined loads there would be none.
+ALLOWED_SPILLS = {("dq", 128, "bfloat16"): 5, ("dkv", 128, "bfloat16"): 12, ("dkv", 128, "float16"): 12}
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
-@pytest.mark.parametrize("convert", [False, True])
-def test_compiles_for_hopper_without_spilling(which, head_dim, convert):
-    config = B.backward_config(head_dim, torch.bfloat16)
-    if which == "forward":
-        found = compiled(
+@pytest.mark.parametrize("operands", ["converted", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
+    dtype = torch.float16 if operands == "float16" else torch.bfloat16
+    config = B.backward_config(head_dim, dtype)
+    kernel, config, constants = {
+        "forward": (
             F.forward_kernel,
-            F.forward_config(head_dim, torch.bfloat16),
-            head_dim,
-            False,
-            convert,
-            HAS_REST=False,
-            SAVE=True,
-            log_rest_in_ptr=None,
-        )
-    elif which == "dq":
-        found = compiled(B.dq_kernel, config.dq, head_dim, True, convert, HAS_REST=False, d_rest_ptr=None)
-    else:
-        found = compiled(
-            B.dkv_kernel, config.dkv, head_dim, True, convert, DQ_ROWS=config.dq.row_block, MAX_BLOCKS=64, ADD=False
-        )
+            F.forward_config(head_dim, dtype),
+            {"HAS_REST": False, "SAVE": True, "log_rest_in_ptr": None},
+        ),
+        "dq": (B.dq_kernel, config.dq, {"HAS_REST": False, "d_rest_ptr": None}),
+        "dkv": (B.dkv_kernel, config.dkv, {"DQ_ROWS": config.dq.row_block, "MAX_BLOCKS": 64, "ADD": False}),
+    }[which]
+    found = compiled(kernel, config, head_dim, which != "forward", operands, **constants)
     assert found.wgmma > 0, "the dots miss wgmma"
     assert found.async_copies > 0, "the loads are not pipelined"
     assert len(found.spills_in_loops) >= 2
-    assert max(found.spills_in_loops) <= ALLOWED_SPILLS.get((which, head_dim, convert), 0), found
+    assert max(found.spills_in_loops) <= ALLOWED_SPILLS.get((which, head_dim, operands), 0), found
 
 
 def test_decode_compiles_for_hopper():
