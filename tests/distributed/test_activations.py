@@ -108,7 +108,7 @@ def test_ranks_that_share_a_layer_keep_what_the_formula_says(
 ) -> None:
     """Beside one rank without torch.compile: on a CPU both keep norms in fp32, which a GPU's kernel does not."""
     layout = {"tensor": tensor, "ulysses": ulysses, "ring": ring}
-    kept = pool2.run("tests.config.test_activations:kept_when_shared", core=core, **layout)
+    kept = pool2.run("tests.distributed.test_activations:kept_when_shared", core=core, **layout)
     alone = kept_bytes(core, groups, compiled=False)
     expected = formula(core, ParallelConfig(**layout)) * tensor - formula(core, ParallelConfig(), Compile.none)
     for size in kept:
