@@ -112,6 +112,6 @@ def _result(task: str, output: dict[str, Any]) -> TaskResult:
         value=float(values[metric]),
         stderr=float(stderr) if isinstance(stderr, int | float) else None,
         chance=fmean(1 / len(sample["arguments"]) for sample in samples) if multiple_choice else None,
-        items=len(samples),
+        items=len({sample["doc_id"] for sample in samples}),  # each comes once for every filter of the task
         metrics=values,
     )
