@@ -46,7 +46,7 @@ check: $(STAMP)  ## formatting, lint, types, directions of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check  ## check and the CPU tests (about 8 minutes on 2 cores)
+test: check  ## check and the CPU tests (about 15 minutes on 2 cores)
 	@$(BIN)/python -m pytest
 
 test-slow: $(STAMP)  ## the tests that take minutes
