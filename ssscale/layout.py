@@ -41,8 +41,8 @@ class RingChunks:
     """
 
     size: int
-    heads: list[list[int]]
-    begins: list[list[int]]
+    heads: tuple[tuple[int, ...], ...]
+    begins: tuple[tuple[int, ...], ...]
 
     def num_far_keys(self, row: int, query_chunk: int, key_chunk: int) -> int:
         """How many keys, the last ones of an earlier chunk, the first heads[row][query_chunk] queries of a chunk see."""

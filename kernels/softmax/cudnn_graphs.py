@@ -9,13 +9,16 @@ costs thread blocks that find nothing to do, and no memory.
 import functools
 import logging
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .documents import Documents, bucket
+from kernels.upload import upload
+
+from .documents import Documents, Rectangles, bucket
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,10 @@ def _handle(device: torch.device) -> Any:
 
 
 class Shape(NamedTuple):
-    """What a plan is built for. q, k, v: [num_documents, heads, length, head_dim], strides in elements between tokens."""
+    """What a plan is built for. q, k, v: [num_documents, heads, length, head_dim], strides in elements between tokens.
+
+    key_length: of k and v, where all queries of a part see all of its keys; None: causal, keys are the queries' own.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -69,6 +75,7 @@ class Shape(NamedTuple):
     scale: float
     window: int | None
     total: int  # tokens of all documents; 0 for forward, which does not depend on it
+    key_length: int | None = None
 
 
 class Plan(NamedTuple):
@@ -78,7 +85,7 @@ class Plan(NamedTuple):
 
 
 # The tensors of a graph, by number.
-Q, K, V, O, LSE, DO, DQ, DK, DV, LENGTHS, AT_Q, AT_K, AT_V, AT_LSE = range(1, 15)  # noqa: E741
+Q, K, V, O, LSE, DO, DQ, DK, DV, LENGTHS, KEY_LENGTHS, AT_Q, AT_K, AT_V, AT_LSE = range(1, 16)  # noqa: E741
 
 
 class _Builder:
@@ -97,17 +104,20 @@ class _Builder:
             handle=_handle(shape.device),
         )
         self.offsets: dict[int, Any] = {}
-        self.mask: dict[str, Any] = {
-            "attn_scale": shape.scale,
-            "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,
-            "diagonal_band_right_bound": 0,
-            "diagonal_band_left_bound": shape.window,
-        }
+        self.mask: dict[str, Any] = {"attn_scale": shape.scale}
+        if shape.key_length is None:
+            self.mask |= {
+                "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,
+                "diagonal_band_right_bound": 0,
+                "diagonal_band_left_bound": shape.window,
+            }
         if shape.ragged:
             for uid in (AT_Q, AT_K, AT_V, AT_LSE):
                 self.offsets[uid] = self._column(uid, shape.num_documents + 1, types.INT64)
-            lengths = self._column(LENGTHS, shape.num_documents, types.INT32)
-            self.mask |= {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
+            lengths = key_lengths = self._column(LENGTHS, shape.num_documents, types.INT32)
+            if shape.key_length is not None:
+                key_lengths = self._column(KEY_LENGTHS, shape.num_documents, types.INT32)
+            self.mask |= {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": key_lengths}
 
     def _column(self, uid: int, size: int, data_type: Any) -> Any:
         return self.graph.tensor(dim=[size, 1, 1, 1], stride=[1, 1, 1, 1], data_type=data_type, uid=uid)
@@ -124,11 +134,13 @@ class _Builder:
             DK: (s.num_kv_heads * s.head_dim, AT_K),
             LSE: (s.num_heads, AT_LSE),
         }.get(uid, (row, AT_Q))
-        heads = s.num_kv_heads if uid in (K, V, DK, DV) else s.num_heads
+        of_keys = uid in (K, V, DK, DV)
+        heads = s.num_kv_heads if of_keys else s.num_heads
+        length = s.key_length or s.length if of_keys else s.length
         dim, head_stride = (1, 1) if uid == LSE else (s.head_dim, s.head_dim)
         return (
-            [s.num_documents, heads, s.length, dim],
-            [stride * s.length, head_stride, stride, 1],
+            [s.num_documents, heads, length, dim],
+            [stride * length, head_stride, stride, 1],
             self.float if uid == LSE else self.io,
             self.offsets.get(at),
         )
@@ -251,9 +263,7 @@ def backward(
         return dq, dk
     shape = _shape(q, k, v, documents)
     if shape.ragged:
-        # The scratch for dq is as long as all documents together: up to an eighth too much saves plans.
-        step = max(64, (1 << (q.shape[0] - 1).bit_length()) // 8)
-        shape = shape._replace(total=-(-q.shape[0] // step) * step)
+        shape = shape._replace(total=_total(q.shape[0]))
     plan = _backward_plan(shape)
     # The plan spaces dv as v.
     target = (
@@ -264,3 +274,63 @@ def backward(
     if target is not dv:
         dv.copy_(target)
     return dq, dk
+
+
+def _total(tokens: int) -> int:
+    """For the scratch of dq, as long as all documents together: up to an eighth too much saves plans."""
+    step = max(64, (1 << (tokens - 1).bit_length()) // 8)
+    return -(-tokens // step) * step
+
+
+@functools.lru_cache(maxsize=64)
+def _rectangle_bounds(rectangles: Rectangles, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Where q, k, v, lse of each part begin, [4, parts + 1], and how many its queries and keys are. Kept: all layers of a
+    microbatch ask for the same."""
+    parts = [(rows.start, rows.stop, keys.start, keys.stop) for rows, keys in rectangles.slices()]
+    first, end, first_key, end_key = torch.tensor([*parts, (0, 0, 0, 0)]).t()
+    starts = upload(torch.stack((first, first_key, first_key, first)), device)
+    lengths = upload(torch.stack((end - first, end_key - first_key))[:, :-1].int(), device)
+    return starts, lengths[0], lengths[1]
+
+
+def _rectangle_plan(
+    build: Callable[[Shape], Plan], q: Tensor, k: Tensor, v: Tensor, rectangles: Rectangles, scale: float, total: int
+) -> tuple[Plan, Shape, dict[int, Tensor]]:
+    """The plan, its shape, and the parts' lengths and offsets."""
+    longest, longest_keys = (max(MIN_LENGTH, length) for length in (rectangles.max_queries, rectangles.max_keys))
+    heads = (q.shape[1], k.shape[1], q.shape[2])
+    strides = (q.stride(0), k.stride(0), v.stride(0))
+    count = len(rectangles.parts)
+    shape = Shape(q.device, q.dtype, count, longest, *heads, strides, True, scale, None, total, longest_keys)
+    plan = build(shape)
+    starts, lengths, key_lengths = _rectangle_bounds(rectangles, q.device)
+    assert plan.multipliers is not None
+    at_q, at_k, at_v, at_lse = plan.multipliers * starts
+    bounds = {LENGTHS: lengths, KEY_LENGTHS: key_lengths, AT_Q: at_q, AT_K: at_k, AT_V: at_v, AT_LSE: at_lse}
+    return plan, shape, bounds
+
+
+def rectangle_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rectangles: Rectangles, scale: float
+) -> None:
+    """Writes o [T, N, H] and lse [T, N] float32 of the rectangles' queries, and nothing else."""
+    plan, shape, bounds = _rectangle_plan(_forward_plan, q, k, v, rectangles, scale, 0)
+    _execute(plan, shape, {Q: q, K: k, V: v, O: o, LSE: lse} | bounds)
+
+
+def rectangle_backward(
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    rectangles: Rectangles,
+    scale: float,
+) -> None:
+    """Writes dq, dk and dv (`grads`) of the rectangles' queries and keys, and nothing else."""
+    total = _total(max(len(q), len(k)))
+    plan, shape, bounds = _rectangle_plan(_backward_plan, q, k, v, rectangles, scale, total)
+    tensors = {Q: q, K: k, V: v, O: o, LSE: lse, DO: grad_o} | dict(zip((DQ, DK, DV), grads, strict=True))
+    _execute(plan, shape, tensors | bounds)

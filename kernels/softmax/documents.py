@@ -1,5 +1,6 @@
 """What attention is told besides its tensors."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -30,3 +31,25 @@ class Documents(NamedTuple):
     window: int | None
     deterministic: bool
     partial: bool = False
+
+
+class Rectangles(NamedTuple):
+    """Queries that see all of some keys: tokens first to end of q those from first_key to end_key of k and v, for each part
+    (first, end, first_key, end_key).
+
+    A part may be empty; no two share a query or a key. max_queries, max_keys: upper bounds of a part's. The number of parts
+    and the bounds are the same for every batch of a run, so that one cuDNN plan does for all of them.
+    """
+
+    parts: tuple[tuple[int, int, int, int], ...]
+    max_queries: int
+    max_keys: int
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """The queries and the keys of each part."""
+        for first, end, first_key, end_key in self.parts:
+            yield slice(first, end), slice(first_key, end_key)
+
+    def __bool__(self) -> bool:
+        """Whether any part has something to compute."""
+        return any(first < end and first_key < end_key for first, end, first_key, end_key in self.parts)

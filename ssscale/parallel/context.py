@@ -57,7 +57,7 @@ def _chunks(layout: PackedLayout, rows: int, ring: int) -> RingChunks:
     first = positions == 0
     heads = torch.where(first.any(2), first.int().argmax(2), size)
     begins = torch.arange(2 * ring) * size - positions[:, :, 0]
-    return RingChunks(size, heads.tolist(), begins.tolist())
+    return RingChunks(size, *(tuple(map(tuple, x.tolist())) for x in (heads, begins)))
 
 
 def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, rows: int, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:

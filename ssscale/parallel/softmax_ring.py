@@ -1,13 +1,13 @@
 """Softmax attention over keys and values that go round a ring (arXiv:2310.01889); its parts merge by log-sum-exp."""
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.softmax import backends, rectangle
-from kernels.softmax.documents import Documents
+from kernels.softmax import backends, merge, rectangle
+from kernels.softmax.documents import Documents, Rectangles
 from ssscale.layout import PackedLayout, RingChunks
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import RingShift
@@ -32,25 +32,36 @@ def ring_softmax(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, groups: 
     return found
 
 
+@functools.lru_cache(maxsize=16)
 def num_steps(ring: RingChunks, size: int) -> int:
     """The last step of the ring in which any rank needs what it gets."""
     for step in range(size - 1, 0, -1):
-        if any(True for rank in range(size) for _ in parts(ring, rank, (rank - step) % size)):
+        if any(rectangles(ring, rank, (rank - step) % size) for rank in range(size)):
             return step
     return 0
 
 
-def parts(ring: RingChunks, rank: int, owner: int) -> Iterator[tuple[slice, slice]]:
-    """Tokens of a rank that see tokens of another rank's (or its own first) chunks, and which: all of those they see."""
+@functools.lru_cache(maxsize=64)
+def rectangles(ring: RingChunks, rank: int, owner: int) -> Rectangles:
+    """Tokens of a rank that see tokens of another rank's (or its own first) chunks, and which: all of those they see.
+
+    One part a row. In memory a rank's chunks r and 2R − 1 − r of a row are neighbours, and so are the parts of a document
+    that has tokens in both of them: it fills all chunks between. Keys of an owner before this rank lie in the owner's first
+    chunk alone, and both chunks of queries may see them; keys of one behind it are seen by the second chunk alone.
+    """
     size, last = ring.size, len(ring.heads[0]) - 1
-    for row in range(len(ring.heads)):
+    parts = []
+    for row, heads in enumerate(ring.heads):
+        queries, keys = [], []
         for half, query_chunk in enumerate((rank, last - rank)):
             for key_half, key_chunk in enumerate((owner, last - owner)):
                 count = ring.num_far_keys(row, query_chunk, key_chunk) if key_chunk < query_chunk else 0
                 if count:
-                    first = (2 * row + half) * size
-                    end = (2 * row + key_half + 1) * size
-                    yield slice(first, first + ring.heads[row][query_chunk]), slice(end - count, end)
+                    first, end = (2 * row + half) * size, (2 * row + key_half + 1) * size
+                    queries += [first, first + heads[query_chunk]]
+                    keys += [end - count, end]
+        parts.append((min(queries), max(queries), min(keys), max(keys)) if queries else (0, 0, 0, 0))
+    return Rectangles(tuple(parts), size * (1 + (owner < rank)), size * (1 + (owner > rank)))
 
 
 class _SoftmaxRing(torch.autograd.Function):
@@ -69,6 +80,7 @@ class _SoftmaxRing(torch.autograd.Function):
         assert ring is not None
         rank, size = groups.ring_rank, groups.ring_size
         steps = num_steps(ring, size)
+        q = q.contiguous()
         documents = Documents(
             layout.cu_seqlens, layout.max_seqlen, layout.uniform_length, scale, None, deterministic, partial=True
         )
@@ -78,8 +90,9 @@ class _SoftmaxRing(torch.autograd.Function):
             if step == 0:
                 first, first_lse = backends.forward(q, k, v, documents)
                 o, lse = first.to(first_lse.dtype, copy=True), first_lse.clone()
-            for rows, keys in parts(ring, rank, (rank - step) % size):
-                _merge(o, lse, rows, *rectangle.forward(q[rows], pair[0, keys], pair[1, keys], scale, deterministic))
+            seen = rectangles(ring, rank, (rank - step) % size)
+            if seen:
+                merge.merge_(o, lse, *rectangle.forward(q, pair[0], pair[1], seen, scale, deterministic))
             pair = shift.result() if shift else pair
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -102,12 +115,12 @@ class _SoftmaxRing(torch.autograd.Function):
                 dq, dk = backends.backward(grad_o, q, k, v, o, lse, documents, dv)
                 dq = dq.to(lse.dtype)
                 d_pair[0], d_pair[1] = dk, dv
-            for rows, keys in parts(ring, rank, (rank - step) % size):
-                tensors = (grad_o[rows], q[rows], pair[0, keys], pair[1, keys], o[rows], lse[rows])
-                dq_part, dk_part, dv_part = rectangle.backward(*tensors, documents.scale, documents.deterministic)
-                dq[rows] += dq_part
-                d_pair[0, keys] += dk_part
-                d_pair[1, keys] += dv_part
+            seen = rectangles(ring, rank, (rank - step) % size)
+            if seen:
+                options = seen, documents.scale, documents.deterministic
+                parts = rectangle.backward(grad_o, q, pair[0], pair[1], o, lse, *options)
+                for whole, part in zip((dq, *d_pair), parts, strict=True):
+                    whole += part
             if behind is not None:
                 d_pair += behind.result()
             behind = RingShift(d_pair, groups, 1 if step < steps else -steps)
@@ -115,10 +128,3 @@ class _SoftmaxRing(torch.autograd.Function):
         assert behind is not None
         dk, dv = behind.result()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
-
-
-def _merge(o: Tensor, lse: Tensor, rows: slice, o_part: Tensor, lse_part: Tensor) -> None:
-    """Add a part to o [T, N, H] and lse [T, N], in place."""
-    total = torch.logaddexp(lse[rows], lse_part)
-    o[rows] = o[rows] * (lse[rows] - total).exp()[..., None] + o_part * (lse_part - total).exp()[..., None]
-    lse[rows] = total

@@ -1,5 +1,6 @@
 """Stick-breaking attention over keys and values that pass along the sequence, the nearest first."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ def ring_stickbreaking(
     return found
 
 
+@functools.lru_cache(maxsize=16)
 def num_steps(ring: RingChunks) -> int:
     """How many chunks the farthest-reaching document lies apart from its beginning."""
     reach = [

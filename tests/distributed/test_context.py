@@ -1,5 +1,7 @@
-"""A ring of stick-breaking attention ends when all sticks are spent."""
+"""Which keys meet which queries on a ring, and that stick-breaking's ends when all sticks are spent."""
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from kernels.stickbreaking import stickbreaking_reference
 from ssscale.layout import PackedLayout
-from ssscale.parallel import stickbreaking_ring
+from ssscale.parallel import softmax_ring, stickbreaking_ring
 from ssscale.parallel.context import share_of
 from ssscale.parallel.transfer import LineShift
 from tests.distributed.jobs import regroup
@@ -77,3 +79,37 @@ def timeouts() -> list[float]:
 def test_every_group_waits_as_long_as_it_was_told(pool4: Pool) -> None:
     """`initialize` says ten minutes where nothing else is asked for; libraries have other times of their own."""
     assert pool4.run("tests.distributed.test_context:timeouts") == [[600.0] * 4] * 4
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_rectangles_and_causal_parts_hold_every_pair_once(size: int, seed: int) -> None:
+    """All pairs (query, key ≤ query of the same document), the keys of whichever rank they are on."""
+    rows, length = 3, 8 * 2 * size
+    generator = torch.Generator().manual_seed(seed)
+    lengths = []
+    for _ in range(rows):
+        cuts = torch.randperm(length - 1, generator=generator)[: seed // 2] + 1
+        bounds = [0, *sorted(cuts.tolist()), length]
+        lengths += [b - a for a, b in itertools.pairwise(bounds)]
+    whole = PackedLayout.from_lengths(lengths)
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    times = torch.zeros(rows * length, rows * length, dtype=torch.int64)
+    shares = []
+    for rank in range(size):
+        groups: Any = SimpleNamespace(ring_size=size, ring_rank=rank, ulysses_size=1)
+        shares.append(share_of(whole, rows, groups))
+    for rank, (tokens, layout) in enumerate(shares):
+        for a, b in itertools.pairwise(layout.cu_seqlens.tolist()):
+            times[tokens[a:b, None], tokens[a:b]] += torch.ones(b - a, b - a, dtype=torch.int64).tril()
+        assert layout.ring is not None
+        for owner in range(size):
+            seen = softmax_ring.rectangles(layout.ring, rank, owner)
+            for queries, keys in seen.slices():
+                assert queries.stop - queries.start <= seen.max_queries
+                assert keys.stop - keys.start <= seen.max_keys
+                times[tokens[queries, None], shares[owner][0][keys]] += 1
+            if (rank - owner) % size > softmax_ring.num_steps(layout.ring, size):
+                assert not seen
+    i = torch.arange(rows * length)
+    assert torch.equal(times, ((documents[:, None] == documents) & (i[:, None] >= i)).long())

@@ -1,5 +1,5 @@
-"""Runs the rotation kernels under Triton's interpreter, which TRITON_INTERPRET=1 chooses before Triton is imported:
-a process of its own.
+"""Runs the kernels around softmax attention (rotation, merge) under Triton's interpreter, which TRITON_INTERPRET=1 chooses
+before Triton is imported: a process of its own.
 
 Prints one JSON object a case: errors against float64, and those of float32 torch with inputs and outputs in the same dtype.
 """
@@ -8,6 +8,7 @@ import json
 
 import torch
 
+from kernels.softmax import merge
 from kernels.ssmax import rotary, rotate
 from kernels.ssmax.reference import query_factor
 
@@ -71,7 +72,27 @@ def run(name, dtype):
     }
 
 
+def run_merge(dtype):
+    """Parts over 5 and 3 keys; the second query sees only the first part, and o there is not touched."""
+    generator = torch.Generator().manual_seed(0)
+    z = 5 * torch.randn(3, 7, 8, generator=generator, dtype=torch.float64)
+    v = torch.randn(8, 20, generator=generator, dtype=torch.float64)
+    z[1, :, 5:] = -torch.inf
+    o, part = (z[..., keys].softmax(-1).nan_to_num() @ v[keys] for keys in (slice(5), slice(5, 8)))
+    lse, lse_part = (z[..., keys].logsumexp(-1) for keys in (slice(5), slice(5, 8)))
+    part[1] = torch.nan
+    given = [o.float(), lse.float(), part.to(dtype), lse_part.float()]
+    same = [x.clone() for x in given]
+    merge.merge_kernel[(1,)](*given, 21, H=20, BH=32, ROWS=32)
+    merge.merge_(*same)
+    assert torch.equal(given[0][1], o[1].float())
+    exact = z.softmax(-1) @ v, z.logsumexp(-1)
+    pairs = zip(("o", "lse"), given, same, exact)
+    return {n: [*((x - e).abs().max().item() for x in (a, t)), e.abs().max().item()] for n, a, t, e in pairs}
+
+
 if __name__ == "__main__":
     for dtype in (torch.float16, torch.float32):
+        print(json.dumps({"case": f"merge-{dtype}"} | run_merge(dtype)), flush=True)
         for name in CASES:
             print(json.dumps({"case": f"{name}-{dtype}"} | run(name, dtype)), flush=True)

@@ -1,4 +1,4 @@
-"""The rotation kernels without a GPU: their results under the interpreter, and what ptxas makes of them for Hopper."""
+"""The kernels around softmax attention (rotation, merge) without a GPU: under the interpreter, and compiled for Hopper."""
 
 import json
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.softmax import merge
 from kernels.ssmax import rotary
 from kernels.testing import compile_for_hopper, resources
 from tests.kernels.rotary_interpreted import CASES
@@ -34,7 +35,7 @@ def interpreted():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "merge"])
 def test_matches_float64(interpreted, name, dtype):
     for what, (error, torch_error, magnitude) in interpreted[f"{name}-torch.{dtype}"].items():
         assert error <= 2 * torch_error + 1e-6 * magnitude, (what, error, torch_error, magnitude)
@@ -59,4 +60,14 @@ def test_compiles_for_hopper(which, head_dim):
     # Every access of the large tensors is 16 bytes wide.
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
     assert "st.global.v4.b32" in compiled.asm["ptx"]
+    assert "ld.global.b16" not in compiled.asm["ptx"], "the loads are not vectorised"
+
+
+def test_merge_compiles_for_hopper():
+    kernel = merge.merge_kernel
+    constants = {"H": 64, "BH": 64, "ROWS": merge.ROWS}
+    types = dict.fromkeys(("o_ptr", "lse_ptr", "lse_part_ptr"), "*fp32") | {"o_part_ptr": "*bf16", "num_rows": "I32"}
+    compiled = compile_for_hopper(kernel, types, constants)
+    assert resources(compiled).stack_bytes == 0
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
     assert "ld.global.b16" not in compiled.asm["ptx"], "the loads are not vectorised"
