@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.stickbreaking import ops
+from kernels.upload import upload
 from ssscale.layout import PackedLayout, RingChunks
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import LineShift
@@ -90,7 +91,7 @@ class _StickBreakingRing(torch.autograd.Function):
         shift = LineShift(places, groups) if steps else None
         near, near_rest, *aux = ops.forward_op(q, k, v, cu, cu, None, None, longest, longest, scale, skip_below)
         o, log_rest = near.to(near_rest.dtype, copy=True), near_rest.clone()
-        saved, done = [aux], []
+        saved, done = aux, {}
         for step in range(1, steps + 1):
             todo = parts(ring, groups.ring_rank, step)
             if skip_below > 0:
@@ -103,18 +104,20 @@ class _StickBreakingRing(torch.autograd.Function):
             places = shift.result()
             ahead = skip_below == 0 and step < steps
             shift = LineShift(places, groups) if ahead else None
-            for part in todo:
-                q_part, entering = q[part.rows], log_rest[part.rows].clone()
-                found, rest, *aux = ops.forward_op(
-                    q_part, *_keys(places, part), *_bounds(q_part, part), entering, *_sizes(part), scale, skip_below
-                )
-                o[part.rows] += found
-                log_rest[part.rows] = rest
-                done.append((step, part))
-                saved.append([entering, *aux])
+            if not todo:
+                continue
+            entering = torch.cat(_queries(log_rest, todo))
+            found, rest, *aux = ops.forward_op(
+                _joined(_queries(q, todo)), *_keys(places, todo), *_bounds(todo, q.device), entering, *_longest(todo),
+                scale, skip_below,
+            )  # fmt: skip
+            _add(_queries(o, todo), found)
+            _set(_queries(log_rest, todo), rest)
+            done[step] = todo
+            saved += [entering, *aux]
         if shift is not None:  # under way when the line ended
             shift.wait()
-        ctx.save_for_backward(q, k, v, cu, *places, *(x for tensors in saved for x in tensors))
+        ctx.save_for_backward(q, k, v, cu, *places, *saved)
         ctx.others = groups, longest, scale, steps, done
         return o.to(q.dtype), log_rest
 
@@ -123,6 +126,7 @@ class _StickBreakingRing(torch.autograd.Function):
         groups, longest, scale, steps, done = ctx.others
         q, k, v, cu, first, second, *saved = ctx.saved_tensors
         aux, saved = saved[: ops.NUM_AUX], saved[ops.NUM_AUX :]
+        kept = 1 + ops.NUM_AUX
         wide = torch.promote_types(q.dtype, torch.float32)
         places = (first, second)
         grad_o = grad_o.contiguous()
@@ -132,20 +136,18 @@ class _StickBreakingRing(torch.autograd.Function):
         for step in range(steps, 0, -1):
             shift = LineShift(places, groups, back=True) if step > 1 else None
             d_places = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in places)
-            for number, (when, part) in enumerate(done):
-                if when != step:
-                    continue
-                kept = 1 + ops.NUM_AUX
-                entering, *part_aux = saved[kept * number : kept * (number + 1)]
-                rows, q_part = part.rows, q[part.rows]
+            todo = done.get(step)
+            if todo:
+                entering, *part_aux = saved[-kept:]
+                del saved[-kept:]
                 dq_part, dk_part, dv_part, d_entering = ops.backward_op(
-                    grad_o[rows], d_rest[rows].clone(), q_part, *_keys(places, part), *_bounds(q_part, part), entering,
-                    *part_aux, *_sizes(part), scale,
+                    _joined(_queries(grad_o, todo)), torch.cat(_queries(d_rest, todo)), _joined(_queries(q, todo)),
+                    *_keys(places, todo), *_bounds(todo, q.device), entering, *part_aux, *_longest(todo), scale,
                 )  # fmt: skip
-                dq[rows] += dq_part
-                d_rest[rows] = d_entering
-                d_places[part.place][0, part.row, part.keys] += dk_part
-                d_places[part.place][1, part.row, part.keys] += dv_part
+                _add(_queries(dq, todo), dq_part)
+                _set(_queries(d_rest, todo), d_entering)
+                for number, d_keys in enumerate((dk_part, dv_part)):
+                    _add([d_places[part.place][number, part.row, part.keys] for part in todo], d_keys)
             if behind is not None:
                 for mine, theirs in zip(d_places, behind.result(), strict=True):
                     mine += theirs
@@ -165,20 +167,47 @@ def _places(k: Tensor, v: Tensor, ring: RingChunks) -> tuple[Tensor, Tensor]:
     return pair[:, :, 0].contiguous(), pair[:, :, 1].contiguous()
 
 
-def _keys(places: tuple[Tensor, Tensor], part: Part) -> tuple[Tensor, Tensor]:
-    k, v = places[part.place][:, part.row, part.keys]
+def _queries(x: Tensor, todo: list[Part]) -> list[Tensor]:
+    return [x[part.rows] for part in todo]
+
+
+def _keys(places: tuple[Tensor, Tensor], todo: list[Part]) -> tuple[Tensor, Tensor]:
+    """k and v of the parts, one behind the other."""
+    pairs = [places[part.place][:, part.row, part.keys] for part in todo]
+    k, v = pairs[0] if len(pairs) == 1 else torch.cat(pairs, 1)
     return k, v
 
 
-def _sizes(part: Part) -> tuple[int, int]:
-    return part.rows.stop - part.rows.start, part.keys.stop - part.keys.start
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _bounds(q: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    """cu_seqlens of the queries and of the keys, and the offset that puts all keys before the first query."""
-    ends = torch.arange(2, dtype=torch.int32, device=q.device)
-    num_queries, num_keys = _sizes(part)
-    return ends * num_queries, ends * num_keys, ends[1:] * num_keys
+def _add(parts: list[Tensor], found: Tensor) -> None:
+    """Adds to each part its piece of `found`, in one kernel."""
+    torch._foreach_add_(parts, found.to(parts[0].dtype).split([len(part) for part in parts]))
+
+
+def _set(parts: list[Tensor], found: Tensor) -> None:
+    torch._foreach_copy_(parts, found.split([len(part) for part in parts]))
+
+
+def _sizes(todo: list[Part]) -> tuple[list[int], list[int]]:
+    """How many queries and keys each part has."""
+    slices = [[part.rows for part in todo], [part.keys for part in todo]]
+    num_queries, num_keys = ([each.stop - each.start for each in some] for some in slices)
+    return num_queries, num_keys
+
+
+def _longest(todo: list[Part]) -> tuple[int, int]:
+    num_queries, num_keys = _sizes(todo)
+    return max(num_queries), max(num_keys)
+
+
+def _bounds(todo: list[Part], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """cu_seqlens of the queries and of the keys, and the offsets that put all keys of a part before its first query."""
+    sizes = torch.tensor(_sizes(todo), dtype=torch.int32)
+    cu_q, cu_k = torch.nn.functional.pad(sizes.cumsum(1, dtype=torch.int32), (1, 0))
+    return upload(cu_q, device), upload(cu_k, device), upload(sizes[1], device)
 
 
 def _unspent(todo: list[Part], log_rest: Tensor, skip_below: float, groups: Groups) -> tuple[list[Part], bool]:
