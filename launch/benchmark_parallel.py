@@ -1,7 +1,7 @@
 """Parallel layouts on the GPUs of one machine, in runs of launch/pretrain.py on real text:
 
 python launch/benchmark_parallel.py part=losses gpus=4 data=FOLDER [config=1b_ssmax] [rows=16] [steps=50] [folder=runs] \
-    [only="ring 4,TP4"] [...]
+    [only="ring 4,TP4"] [at_once=1] [...]
 
 part=losses   the losses of each layout beside those of data parallelism, and of that in another order of reduction
 part=speed    tokens/s and peak memory of each layout, rows / data ranks in a microbatch, the memory beside the estimate's
@@ -10,7 +10,7 @@ part=weak     tokens/s a GPU on one GPU and on all, ZeRO-1, accumulation 1, rows
 part=skip     a ring of all GPUs with skip_below as configured and 0; give init_from=RUN of a trained model
 
 Medians of the steps after the fourth; a line for each run as it ends, and its output in FOLDER. `only` takes some of the
-layouts. What is left over is passed on to every run.
+layouts; `at_once` runs share the GPUs, for losses only. What is left over is passed on to every run.
 """
 
 import os
@@ -19,6 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ from ssscale.train.metrics import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 OPTIONS = {"part": str, "gpus": int, "data": str, "config": str, "rows": int, "steps": int, "folder": str, "only": str}
+OPTIONS |= {"at_once": int}
 PARTS = ("losses", "speed", "long", "weak", "skip")
 
 
@@ -104,7 +107,8 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
         rows = rows // options["gpus"] * layout.gpus
     data_ranks = layout.gpus // (layout.tensor * layout.ulysses * layout.ring)
     parts = 2 if "halve" in layout.keys else 1
-    folder = Path(options["folder"]) / f"parallel_{name}"
+    slug = layout.label.replace(" ", "_")
+    folder = Path(options["folder"]) / f"parallel_{name}_{slug}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     keys: dict[str, Any] = {
@@ -125,7 +129,14 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
     arguments = [f"{key}={value}" for key, value in keys.items()] + extra
     arguments += [key for key in layout.keys if key != "halve"]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={layout.gpus}", "launch/pretrain.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={layout.gpus}",
+        "launch/pretrain.py",
+    ]
     began = time.perf_counter()
     process = subprocess.run(
         [*command, *arguments, f"run_dir={folder}"],
@@ -138,7 +149,7 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     )
     # The watchdog's stacks are in the run folder, which the next run removes.
     output = process.stdout + "".join(file.read_text() for file in sorted(folder.glob("stacks/*.txt")))
-    log = folder.parent / f"{options['part']}_{name}_{layout.label.replace(' ', '_')}.log"
+    log = folder.parent / f"{options['part']}_{name}_{slug}.log"
     log.write_text(output)
     print(f"# {layout.label}: {time.perf_counter() - began:.0f} s, exit {process.returncode}, {log}", flush=True)
     if process.returncode:
@@ -183,18 +194,25 @@ def main(argv: list[str]) -> None:
             raise UserError(f"{key}= is missing")
     if options["part"] not in PARTS:
         raise UserError(f"part must be one of {', '.join(PARTS)}, not {options['part']!r}")
-    options = {"config": "1b_ssmax", "rows": 4 * options["gpus"], "steps": 50, "folder": "runs"} | options
+    options = {"config": "1b_ssmax", "rows": 4 * options["gpus"], "steps": 50, "folder": "runs", "at_once": 1} | options
+    if options["at_once"] != 1 and (options["part"] != "losses" or options["at_once"] < 1):
+        raise UserError(
+            f"at_once={options['at_once']}: runs beside each other have part=losses alone, one or more of them"
+        )
     print(f"{options['config']}, {options['rows']} rows a step, {options['steps']} steps")
     print(LOSSES if options["part"] == "losses" else SPEED, flush=True)
     base: tuple[Found, float] | None = None  # the first run that came to its end, and its tokens/s a GPU
-    for layout in chosen(options["part"], options["gpus"], options.get("only")):
-        found = execute(layout, options, extra)
-        if found is None:
-            continue
-        base = base or (found, found.tokens_per_second / layout.gpus)
-        losses = options["part"] == "losses"
-        row = losses_row(layout.label, found, base[0]) if losses else speed_row(layout, found, base[1])
-        print(row, flush=True)
+    chosen_runs = chosen(options["part"], options["gpus"], options.get("only"))
+    measure = partial(execute, options=options, extra=extra)
+    with ThreadPoolExecutor(options["at_once"]) as pool:
+        results = map(measure, chosen_runs) if options["at_once"] == 1 else pool.map(measure, chosen_runs)
+        for layout, found in zip(chosen_runs, results, strict=True):
+            if found is None:
+                continue
+            base = base or (found, found.tokens_per_second / layout.gpus)
+            losses = options["part"] == "losses"
+            row = losses_row(layout.label, found, base[0]) if losses else speed_row(layout, found, base[1])
+            print(row, flush=True)
     if base is None:
         raise UserError("none of the runs came to its end: see above")
 

@@ -25,6 +25,8 @@ def test_only_takes_what_it_names() -> None:
     assert [layout.label for layout in chosen("speed", 4, "ring 4, TP4")] == ["ring 4", "TP4"]
     with pytest.raises(UserError, match="there is no 'ring 4' in part=long on 2 GPUs: use ring 2, Ulysses 2"):
         chosen("long", 2, "ring 4")
+    with pytest.raises(UserError, match="at_once=2: runs beside each other have part=losses alone"):
+        benchmark_parallel.main(["part=speed", "gpus=2", "data=x", "at_once=2"])
 
 
 @pytest.mark.slow
@@ -38,7 +40,7 @@ def test_losses_of_two_layouts(corpus: Path, tmp_path: Path, capsys: pytest.Capt
         "steps=2",
         f"folder={tmp_path}",
     ]
-    benchmark_parallel.main([*options, "only=DP2,ring 2"])
+    benchmark_parallel.main([*options, "only=DP2,ring 2", "at_once=2"])
     out = capsys.readouterr().out
     assert "# DP2: " in out
     largest = re.search(r"\| ring 2 \| [\d.]+ \| [\d.]+ \| (\S+) ", out)
