@@ -65,7 +65,7 @@ def _spills_in_loops(sass: str) -> tuple[int, ...]:
         target = re.search(r"BRA.*0x([0-9a-f]+)", text)
         if target and int(target[1], 16) < address:
             body = [line for at, line in code if int(target[1], 16) <= at <= address]
-            if any("HGMMA" in line for line in body):
+            if any(re.search("HG?MMA", line) for line in body):
                 loops.append(
                     (int(target[1], 16), address, sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body))
                 )

@@ -35,15 +35,18 @@ class BackwardConfig(NamedTuple):
     dkv: Config
 
 
-def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
+def backward_config(head_dim: int, dtype: torch.dtype, convert: bool = True) -> BackwardConfig:
+    """convert: whether bf16 operands are multiplied in fp16. No choice spills in a loop over whole tiles."""
     key_block = forward_config(head_dim, dtype).key_block
     if dtype == torch.float32:
-        return BackwardConfig(Config(64, key_block, 4, 1), Config(64, key_block, 4, 1))
+        dq = Config(64 if head_dim <= 64 else 16, key_block, 4, 1)
+        return BackwardConfig(dq, Config(32 if head_dim <= 32 else 16, key_block, 4 if head_dim <= 64 else 8, 1))
     if head_dim <= 32:
         return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 3))
     if head_dim <= 64:
         return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 4))
-    return BackwardConfig(Config(128, key_block, 8, 2), Config(128, key_block, 8, 2))
+    dq = Config(128, key_block, 8, 1 if dtype == torch.bfloat16 and not convert else 2)
+    return BackwardConfig(dq, dq._replace(frugal=dtype == torch.float16))
 
 
 @triton.jit
@@ -57,7 +60,7 @@ def _dq_tiles(
     column_key = tile.key_of_column(BN)
     local = tl.arange(0, ROWS)
     for t in tl.range(first, last, num_stages=1 if MASKED else None):
-        key = tile.each_round(column_key, t) if H > 64 else column_key
+        key = tile.each_round(column_key, t, H)
         first_key = t * tl.full([], BN, tl.int64)
         k_tile = k_ptr + first_key * sk_t + (key[:, None] * sk_t + dims[None, :])
         v_tile = v_ptr + first_key * sv_t + (key[:, None] * sv_t + dims[None, :])
@@ -184,13 +187,13 @@ def dq_kernel(
 def _dkv_run(
     dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
-    MASKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, MASKED_STAGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Row blocks first … last − 1 of one head of the group. Their addresses follow from a counter, so that their loads are
     pipelined: behind a test, or an index that is itself loaded, they would be issued when they are needed."""
     local = tl.arange(0, ROWS)
-    for block in tl.range(first, last, num_stages=2 if MASKED else None):
-        row = tile.each_round(local, block) if H > 64 else local
+    for block in tl.range(first, last, num_stages=MASKED_STAGES if MASKED else None):
+        row = tile.each_round(local, block, H)
         q_offsets = row[:, None] * sq_t + dims[None, :]
         do_offsets = row[:, None] * so_t + dims[None, :]
         first_row = block * ROWS
@@ -226,6 +229,7 @@ def dkv_kernel(
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
     FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = tile.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -302,7 +306,7 @@ def dkv_kernel(
             dk, dv = _dkv_run(
                 dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, block - base,
                 block - base + alive.to(tl.int32), t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN,
-                H, True, PARTS, PRECISION,
+                H, True, MASKED_STAGES, PARTS, PRECISION,
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -311,7 +315,8 @@ def dkv_kernel(
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         dk, dv = _dkv_run(
             dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, first % MAX_BLOCKS,
-            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PARTS, PRECISION,
+            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, MASKED_STAGES, PARTS,
+            PRECISION,
         )  # fmt: skip
     dk *= scale
     if HALF:
@@ -335,7 +340,9 @@ def backward(
     num_tokens, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
     num_sequences = cu_q.shape[0] - 1
-    dq_config, dkv_config = config or backward_config(head_dim, q.dtype)
+    # dz is bounded by what dO and v give; a gradient of log_rest has a bound of its own.
+    convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
+    dq_config, dkv_config = config or backward_config(head_dim, q.dtype, convert)
     rows, key_block = dq_config.row_block, dq_config.key_block
     assert rows % dkv_config.row_block == 0, "a block of phase two must not straddle two slices"
     grad_log_rest = None if grad_log_rest is None else grad_log_rest.float().contiguous()
@@ -357,9 +364,7 @@ def backward(
     several = slice_slots < num_slots
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     sums = sum_types(q.dtype, key_block)
-    # dz is bounded by what dO and v give; a gradient of log_rest has a bound of its own.
     q_half, grad_o_half = q, grad_o
-    convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
     if convert:
         sums = SumTypes(tl.float16, sums.nearer_parts, tl.float16, 1, 1, sums.dot)
         maxima, k, v, q_half, grad_o_half = half.operands(maxima, q, k, v, grad_o, cu_q, cu_k)
@@ -390,6 +395,6 @@ def backward(
             num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
             num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *half_strides, scale, logit_scale,
             ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
-            NEARER_PARTS=sums.nearer_parts, **launch(dkv_config), **common,
+            NEARER_PARTS=sums.nearer_parts, MASKED_STAGES=min(2, dkv_config.num_stages), **launch(dkv_config), **common,
         )  # fmt: skip
     return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in

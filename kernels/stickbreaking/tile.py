@@ -94,7 +94,10 @@ def bounds(cu_seqlens, sequence, total):
 def block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS: tl.constexpr):
     """The farthest tile that forward visited for any granule of these row blocks. `block` may be a vector."""
     base = block_stop_ptr + head * num_stop_slots + tl.load(cu_q_ptr + sequence).to(tl.int32) // STOP_ROWS + sequence
-    first = block * (ROWS // STOP_ROWS)
+    if ROWS < STOP_ROWS:
+        first = block // (STOP_ROWS // ROWS)
+    else:
+        first = block * (ROWS // STOP_ROWS)
     stop = tl.load(base + first, mask=first * STOP_ROWS < q_len, other=NEVER)
     for i in tl.static_range(1, ROWS // STOP_ROWS):
         more = tl.load(base + first + i, mask=(first + i) * STOP_ROWS < q_len, other=NEVER)
@@ -134,10 +137,14 @@ def key_of_column(BN: tl.constexpr):
 
 
 @triton.jit
-def each_round(x, counter):
+def each_round(x, counter, H: tl.constexpr):
     """x, for a loop's counter in [0, 2^30). No compiler knows that range, so what is computed from this is computed in every
-    round: addresses that were hoisted out of the loop would fill the registers, and be spilled."""
-    return x + (counter >> 30)
+    round: over 64 dims, addresses that were hoisted out of the loop would fill the registers, and be spilled."""
+    if H > 64:
+        y = x + (counter >> 30)
+    else:
+        y = x
+    return y
 
 
 @triton.jit
@@ -197,10 +204,11 @@ def whole(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def multiply(x, y, acc, TURN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """acc + x y (TURN: xᵀ y). x, float32, goes to the tensor cores in y's type: in one part, or in two for twice its digits."""
     high = x.to(y.dtype)
-    acc = tl.dot(tl.trans(high) if TURN else high, y, acc, input_precision=PRECISION)
     if PARTS == 2:
+        # First, so that x is in registers no longer than until then.
         low = (x - high.to(tl.float32)).to(y.dtype)
         acc = tl.dot(tl.trans(low) if TURN else low, y, acc, input_precision=PRECISION)
+    acc = tl.dot(tl.trans(high) if TURN else high, y, acc, input_precision=PRECISION)
     return acc
 
 

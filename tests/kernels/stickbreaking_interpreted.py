@@ -25,6 +25,8 @@ CASES = {
     "packed": ([1, 0, 65, 20], None, None, 1, 1, 24, 1.0, 512),
     "slices": ([140, 65], None, None, 1, 1, 16, 1.0, 8),
     "offset": ([20, 10], [70, 65], [50, 70], 1, 1, 16, 1.0, 512),
+    # Blocks of 16 rows in float32, four of which report where they stopped together.
+    "wide": ([70], None, None, 1, 1, 72, 1.0, 512),
     # Operands scaled to fp16 by powers of two.
     "converted": ([70, 0, 65], None, None, 2, 1, 24, 1.0, 512),
 }
