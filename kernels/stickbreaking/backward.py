@@ -21,6 +21,7 @@ from .forward import (
     SumTypes,
     forward_config,
     head_group,
+    hoists,
     last_contiguous,
     launch,
     sum_types,
@@ -35,18 +36,16 @@ class BackwardConfig(NamedTuple):
     dkv: Config
 
 
-def backward_config(head_dim: int, dtype: torch.dtype, convert: bool = True) -> BackwardConfig:
-    """convert: whether bf16 operands are multiplied in fp16. No choice spills in a loop over whole tiles."""
+def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
     key_block = forward_config(head_dim, dtype).key_block
     if dtype == torch.float32:
         dq = Config(64 if head_dim <= 64 else 16, key_block, 4, 1)
-        return BackwardConfig(dq, Config(32 if head_dim <= 32 else 16, key_block, 4 if head_dim <= 64 else 8, 1))
+        return BackwardConfig(dq, dq if head_dim <= 32 else Config(16, key_block, 4 if head_dim <= 64 else 8, 1))
     if head_dim <= 32:
         return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 3))
     if head_dim <= 64:
         return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 4))
-    dq = Config(128, key_block, 8, 1 if dtype == torch.bfloat16 and not convert else 2)
-    return BackwardConfig(dq, dq._replace(frugal=dtype == torch.float16))
+    return BackwardConfig(Config(128, key_block, 8, 2), Config(128, key_block, 8, 2))
 
 
 @triton.jit
@@ -54,12 +53,11 @@ def _dq_tiles(
     dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr, behind_ptr,
     scratch_step, first, last, position, num_keys,
     logit_scale, shift, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    MASKED: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    HOIST: tl.constexpr, MASKED: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
     local = tl.arange(0, ROWS)
-    for t in tl.range(first, last, num_stages=1 if MASKED else None):
+    for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=not HOIST):
         key = tile.each_round(column_key, t, H)
         first_key = t * tl.full([], BN, tl.int64)
         k_tile = k_ptr + first_key * sk_t + (key[:, None] * sk_t + dims[None, :])
@@ -99,14 +97,13 @@ def _dq_tiles(
 @triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr,
-    block_stop_ptr, carry_ptr, behind_ptr,
-    cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
+    block_stop_ptr, carry_ptr, behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
-    scratch_rows,
-    sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, FARTHER:
-    tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
+    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr, HOIST: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -167,14 +164,14 @@ def dq_kernel(
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch,
         tl.full([], 1, tl.int64) * scratch_rows,
-        stop, unmasked, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, False,
+        stop, unmasked, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, HOIST, False,
         HALF, PARTS, PRECISION,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch,
         tl.full([], 1, tl.int64) * scratch_rows,
-        tl.maximum(stop, unmasked), end, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, True,
-        HALF, PARTS, PRECISION,
+        tl.maximum(stop, unmasked), end, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH,
+        HOIST, True, HALF, PARTS, PRECISION,
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
@@ -187,12 +184,13 @@ def dq_kernel(
 def _dkv_run(
     dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
-    MASKED: tl.constexpr, MASKED_STAGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    HOIST: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Row blocks first … last − 1 of one head of the group. Their addresses follow from a counter, so that their loads are
     pipelined: behind a test, or an index that is itself loaded, they would be issued when they are needed."""
     local = tl.arange(0, ROWS)
-    for block in tl.range(first, last, num_stages=MASKED_STAGES if MASKED else None):
+    masked_stages: tl.constexpr = 1 if PRECISION == "tf32x3" else 2
+    for block in tl.range(first, last, num_stages=masked_stages if MASKED else None, disable_licm=not HOIST):
         row = tile.each_round(local, block, H)
         q_offsets = row[:, None] * sq_t + dims[None, :]
         do_offsets = row[:, None] * so_t + dims[None, :]
@@ -228,8 +226,9 @@ def dkv_kernel(
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
-    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
-    MASKED_STAGES: tl.constexpr,
+    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr, HOIST: tl.constexpr,
+
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = tile.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -306,7 +305,7 @@ def dkv_kernel(
             dk, dv = _dkv_run(
                 dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, block - base,
                 block - base + alive.to(tl.int32), t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN,
-                H, True, MASKED_STAGES, PARTS, PRECISION,
+                H, HOIST, True, PARTS, PRECISION,
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -315,8 +314,8 @@ def dkv_kernel(
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         dk, dv = _dkv_run(
             dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, first % MAX_BLOCKS,
-            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, MASKED_STAGES, PARTS,
-            PRECISION,
+            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, HOIST, False,
+            PARTS, PRECISION,
         )  # fmt: skip
     dk *= scale
     if HALF:
@@ -340,9 +339,7 @@ def backward(
     num_tokens, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
     num_sequences = cu_q.shape[0] - 1
-    # dz is bounded by what dO and v give; a gradient of log_rest has a bound of its own.
-    convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
-    dq_config, dkv_config = config or backward_config(head_dim, q.dtype, convert)
+    dq_config, dkv_config = config or backward_config(head_dim, q.dtype)
     rows, key_block = dq_config.row_block, dq_config.key_block
     assert rows % dkv_config.row_block == 0, "a block of phase two must not straddle two slices"
     grad_log_rest = None if grad_log_rest is None else grad_log_rest.float().contiguous()
@@ -364,7 +361,9 @@ def backward(
     several = slice_slots < num_slots
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     sums = sum_types(q.dtype, key_block)
+    # dz is bounded by what dO and v give; a gradient of log_rest has a bound of its own.
     q_half, grad_o_half = q, grad_o
+    convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
     if convert:
         sums = SumTypes(tl.float16, sums.nearer_parts, tl.float16, 1, 1, sums.dot)
         maxima, k, v, q_half, grad_o_half = half.operands(maxima, q, k, v, grad_o, cu_q, cu_k)
@@ -376,7 +375,7 @@ def backward(
         "H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "BN": key_block, "KV_GROUP": group,
         "HAS_OFFSET": q_offsets is not None,
         "NEARER": sums.nearer, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts,
-        "PARTS": sums.parts, "PRECISION": sums.dot, "HALF": convert,
+        "PARTS": sums.parts, "PRECISION": sums.dot, "HALF": convert, "HOIST": hoists(head_dim, q.dtype, convert),
     }  # fmt: skip
     # Weights that are rounded like bf16 results would show in a float32 gradient.
     dq_parts = max(2, sums.nearer_parts) if entering and sums.nearer == tl.float16 else sums.nearer_parts
@@ -395,6 +394,6 @@ def backward(
             num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
             num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *half_strides, scale, logit_scale,
             ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
-            NEARER_PARTS=sums.nearer_parts, MASKED_STAGES=min(2, dkv_config.num_stages), **launch(dkv_config), **common,
+            NEARER_PARTS=sums.nearer_parts, **launch(dkv_config), **common,
         )  # fmt: skip
     return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in

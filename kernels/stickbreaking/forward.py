@@ -31,15 +31,13 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    frugal: bool = False  # ptxas computes again what it would otherwise keep
 
 
 def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
-    """Measured on an H200 (README.md). Registers are capped where that fits a third program on a multiprocessor.
-
-    float32 takes tiles that are small enough for both parts of its operands to stay in registers."""
+    """Measured on an H200 (README.md). Registers are capped where that fits a third program on a multiprocessor."""
     if dtype == torch.float32:
-        return Config(64 if head_dim <= 64 else 16, 32, 4, 1)
+        # Wider tiles do not fit the registers in backward.
+        return Config(64, 64 if head_dim <= 32 else 32, 4, 1)
     if head_dim <= 32:
         return Config(64, 64, 4, 3, 128)
     return Config(64, 64, 4, 3, 168) if head_dim <= 64 else Config(128, 64, 8, 3)
@@ -54,7 +52,8 @@ def walk_tiles(
 ):  # fmt: skip
     """`count` tiles from tile `first` outwards (to lower indices)."""
     column_key = tile.key_of_column(BN)
-    for step in tl.range(count, num_stages=1 if MASKED else None):
+    three_passes: tl.constexpr = PRECISION == "tf32x3"  # what is computed before the loop would fill the registers
+    for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=three_passes):
         t = first - step
         alive = carry > floor
         row_carry = tl.where(alive, carry, row_carry)
@@ -181,17 +180,12 @@ def forward_kernel(
         tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
         # With an exact result asked for, log_rest's gradient reaches every key.
         stop = tl.where(threshold < tile.DEAD, t + 1, tl.min(row_tile, 0))
-        if ROWS < tile.STOP_ROWS:
-            first_granule = tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
-            granule = first_granule + block // (tile.STOP_ROWS // ROWS)
-            tl.atomic_min(block_stop_ptr + head * num_stop_slots + granule, stop)
-        else:
-            granule = block * (ROWS // tile.STOP_ROWS) + tl.arange(0, ROWS // tile.STOP_ROWS)
-            first_granule = tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
-            stop_ptrs = block_stop_ptr + head * num_stop_slots + first_granule + granule
-            tl.store(
-                stop_ptrs, tl.full([ROWS // tile.STOP_ROWS], 0, tl.int32) + stop, mask=granule * tile.STOP_ROWS < q_len
-            )
+        granule = block * (ROWS // tile.STOP_ROWS) + tl.arange(0, ROWS // tile.STOP_ROWS)
+        first_granule = tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
+        stop_ptrs = block_stop_ptr + head * num_stop_slots + first_granule + granule
+        tl.store(
+            stop_ptrs, tl.full([ROWS // tile.STOP_ROWS], 0, tl.int32) + stop, mask=granule * tile.STOP_ROWS < q_len
+        )
 
 
 def log2_threshold(skip_below: float) -> float:
@@ -224,13 +218,13 @@ def sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
     return SumTypes(tl.float16, parts, *farther, 2 if dtype == torch.float16 else 1, "tf32")
 
 
-def launch(config: Config) -> dict[str, int | str | None]:
-    return {
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "maxnreg": config.max_registers,
-        "ptx_options": "--register-usage-level=0" if config.frugal else None,
-    }
+def hoists(head_dim: int, dtype: torch.dtype, convert: bool) -> bool:
+    """Whether addresses and masks are computed before a loop over tiles. Where they are many they would fill the registers."""
+    return dtype != torch.float32 and (head_dim <= 64 or (convert and head_dim == 128))
+
+
+def launch(config: Config) -> dict[str, int | None]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
 
 
 def head_group(walked: Tensor, heads_each: int, group_bytes: int = GROUP_BYTES) -> int:
@@ -273,8 +267,8 @@ def forward(
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
     row_carry = torch.empty(rows, dtype=carry_dtype(q.dtype), device=q.device)
     row_tile = torch.empty(tiles, dtype=torch.int32, device=q.device)
-    # Filled: blocks that share a granule take its minimum, and operator checks compare spare slots too.
-    block_stop = torch.full(stops, tile.NEVER.value, dtype=torch.int32, device=q.device)
+    # Zeros: spare slots are never written, and operator checks compare every element.
+    block_stop = torch.zeros(stops, dtype=torch.int32, device=q.device)
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop, maxima
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()

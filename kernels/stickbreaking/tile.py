@@ -204,11 +204,10 @@ def whole(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def multiply(x, y, acc, TURN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """acc + x y (TURN: xᵀ y). x, float32, goes to the tensor cores in y's type: in one part, or in two for twice its digits."""
     high = x.to(y.dtype)
+    acc = tl.dot(tl.trans(high) if TURN else high, y, acc, input_precision=PRECISION)
     if PARTS == 2:
-        # First, so that x is in registers no longer than until then.
         low = (x - high.to(tl.float32)).to(y.dtype)
         acc = tl.dot(tl.trans(low) if TURN else low, y, acc, input_precision=PRECISION)
-    acc = tl.dot(tl.trans(high) if TURN else high, y, acc, input_precision=PRECISION)
     return acc
 
 
