@@ -1,37 +1,17 @@
 """The kernels around softmax attention (rotation, merge) without a GPU: under the interpreter, and compiled for Hopper."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from kernels.softmax import merge
 from kernels.ssmax import rotary
 from kernels.testing import compile_for_hopper, resources
+from tests.kernels.interpreted import run_interpreted
 from tests.kernels.rotary_interpreted import CASES
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("rotary_interpreted.py")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "2",
-            "TRITON_INTERPRET": "1",
-            "PYTHONWARNINGS": "ignore",
-        },
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {result.pop("case"): result for result in map(json.loads, done.stdout.splitlines())}
+    return run_interpreted("rotary_interpreted.py")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

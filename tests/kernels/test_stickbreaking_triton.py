@@ -1,10 +1,5 @@
 """The Triton kernels without a GPU: their results under the interpreter, and what ptxas makes of them for Hopper."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import triton
@@ -14,33 +9,18 @@ from kernels.stickbreaking import backward as B
 from kernels.stickbreaking import decode as D
 from kernels.stickbreaking import forward as F
 from kernels.testing import Resources, compile_for_hopper, resources
+from tests.kernels.interpreted import run_interpreted
 
 CASES = [
     f"{name}-torch.{dtype}"
     for dtype in ("float16", "float32")
     for name in ("plain", "huge", "low", "one", "packed", "slices", "offset", "wide", "decode")
 ] + ["converted-torch.float16"]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    script = Path(__file__).with_name("stickbreaking_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "2",
-            "TRITON_INTERPRET": "1",
-            "PYTHONWARNINGS": "ignore",
-        },
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {result.pop("case"): result for result in map(json.loads, done.stdout.splitlines())}
+    return run_interpreted("stickbreaking_interpreted.py", "float16", "float32")
 
 
 def budget(torch_error: float, magnitude: float, dtype: str) -> float:
