@@ -3,7 +3,7 @@
 python launch/benchmark_parallel.py part=losses gpus=4 data=FOLDER [config=1b_ssmax] [rows=16] [steps=50] [folder=runs] \
     [only="ring 4,TP4"] [at_once=1] [...]
 
-part=losses   the losses of each layout beside those of data parallelism, and of that in another order of reduction
+part=losses   the losses of each layout beside those of data parallelism, and of that in other orders of summation
 part=speed    tokens/s and peak memory of each layout, rows / data ranks in a microbatch, the memory beside the estimate's
 part=long     the layouts with context parallelism alone; for data of long rows
 part=weak     tokens/s a GPU on one GPU and on all, ZeRO-1, accumulation 1, rows / gpus on each
@@ -13,6 +13,7 @@ Medians of the steps after the fourth; a line for each run as it ends, and its o
 layouts; `at_once` runs share the GPUs, for losses only. What is left over is passed on to every run.
 """
 
+import itertools
 import os
 import shutil
 import statistics
@@ -47,6 +48,7 @@ class Run(NamedTuple):
     ulysses: int = 1
     ring: int = 1
     keys: tuple[str, ...] = ()
+    microbatches: int = 1
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -73,11 +75,15 @@ def layouts(gpus: int) -> list[Run]:
 def runs_of(part: str, gpus: int) -> list[Run]:
     every = layouts(gpus)
     if part == "losses":
-        again = every[0]._replace(label=f"DP{gpus} in two microbatches", keys=("halve",))
+        orders = [
+            every[0]._replace(label=f"DP{gpus} in {name} microbatches", microbatches=count)
+            for name, count in (("two", 2), ("four", 4))
+        ]
         # NCCL gathers in rings only, and refuses to when told to use trees for everything. Two ranks have one order.
         tree = (("NCCL_ALGO", "allreduce:tree"),)
-        others = [every[0]._replace(label=f"DP{gpus} reduced as a tree", environment=tree)] if gpus > 2 else []
-        return [every[0], again, *others, *every[1:]]
+        if gpus > 2:
+            orders.append(every[0]._replace(label=f"DP{gpus} reduced as a tree", environment=tree))
+        return [every[0], *orders, *every[1:]]
     if part == "long":
         return [layout for layout in every if layout.ulysses * layout.ring == gpus]
     if part == "weak":
@@ -106,7 +112,6 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     if options["part"] == "weak":
         rows = rows // options["gpus"] * layout.gpus
     data_ranks = layout.gpus // (layout.tensor * layout.ulysses * layout.ring)
-    parts = 2 if "halve" in layout.keys else 1
     slug = layout.label.replace(" ", "_")
     folder = Path(options["folder"]) / f"parallel_{name}_{slug}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,7 +122,7 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
         "parallel.tensor": layout.tensor,
         "parallel.ulysses": layout.ulysses,
         "parallel.ring": layout.ring,
-        "train.microbatch": rows // data_ranks // parts,
+        "train.microbatch": rows // data_ranks // layout.microbatches,
         "train.batch_size": rows,
         "train.max_steps": steps,
         "train.log_every": 1,
@@ -128,7 +133,7 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     stages = len(load_config([f"config={name}"]).train.stages)
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
     arguments = [f"{key}={value}" for key, value in keys.items()] + extra
-    arguments += [key for key in layout.keys if key != "halve"]
+    arguments += layout.keys
     command = [
         sys.executable,
         "-m",
@@ -180,6 +185,20 @@ def losses_row(label: str, result: Found, first: Found) -> str:
     return f"| {label} | {ends} | {max(differences):.2e} | {statistics.mean(differences):.2e} |"
 
 
+def spreads(found: dict[Run, Found], first: Run) -> str:
+    """The differences between all orders of summation of the first run's layout, and between all layouts in one order."""
+    orders = [layout for layout in found if layout.label.startswith(first.label)]
+    layouts = [layout for layout in found if layout == first or layout not in orders]
+    lines = []
+    for name, some in (("orders of summation of one layout", orders), ("layouts", layouts)):
+        pairs = list(itertools.combinations(some, 2))
+        apart = [[abs(a - b) for a, b in zip(found[x].losses, found[y].losses, strict=True)] for x, y in pairs]
+        if apart:
+            most, mean = max(map(max, apart)), statistics.mean(map(statistics.mean, apart))
+            lines.append(f"{len(some)} {name}: largest difference of any two {most:.2e}, mean {mean:.2e}")
+    return "\n".join(lines)
+
+
 def speed_row(layout: Run, result: Found, first: float) -> str:
     """first: tokens/s a GPU of the first run."""
     each = result.tokens_per_second / layout.gpus
@@ -206,13 +225,17 @@ def main(argv: list[str]) -> None:
     measure = partial(execute, options=options, extra=extra)
     with ThreadPoolExecutor(options["at_once"]) as pool:
         results = map(measure, chosen_runs) if options["at_once"] == 1 else pool.map(measure, chosen_runs)
+        every: dict[Run, Found] = {}
         for layout, found in zip(chosen_runs, results, strict=True):
             if found is None:
                 continue
+            every[layout] = found
             base = base or (found, found.tokens_per_second / layout.gpus)
             losses = options["part"] == "losses"
             row = losses_row(layout.label, found, base[0]) if losses else speed_row(layout, found, base[1])
             print(row, flush=True)
+    if options["part"] == "losses" and len(every) > 1:
+        print(spreads(every, next(iter(every))))
     if base is None:
         raise UserError("none of the runs came to its end: see above")
 

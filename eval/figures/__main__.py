@@ -1,6 +1,7 @@
 """The papers' figures from result files:   python -m eval.figures NAME [RUN or FILE ...] [--out docs/figures/NAME]
 
     fading, threshold                Figures 1 and 3 of arXiv:2501.19399, which need no model
+    training_losses RUN RUN ...      its Figure 4                 (of the runs themselves), and the differences to the first
     loss_by_position RUN ...         its Figure 5                 (results of python -m eval.long_context)
     needle_map RUN ...               its Figure 6                 (python -m eval.needle)
     needle_heads, needle_top RUN ... its Figures 7 and 8          (python -m eval.needle --scores)
@@ -19,11 +20,13 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from eval.command import sentences
-from eval.figures import length, needle, recall, save, theory
+from eval.environment import prepare
+from eval.figures import length, needle, recall, save, theory, training
 from ssscale.errors import UserError
 
 ALONE: dict[str, Callable[[], Figure]] = {"fading": theory.fading, "threshold": theory.threshold}
 OF_RUNS: dict[str, Callable[[list[Path]], Figure]] = {
+    "training_losses": training.losses,
     "loss_by_position": length.by_position,
     "extrapolation": length.by_context,
     "needle_map": needle.heat_map,
@@ -54,6 +57,7 @@ def main() -> None:
     parser.add_argument("paths", type=Path, nargs="*")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    prepare()
     with sentences():
         files = save(draw(arguments.name, arguments.paths), arguments.out or Path("docs/figures") / arguments.name)
     print(*files, sep="\n")

@@ -1,13 +1,15 @@
 """Figures that need no model, against the definitions; what is missing is said with the command that makes it."""
 
+import json
 import sys
 
 import numpy as np
 import pytest
 import torch
 
-from eval.figures import theory
+from eval.figures import theory, training
 from eval.figures.__main__ import main
+from ssscale.config import load_config, to_yaml
 
 
 def test_theory_is_softmax_and_ssmax():
@@ -34,10 +36,29 @@ def test_png_and_pdf(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "deep" / "one.pdf").read_bytes()[:4] == b"%PDF"
 
 
+def test_training_losses(tmp_path, monkeypatch):
+    """The lower panel has the difference of the same steps; its label the mean of the last tenth."""
+    config = to_yaml(load_config(["config=tiny_ssmax"]))
+    for name, apart, every in (("a", 0.0, 1), ("b", -0.25, 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(config)
+        records = [{"step": i, "tokens": 100 * i, "loss": 9 / i + apart, "lr": 1e-3} for i in range(every, 41, every)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    figure = training.losses([tmp_path / "a", tmp_path / "b"])
+    below = figure.axes[1]
+    assert below.get_lines()[0].get_xdata().tolist() == [200 * i for i in range(1, 21)]
+    assert below.get_lines()[0].get_ydata() == pytest.approx([-0.25] * 20)
+    assert [text.get_text() for text in below.get_legend().get_texts()] == ["b: -0.2500 over the last 10%"]
+    call(monkeypatch, "training_losses", tmp_path / "b", tmp_path / "a", "--out", tmp_path / "both")
+    assert (tmp_path / "both.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["neddle_map"], "did you mean needle_map"),
+        (["training_losses", "x"], "name the one to compare with"),
+        (["training_losses", "docs", "docs"], "docs is not a run folder"),
         (["needle_map"], "python -m eval.needle"),
         (["needle_top", "."], "make them with `python -m eval.needle RUN --texts FILE.jsonl --scores`"),
         (["loss_by_position", "."], "make them with `python -m eval.long_context"),

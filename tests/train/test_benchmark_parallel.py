@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch import benchmark_parallel
-from launch.benchmark_parallel import chosen, runs_of
+from launch.benchmark_parallel import Found, chosen, runs_of, spreads
 from ssscale.errors import UserError
 
 
@@ -27,6 +27,18 @@ def test_only_takes_what_it_names() -> None:
         chosen("long", 2, "ring 4")
     with pytest.raises(UserError, match="at_once=2: runs beside each other have part=losses alone"):
         benchmark_parallel.main(["part=speed", "gpus=2", "data=x", "at_once=2"])
+
+
+def test_spreads() -> None:
+    """Between orders of one layout, and between layouts in one order."""
+    runs = runs_of("losses", 2)[:4]
+    losses = ([1.0, 2.0], [1.0, 2.5], [1.25, 2.0], [1.0, 2.25])
+    found = {run: Found(list(values), 1.0, 1.0, 1.0) for run, values in zip(runs, losses)}
+    orders, layouts = spreads(found, runs[0]).splitlines()
+    assert orders.startswith(
+        "3 orders of summation of one layout: largest difference of any two 5.00e-01, mean 2.50e-01"
+    )
+    assert layouts == "2 layouts: largest difference of any two 2.50e-01, mean 1.25e-01"
 
 
 @pytest.mark.slow
