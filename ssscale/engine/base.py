@@ -42,8 +42,13 @@ class Engine(Protocol):
     def set_batch_size(self, rows: int, microbatch: int) -> None:
         """Rows a step over all ranks from the next step on."""
 
-    def forward_backward(self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int) -> Tensor:
-        """Losses [T] of one microbatch, its gradient accumulated; num_targets counts the whole step's, over all ranks."""
+    def forward_backward(
+        self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int, rows: Tensor | None = None
+    ) -> Tensor:
+        """Losses [T] of one microbatch, its gradient accumulated; num_targets counts the whole step's, over all ranks.
+
+        rows: the tokens that have a target, where they are few; the losses are theirs then.
+        """
 
     def step(self, lr: float) -> StepResult:
         """Reduce, clip and apply what was accumulated."""

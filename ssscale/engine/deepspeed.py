@@ -132,11 +132,13 @@ class DeepSpeedEngine:
     def set_batch_size(self, rows: int, microbatch: int) -> None:
         self.accumulation = rows // (microbatch * self.groups.data_size)
 
-    def forward_backward(self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int) -> Tensor:
+    def forward_backward(
+        self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int, rows: Tensor | None = None
+    ) -> Tensor:
         self.mark("forward")
         self._microbatches += 1
         self.engine.set_gradient_accumulation_boundary(self._microbatches == self.accumulation)
-        losses = self.engine(tokens, layout, labels)
+        losses = self.engine(tokens, layout, labels, rows=rows)
         self.mark("backward")
         # DeepSpeed averages gradients over the replicas; the sum over all of them is wanted.
         self.engine.backward(losses.sum() * (self.groups.replica_size / num_targets), scale_wrt_gas=False)

@@ -86,8 +86,8 @@ class Decoder(nn.Module):
         """Losses [T] float32 in nats where labels are given, else logits [T, vocab_size].
 
         tokens, labels: [T] int64, the same on every tensor-parallel rank; under sequence parallelism T is a multiple of
-        their number. cache: of earlier tokens, which laid this pass out (`KVCache.begin`). rows: only the logits of these
-        tokens, int64 numbers below T.
+        their number. cache: of earlier tokens, which laid this pass out (`KVCache.begin`). rows: only the losses or logits of
+        these tokens, int64 numbers below T, so that the head computes no others.
         """
         x = self._embed(tokens)
         tables = self._tables(layout)
@@ -101,7 +101,9 @@ class Decoder(nn.Module):
         if rows is None:
             return self.read_out(x, labels)
         # Under sequence parallelism the head gathers the tokens, and the rows are only known behind it.
-        return self.read_out(x, None)[rows] if self.sequence_parallel else self.read_out(x[rows], None)
+        if self.sequence_parallel:
+            return self.read_out(x, labels)[rows]
+        return self.read_out(x[rows], None if labels is None else labels[rows])
 
     def read_out(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Losses [T] or logits [T, vocab_size] from the last block's output."""

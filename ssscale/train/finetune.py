@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ssscale.config import to_yaml
+from ssscale.data.batch import IGNORE
 from ssscale.data.questions import Example, make_batch
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.errors import SAVED, Stop, UserError
@@ -140,9 +141,12 @@ class FineTuning:
         share = share[groups.data_rank :: groups.data_size]
         sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
         for first in range(0, len(share), train.microbatch):
-            batch = make_batch(share[first : first + train.microbatch], self.config.data.length).to(groups.device)
+            batch = make_batch(share[first : first + train.microbatch], self.config.data.length)
+            # The answers are a few tokens of a hundred: the vocabulary's logits of the others are not computed.
+            rows = (batch.labels != IGNORE).nonzero().flatten().to(groups.device)
+            batch = batch.to(groups.device)
             # Divided by the examples, not by the tokens: an example's losses are summed.
-            losses = self.engine.forward_backward(batch.tokens, batch.layout, batch.labels, train.batch_size)
+            losses = self.engine.forward_backward(batch.tokens, batch.layout, batch.labels, train.batch_size, rows)
             sums += torch.stack([losses.double().sum(), torch.tensor(float(batch.num_targets), device=groups.device)])
         tokens = self.state.tokens + self.config.tokens_per_step
         lr = learning_rate(train.stages, train.batch_size, tokens)

@@ -61,6 +61,17 @@ def test_without_gradients_the_losses_are_the_same_bits(name: str, groups: Group
     assert torch.equal(short, decoder(*batch).detach())
 
 
+def test_losses_of_some_rows(groups: Groups) -> None:
+    """As fine-tuning asks for them: those of all tokens, and the same gradients."""
+    decoder, batch = make(next(iter(MODELS.values())), groups).double(), packed([1, 17, 30])
+    rows = torch.tensor([3, 4, 29, 46])
+    results = []
+    for losses in (decoder(*batch)[rows], decoder(*batch, rows=rows)):
+        results.append([losses, *torch.autograd.grad(losses.sum(), list(decoder.parameters()))])
+    for every, some in zip(*results, strict=True):
+        torch.testing.assert_close(some, every)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_document_does_not_see_its_neighbours(name: str, groups: Groups) -> None:
     decoder = make(MODELS[name], groups)
