@@ -8,7 +8,7 @@ from kernels.stickbreaking.interface import MAX_HEAD_DIM
 from ssscale.attention import CORES
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
-from ssscale.position import position_tables, rotate
+from ssscale.position import Tables, position_tables, rotate
 from ssscale.schema import Core, ModelConfig
 
 
@@ -62,6 +62,7 @@ class Bank(nn.Module):
         core = config.attention.core
         self.core = DenseCore(core) if wide else CORES[core.value](config, groups)
         generator = torch.Generator().manual_seed(seed)
+        self._layouts: dict[tuple[int, int], tuple[PackedLayout, Tables]] = {}
         self.names = []
         for name, shape in _shapes(config).items():
             std = config.init_std
@@ -79,11 +80,25 @@ class Bank(nn.Module):
         """The parameters of one of the models."""
         return [self.weights(name)[index] for name in self.names]
 
+    def compile_parts(self) -> None:
+        """torch.compile what has the same shapes for every number of pairs."""
+        self.body = torch.compile(self.body, dynamic=False)  # type: ignore[method-assign]
+
     def forward(self, tokens: Tensor, rows: Tensor) -> Tensor:
         """Logits [M, B, R, V] behind the tokens at `rows` [R] of the sequences tokens [B, L], the same for every model."""
+        return self.read_out(self.hidden(tokens, rows), len(tokens))
+
+    def hidden(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        """The last block's output [M, B · R, D] at `rows`."""
         batch, length = tokens.shape
-        layout = PackedLayout.from_lengths([length] * (batch * self.count)).to(tokens.device)
-        tables = position_tables(self.config, layout)
+        if (batch, length) not in self._layouts:
+            layout = PackedLayout.from_lengths([length] * (batch * self.count)).to(tokens.device)
+            self._layouts[batch, length] = layout, position_tables(self.config, layout)
+        x = self.body(tokens, *self._layouts[batch, length])
+        return x.unflatten(1, (batch, length))[:, :, rows].flatten(1, 2)
+
+    def body(self, tokens: Tensor, layout: PackedLayout, tables: Tables) -> Tensor:
+        """The last block's output [M, B · L, D]."""
         size, heads = self.config.head_size, self.config.num_heads
         x = torch.stack([F.embedding(tokens.flatten(), weight) for weight in self.weights("embedding.weight")])
         for layer in range(self.config.num_layers):
@@ -95,7 +110,10 @@ class Bank(nn.Module):
             x = x + self._linear(o, f"{block}.attention.out")
             gate, up = self._linear(self._norm(x, f"{block}.mlp_norm"), f"{block}.mlp.gate_up").chunk(2, -1)
             x = x + self._linear(F.silu(gate) * up, f"{block}.mlp.down")
-        x = x.unflatten(1, (batch, length))[:, :, rows].flatten(1, 2)
+        return x
+
+    def read_out(self, x: Tensor, batch: int) -> Tensor:
+        """Logits [M, B, R, V] from `hidden`."""
         return self._linear(self._norm(x, "norm"), "head").unflatten(1, (batch, -1))
 
     def _linear(self, x: Tensor, name: str) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eval.command import write
-from eval.mqrar.model import Bank
+from eval.mqrar.model import Bank, DenseCore
 from eval.mqrar.task import TEST_SEED, Task
 from ssscale.parallel.groups import Groups
 from ssscale.schema import AttentionConfig, Core, ModelConfig, PositionConfig, PositionMethod
@@ -64,6 +64,14 @@ def model_config(core: Core, task: Task, width: int = 256, head_dim: int | None 
     )
 
 
+def _losses(bank: Bank, x: Tensor, answers: Tensor) -> Tensor:
+    """The mean loss of each model [M] from `Bank.hidden` and the answers [B, R]."""
+    logits = bank.read_out(x, len(answers)).float()
+    every = answers.expand(bank.count, -1, -1)
+    losses = F.cross_entropy(logits.flatten(0, 2), every.flatten(), reduction="none")
+    return losses.unflatten(0, (bank.count, -1)).mean(1)
+
+
 class Experiment:
     """One point of Figure 3. `file` gets the result; beside it lies the state of a training that was stopped."""
 
@@ -75,6 +83,9 @@ class Experiment:
         models = [{"params": self.bank.of_model(index), "lr": lr} for index, lr in enumerate(recipe.lrs)]
         self.optimizer = torch.optim.AdamW(models, weight_decay=recipe.weight_decay, fused=True)
         self.rows = task.query_positions(groups.device)
+        self._losses = _losses
+        if groups.device.type == "cuda":
+            self.compile_parts()
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, Any]] = []
         if self.state_file.is_file():
@@ -108,16 +119,19 @@ class Experiment:
         recipe = self.recipe
         self.step += 1
         examples = self.task.examples(recipe.batch, recipe.seed * 2**32 + self.step, self.groups.device)
-        logits = self.bank(examples.tokens, self.rows).float()
-        answers = examples.answers.expand(self.bank.count, -1, -1)
-        losses = F.cross_entropy(logits.flatten(0, 2), answers.flatten(), reduction="none")
-        self.losses = losses.unflatten(0, (self.bank.count, -1)).mean(1)
+        self.losses = self._losses(self.bank, self.bank.hidden(examples.tokens, self.rows), examples.answers)
         self.losses.sum().backward()
         for group, lr in zip(self.optimizer.param_groups, recipe.lrs, strict=True):
             torch.nn.utils.clip_grad_norm_(group["params"], recipe.clip)
             group["lr"] = lr * recipe.factor(self.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def compile_parts(self) -> None:
+        """torch.compile, where heads are as wide as the experiment's: narrower ones run kernels of their own."""
+        if isinstance(self.bank.core, DenseCore):
+            self.bank.compile_parts()
+            self._losses = torch.compile(_losses, dynamic=True)  # the number of rows differs between numbers of pairs
 
     @torch.no_grad()
     def accuracy(self) -> list[float]:

@@ -170,6 +170,25 @@ def test_stopped_training_goes_on(groups, tmp_path):
     assert other.step == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("core", CORES)
+def test_compiled_training_is_the_same(core, groups, tmp_path):
+    """What a GPU runs, on the CPU: other pairs, which have other rows, and passes without gradients too."""
+    for pairs in (2, 5):
+        task = Task(pairs, 32, 16, 16)
+        recipe = Recipe(steps=3, batch=4, lrs=(1e-3, 1e-2), test_every=3, test_examples=4)
+        config = model_config(core, task, 160)
+        plain, compiled = (Experiment(config, task, recipe, groups, tmp_path / f"{name}{pairs}.json") for name in "ab")
+        compiled.compile_parts()
+        assert plain.run()
+        assert compiled.run()
+        torch.testing.assert_close(compiled.losses, plain.losses, rtol=1e-4, atol=1e-5)
+        for name in plain.bank.names:
+            for one, other in zip(plain.bank.weights(name), compiled.bank.weights(name), strict=True):
+                # Where a gradient is nearly 0, Adam's step is as large as elsewhere.
+                assert (one - other).norm() <= 1e-4 * one.norm(), name
+
+
 def call(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["mqrar", *map(str, arguments)])
     main()
