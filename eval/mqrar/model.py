@@ -1,5 +1,7 @@
 """Several small decoders of one shape as one batched computation: a sweep over learning rates on one GPU."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,6 +64,7 @@ class Bank(nn.Module):
         core = config.attention.core
         self.core = DenseCore(core) if wide else CORES[core.value](config, groups)
         generator = torch.Generator().manual_seed(seed)
+        self._run_body: Callable[..., Tensor] = self.body
         self._layouts: dict[tuple[int, int], tuple[PackedLayout, Tables]] = {}
         self.names = []
         for name, shape in _shapes(config).items():
@@ -82,7 +85,7 @@ class Bank(nn.Module):
 
     def compile_parts(self) -> None:
         """torch.compile what has the same shapes for every number of pairs."""
-        self.body = torch.compile(self.body, dynamic=False)  # type: ignore[method-assign]
+        self._run_body = torch.compile(self.body, dynamic=False)
 
     def forward(self, tokens: Tensor, rows: Tensor) -> Tensor:
         """Logits [M, B, R, V] behind the tokens at `rows` [R] of the sequences tokens [B, L], the same for every model."""
@@ -94,7 +97,7 @@ class Bank(nn.Module):
         if (batch, length) not in self._layouts:
             layout = PackedLayout.from_lengths([length] * (batch * self.count)).to(tokens.device)
             self._layouts[batch, length] = layout, position_tables(self.config, layout)
-        x = self.body(tokens, *self._layouts[batch, length])
+        x = self._run_body(tokens, *self._layouts[batch, length])
         return x.unflatten(1, (batch, length))[:, :, rows].flatten(1, 2)
 
     def body(self, tokens: Tensor, layout: PackedLayout, tables: Tables) -> Tensor:
