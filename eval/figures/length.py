@@ -50,7 +50,7 @@ def by_position(paths: list[Path]) -> Figure:
 def by_context(paths: list[Path]) -> Figure:
     """Mean loss of the same targets by the length of the context that they were read in."""
     results = of_runs(paths, "long_context")
-    figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 5.0), layout="constrained")
     shared = set.intersection(*(set(result["lengths"]) for result in results))
     if len(shared) < 2:
         raise UserError("the results share fewer than two lengths: give every run the same --lengths")
@@ -64,5 +64,5 @@ def by_context(paths: list[Path]) -> Figure:
     tokens = results[0]["lengths"][str(lengths[-1])]["targets"]
     title = f"The same {tokens:,} targets in contexts of growing length"
     axes_of(figure, axes, title, "context (tokens)", "loss (nats a token)")
-    axes.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.legend(fontsize=9, edgecolor="none", loc="outside lower center", ncols=2)
     return figure

@@ -47,10 +47,12 @@ def heads(paths: list[Path]) -> Figure:
     for index, result in enumerate(results):
         scores = sorted((score for layer in result["heads"]["scores"] for score in layer), reverse=True)
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)]}
-        axes.plot(range(1, len(scores) + 1), scores, **style, linewidth=1.8, label=label(result))
+        axes.plot(range(1, len(scores) + 1), scores, **style, linewidth=1.8, marker=".", label=label(result))
     length, depth = results[0]["length"], results[0]["heads"]["depth"]
     title = f"Needle scores of all heads, {length:,} tokens, depth {depth} %"
     axes_of(figure, axes, title, "head, by rank", "attention on the number")
+    axes.set_xscale("log")  # few heads retrieve
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper right")
     return figure

@@ -23,11 +23,11 @@ def curve(folder: Path) -> Figure:
         style: dict[str, Any] = {"color": COLOURS[index], "marker": MARKERS[index], "linestyle": STYLES[index]}
         axes.plot(*zip(*points, strict=True), **style, fillstyle="none", markersize=8, label=NAMES[core])
     axes.set_xticks(sorted({result["pairs"] for result in results}))
-    axes.set_ylim(0, 1.03)
+    axes.set_ylim(-0.03, 1.03)
     first = results[0]
     title = f"MQRAR, {first['length']} tokens, width {first['width']}: the best of {len(first['lrs'])} learning rates"
     axes_of(figure, axes, title, "pairs of key and value", "share of questions answered")
-    axes.legend(fontsize=10, framealpha=1, edgecolor="none", loc="lower left")
+    figure.legend(fontsize=10, edgecolor="none", loc="outside lower center", ncols=2)  # curves may lie anywhere
     return figure
 
 
