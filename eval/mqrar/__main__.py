@@ -1,12 +1,12 @@
 """Multi-query repeated associative recall: Figures 3 and 4 of arXiv:2410.17980.
 
-    python -m eval.mqrar curve [--out runs/mqrar] [--pairs 32,64,96,128,160,192] [--steps 4000] [--minutes 9]
+    python -m eval.mqrar curve [--out runs/mqrar] [--pairs 32,64,96,128,160,192] [--steps 6000] [--plain] [--minutes 9]
     python -m eval.mqrar picture [--out runs/mqrar]
 
 curve: the accuracy of two-layer models by the number of pairs, for every core the best of the paper's four learning rates,
-which train side by side. picture: the attention of narrower models on 16 pairs of a letter and a digit. Results are JSON
-files in --out; after --minutes a command stops, and the same command goes on from there. Then `python -m eval.figures mqrar`
-and `mqrar_attention`.
+which train side by side, on shorter sequences at first (--plain: not). picture: the attention of narrower models on 16 pairs
+of a letter and a digit. Results are JSON files in --out; after --minutes a command stops, and the same command goes on from
+there. Then `python -m eval.figures mqrar` and `mqrar_attention`.
 """
 
 import argparse
@@ -82,12 +82,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--batch", type=int, default=Recipe.batch)
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--plain", action="store_true", help="no shorter sequences at first")
     parser.add_argument("--seed", type=int, default=0)
     for name, size in (("length", 768), ("keys", 4096), ("values", 4096), ("width", 256)):
         parser.add_argument(f"--{name}", type=int, default=size)
     arguments = parser.parse_args()
     until = time.monotonic() + 60 * arguments.minutes
     recipe = replace(Recipe(), steps=arguments.steps, batch=arguments.batch, seed=arguments.seed)
+    recipe = replace(recipe, short_first=()) if arguments.plain else recipe
     with sentences():
         if min(arguments.steps, arguments.batch) < 1:
             raise UserError("--steps and --batch must be at least 1")

@@ -75,7 +75,7 @@ def test_command_and_figures(run, texts, tmp_path, monkeypatch, capsys, groups):
     assert {found["targets"] for found in result["lengths"].values()} == {2 * (256 - 8)}
     assert not math.isclose(result["lengths"]["256"]["mean"], changed["lengths"]["256"]["mean"])
     for figure in (figures.by_position([run]), figures.by_context([run])):
-        assert len(figure.axes[0].get_legend().get_texts()) >= 2
+        assert len(figure.axes[0].get_legend_handles_labels()[1]) >= 2
         figure.savefig(tmp_path / "figure.png")
     # A file that lacks a length is gone on with; what is there stays as it is.
     result["lengths"]["32"]["mean"] = 99.0

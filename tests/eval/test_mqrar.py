@@ -125,6 +125,28 @@ def test_recorded_weights(core, groups):
     torch.testing.assert_close(weights(calls[1]).double(), exact, atol=1e-5, rtol=1e-4)
 
 
+def test_short_sequences_come_first(groups, tmp_path):
+    """Their shares of the steps, a batch's tokens, and nothing longer or with more pairs than the task."""
+    recipe, task = Recipe(steps=1000), Task(32)
+    first, count = recipe.at(1, task)
+    assert (first.length, first.pairs, first.num_keys, count * first.length) == (8, 2, 4096, 64 * 768)
+    assert [recipe.at(step, task)[0].length for step in (150, 151, 251, 350, 351)] == [8, 16, 64, 64, 768]
+    assert recipe.at(1000, task) == (task, 64)
+    assert recipe.at(151, Task(3, 768)) == (Task(3, 768), 64)
+    assert recipe.at(251, Task(16, 64)) == (Task(16, 64), 64)
+    # The loss of a first step on them, by hand.
+    recipe = Recipe(steps=2, batch=3, lrs=(1e-3,), short_first=((0.5, 8, 2),))
+    experiment = Experiment(
+        model_config(Core.softmax, Task(5, 24, 9, 4), 16, 8), Task(5, 24, 9, 4), recipe, groups, tmp_path
+    )
+    short = Task(2, 8, 9, 4)
+    examples = short.examples(9, 1, CPU)
+    logits = experiment.bank(examples.tokens, short.query_positions(CPU))
+    exact = torch.nn.functional.cross_entropy(logits[0].flatten(0, 1), examples.answers.flatten())
+    experiment._train_step()
+    torch.testing.assert_close(experiment.losses[0], exact)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("head_dim", [None, 32])
@@ -176,7 +198,7 @@ def test_compiled_training_is_the_same(core, groups, tmp_path):
     """What a GPU runs, on the CPU: other pairs, which have other rows, and passes without gradients too."""
     for pairs in (2, 5):
         task = Task(pairs, 32, 16, 16)
-        recipe = Recipe(steps=3, batch=4, lrs=(1e-3, 1e-2), test_every=3, test_examples=4)
+        recipe = Recipe(3, 4, short_first=((0.4, 16, 2),), lrs=(1e-3, 1e-2), test_every=3, test_examples=4)
         config = model_config(core, task, 160)
         plain, compiled = (Experiment(config, task, recipe, groups, tmp_path / f"{name}{pairs}.json") for name in "ab")
         compiled.compile_parts()
