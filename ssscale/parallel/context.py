@@ -60,6 +60,7 @@ def _chunks(layout: PackedLayout, rows: int, ring: int) -> RingChunks:
     return RingChunks(size, *(tuple(map(tuple, x.tolist())) for x in (heads, begins)))
 
 
+@torch.compiler.disable
 def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, rows: int, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, N, H], k and v [T, K, H] of this rank's tokens → all tokens of the Ulysses group for this rank's heads.
 
@@ -74,6 +75,7 @@ def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, rows: int, groups: Groups) 
     return found
 
 
+@torch.compiler.disable
 def heads_to_tokens(o: Tensor, rows: int, groups: Groups) -> Tensor:
     """[T · U, N / U, H] → [T, N, H], the way back."""
     exchanged: Tensor = _Exchange.apply(o, rows, groups.ulysses_group, False)

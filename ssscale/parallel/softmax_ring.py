@@ -13,6 +13,7 @@ from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import RingShift
 
 
+@torch.compiler.disable  # a compiled block's graph breaks here: Dynamo cannot trace what waits for other ranks
 def ring_softmax(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, groups: Groups, scale: float | None) -> Tensor:
     """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j over the keys of the whole document, of which this rank has a part.
 

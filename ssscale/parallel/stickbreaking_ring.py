@@ -15,6 +15,7 @@ from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import LineShift
 
 
+@torch.compiler.disable  # a compiled block's graph breaks here: Dynamo cannot trace what waits for other ranks
 def ring_stickbreaking(
     q: Tensor,
     k: Tensor,

@@ -96,9 +96,9 @@ def test_each_layer_keeps_what_the_formula_says(core: Core, groups: Groups) -> N
     assert kept == pytest.approx(formula(core, ParallelConfig()), rel=0.05)
 
 
-def kept_when_shared(core: Core, tensor: int, ulysses: int, ring: int) -> int:
+def kept_when_shared(core: Core, tensor: int, ulysses: int, ring: int, compiled: bool = False) -> int:
     """A job for the pool."""
-    return kept_bytes(core, regroup(tensor, ulysses, ring), compiled=False)
+    return kept_bytes(core, regroup(tensor, ulysses, ring), compiled)
 
 
 @pytest.mark.parametrize("core", list(Core))
@@ -113,3 +113,16 @@ def test_ranks_that_share_a_layer_keep_what_the_formula_says(
     expected = formula(core, ParallelConfig(**layout)) * tensor - formula(core, ParallelConfig(), Compile.none)
     for size in kept:
         assert (2 * size - alone) / TOKENS == pytest.approx(expected, abs=0.01 * alone / TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("core", "ulysses", "ring"), [(Core.ssmax, 1, 2), (Core.ssmax, 2, 1), (Core.stickbreaking, 1, 2)]
+)
+def test_compiled_ranks_that_share_a_row_keep_what_the_formula_says(
+    core: Core, ulysses: int, ring: int, pool2: Pool
+) -> None:
+    layout = {"tensor": 1, "ulysses": ulysses, "ring": ring}
+    job = "tests.distributed.test_activations:kept_when_shared"
+    for size in pool2.run(job, core=core, **layout, compiled=True):
+        expected = formula(core, ParallelConfig(**layout), Compile.block)
+        assert 2 * size / TOKENS == pytest.approx(expected, rel=0.01)
