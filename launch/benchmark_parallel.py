@@ -54,6 +54,7 @@ class Run(NamedTuple):
 
 class Found(NamedTuple):
     losses: list[float]
+    gradient_norm: float  # of the first step; nan where DeepSpeed says none
     tokens_per_second: float
     memory_gib: float  # of rank 0; nan on CPUs
     estimate_gib: float
@@ -167,6 +168,7 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     memory = memory_per_gpu(load_config([argument for argument in arguments if "run_dir" not in argument]), layout.gpus)
     return Found(
         [record["loss"] for record in records],
+        records[0].get("grad_norm", float("nan")),
         statistics.median(record["tokens_per_second"] for record in settled),
         max(record.get("memory_gib", float("nan")) for record in settled),
         memory.total / GIB,
@@ -174,9 +176,10 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
 
 
 LOSSES = "| layout | first loss | last loss | largest difference | mean difference |\n|---|---|---|---|---|"
-SPEED = (
-    "| layout | tokens/s | a GPU | of the first | peak GiB | estimate GiB | last loss |\n|---|---|---|---|---|---|---|"
-)
+SPEED = """\
+| layout | tokens/s | a GPU | of the first | peak GiB | estimate GiB | first gradient norm |
+|---|---|---|---|---|---|---|"""
+ALIKE = 0.02  # by how much gradient norms of layouts may differ in bf16
 
 
 def losses_row(label: str, result: Found, first: Found) -> str:
@@ -203,7 +206,17 @@ def speed_row(layout: Run, result: Found, first: float) -> str:
     """first: tokens/s a GPU of the first run."""
     each = result.tokens_per_second / layout.gpus
     cells = f"{result.tokens_per_second:,.0f} | {each:,.0f} | {each / first:.3f} | {result.memory_gib:.1f}"
-    return f"| {layout.label} | {cells} | {result.estimate_gib:.1f} | {result.losses[-1]:.3f} |"
+    return f"| {layout.label} | {cells} | {result.estimate_gib:.1f} | {result.gradient_norm:.4g} |"
+
+
+def warning(layout: Run, result: Found, first: Found) -> str | None:
+    """A layout is not the faster one for computing something else. The rows of a step are the same."""
+    losses, norms = (result.losses[0], first.losses[0]), (result.gradient_norm, first.gradient_norm)
+    for what, (here, there) in (("loss", losses), ("gradient norm", norms)):
+        if abs(here - there) > ALIKE * abs(there):
+            beside = f"{here:.4g}, the first layout's {there:.4g}"
+            return f"# {layout.label}: the first step's {what} is {beside}: not one computation"
+    return None
 
 
 def main(argv: list[str]) -> None:
@@ -234,6 +247,8 @@ def main(argv: list[str]) -> None:
             losses = options["part"] == "losses"
             row = losses_row(layout.label, found, base[0]) if losses else speed_row(layout, found, base[1])
             print(row, flush=True)
+            if options["part"] != "weak" and (said := warning(layout, found, base[0])):
+                print(said, flush=True)
     if options["part"] == "losses" and len(every) > 1:
         print(spreads(every, next(iter(every))))
     if base is None:

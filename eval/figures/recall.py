@@ -15,20 +15,33 @@ NAMES = {"softmax": "softmax + RoPE", "stickbreaking": "stick-breaking"}
 
 
 def curve(folder: Path) -> Figure:
-    """The best model's accuracy by the number of pairs."""
+    """The best model's accuracy by the number of pairs, at the end and before the first sequences of full length."""
     results = of_mqrar(folder, "*-[0-9][0-9][0-9].json", f"python -m eval.mqrar curve --out {folder}")
     figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
     for index, core in enumerate(sorted({result["core"] for result in results})):
         points = sorted((r["pairs"], r["best"]) for r in results if r["core"] == core)
         style: dict[str, Any] = {"color": COLOURS[index], "marker": MARKERS[index], "linestyle": STYLES[index]}
         axes.plot(*zip(*points, strict=True), **style, fillstyle="none", markersize=8, label=NAMES[core])
+        early = [(r["pairs"], *found) for r in results if r["core"] == core and (found := before(r))]
+        if early:
+            pairs, accuracies, lengths = zip(*sorted(early), strict=True)
+            label = f"{NAMES[core]}, trained on ≤ {max(lengths)} tokens"
+            axes.plot(pairs, accuracies, **style, alpha=0.45, markersize=4, label=label)
     axes.set_xticks(sorted({result["pairs"] for result in results}))
     axes.set_ylim(-0.03, 1.03)
     first = results[0]
     title = f"MQRAR, {first['length']} tokens, width {first['width']}: the best of {len(first['lrs'])} learning rates"
     axes_of(figure, axes, title, "pairs of key and value", "share of questions answered")
-    figure.legend(fontsize=10, edgecolor="none", loc="outside lower center", ncols=2)  # curves may lie anywhere
+    figure.legend(fontsize=9.5, edgecolor="none", loc="outside lower center", ncols=2)  # curves may lie anywhere
     return figure
+
+
+def before(result: dict[str, Any]) -> tuple[float, int] | None:
+    """The best model's accuracy when it last was tested before sequences of full length, and the longest until then."""
+    stages = result["short_first"]
+    steps = sum(share for share, _, _ in stages) * result["steps"]
+    tested = [max(entry["accuracy"]) for entry in result["history"] if entry["step"] <= steps]
+    return (tested[-1], max(length for _, length, _ in stages)) if tested else None
 
 
 def attention(folder: Path) -> Figure:

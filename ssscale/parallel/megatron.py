@@ -50,13 +50,26 @@ def _is_whole(layer: nn.Module) -> bool:
     return layer.config.tensor_model_parallel_size == 1 and not torch.is_grad_enabled()
 
 
+def _is_shared(layer: nn.Module) -> bool:
+    """Ranks exchange something here: torch.compile leaves it alone.
+
+    Dynamo of torch 2.11 traces these exchanges and lets no gradient through them, without a word; 2.13 breaks the graph.
+    """
+    return layer.config.tensor_model_parallel_size > 1
+
+
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     """Y = X Wᵀ with W split along its output."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         if _is_whole(self):
             return F.linear(input_, self.weight if weight is None else weight), None
-        return super().forward(input_, weight)
+        return self._shared(input_, weight) if _is_shared(self) else super().forward(input_, weight)
+
+    @torch.compiler.disable
+    def _shared(self, input_: Tensor, weight: Tensor | None) -> tuple[Tensor, None]:
+        found: tuple[Tensor, None] = super().forward(input_, weight)
+        return found
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -68,7 +81,14 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     product_is_kept = False
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        return (F.linear(input_, self.weight), None) if _is_whole(self) else super().forward(input_)
+        if _is_whole(self):
+            return F.linear(input_, self.weight), None
+        return self._shared(input_) if _is_shared(self) else super().forward(input_)
+
+    @torch.compiler.disable
+    def _shared(self, input_: Tensor) -> tuple[Tensor, None]:
+        found: tuple[Tensor, None] = super().forward(input_)
+        return found
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Megatron-core passes no group here and then warns that it had to look it up; Dynamo cannot trace that warning.

@@ -224,6 +224,10 @@ def test_commands_in_miniature(groups, tmp_path, monkeypatch, capsys):
     call(monkeypatch, "curve", *size, "--pairs", 2, "--cores", "stickbreaking", "--steps", 250)
     result = json.loads((tmp_path / "stickbreaking-002.json").read_text())
     assert result["best"] > 0.95
+    assert recall.before(result) is None  # 250 steps are one test
+    tests = [{"step": step, "accuracy": [0.1, step / 1000]} for step in (250, 500, 750)]
+    stages = [[0.5, 8, 2], [0.1, 64, 2]]  # of 1,000 steps
+    assert recall.before({"steps": 1000, "short_first": stages, "history": tests}) == (0.5, 64)
     monkeypatch.setattr("eval.mqrar.__main__.LETTERS", Task(4, 20, 26, 10))
     call(monkeypatch, "picture", *size, "--steps", 2)
     picture = json.loads((tmp_path / "attention-softmax.json").read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch import benchmark_parallel
-from launch.benchmark_parallel import Found, chosen, runs_of, spreads
+from launch.benchmark_parallel import Found, chosen, runs_of, spreads, warning
 from ssscale.errors import UserError
 
 
@@ -33,12 +33,22 @@ def test_spreads() -> None:
     """Between orders of one layout, and between layouts in one order."""
     runs = runs_of("losses", 2)[:4]
     losses = ([1.0, 2.0], [1.0, 2.5], [1.25, 2.0], [1.0, 2.25])
-    found = {run: Found(list(values), 1.0, 1.0, 1.0) for run, values in zip(runs, losses)}
+    found = {run: Found(list(values), 1.0, 1.0, 1.0, 1.0) for run, values in zip(runs, losses)}
     orders, layouts = spreads(found, runs[0]).splitlines()
     assert orders.startswith(
         "3 orders of summation of one layout: largest difference of any two 5.00e-01, mean 2.50e-01"
     )
     assert layouts == "2 layouts: largest difference of any two 2.50e-01, mean 1.25e-01"
+
+
+def test_a_layout_that_computes_something_else_is_named() -> None:
+    layout = runs_of("speed", 4)[1]
+    first = Found([11.14], 31.47, 1.0, 1.0, 1.0)
+    assert warning(layout, first._replace(gradient_norm=31.5), first) is None
+    assert warning(layout, first._replace(gradient_norm=float("nan")), first) is None  # ZeRO-0
+    said = warning(layout, first._replace(gradient_norm=1.178), first)
+    assert said is not None
+    assert "TP2 x DP2: the first step's gradient norm is 1.178, the first layout's 31.47" in said
 
 
 @pytest.mark.slow

@@ -1,0 +1,65 @@
+"""Blocks and read-out under torch.compile, shared between ranks: losses and every gradient as without it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.model.init import initialize_weights
+from ssscale.parallel.context import share_of
+from ssscale.schema import Core
+from tests.distributed.jobs import regroup
+from tests.distributed.test_activations import TOKENS, make_model
+from tests.pool import Pool
+
+LENGTHS = [100, TOKENS - 100]
+
+
+def differences(core: Core, tensor: int, sequence: bool, ulysses: int, ring: int) -> dict[str, float]:
+    """‖g − g'‖ / ‖g'‖ of every weight and of the losses, compiled beside not compiled. A job for the pool."""
+    groups = regroup(tensor, ulysses, ring)
+    model = replace(make_model(core, 2), vocab_size=250, tie_embeddings=True)
+    tokens, layout = torch.arange(TOKENS), PackedLayout.from_lengths(LENGTHS)
+    if groups.context_size > 1:
+        tokens, layout = share_of(layout, 1, groups)
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        decoder = Decoder(model, groups, TOKENS, dtype=torch.float32, sequence_parallel=sequence)
+        initialize_weights(decoder, model, groups, 0)
+        if compiled:
+            for block in decoder.blocks:
+                block.compile(backend="aot_eager_decomp_partition")  # all but code generation
+            decoder.read_out = torch.compile(  # type: ignore[method-assign]
+                decoder.read_out, backend="aot_eager_decomp_partition"
+            )
+        losses = decoder(tokens % model.vocab_size, layout, (7 * tokens + 3) % model.vocab_size)
+        losses.mean().backward()
+        gradients = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+        found.append(gradients | {"losses": losses.detach()})
+    plain, compiled_ones = found
+    assert plain.keys() == compiled_ones.keys()
+    return {name: float((compiled_ones[name] - g).norm() / g.norm()) for name, g in plain.items()}
+
+
+@pytest.mark.parametrize(
+    ("core", "tensor", "sequence", "ulysses", "ring"),
+    [
+        (Core.ssmax, 2, True, 1, 1),
+        (Core.stickbreaking, 2, False, 1, 1),
+        (Core.softmax, 1, False, 1, 2),
+        (Core.stickbreaking, 1, False, 1, 2),
+        (Core.ssmax, 1, False, 2, 1),
+    ],
+)
+def test_compiled_ranks_find_the_gradients_of_those_that_are_not(
+    core: Core, tensor: int, sequence: bool, ulysses: int, ring: int, pool2: Pool
+) -> None:
+    """With torch 2.11 Dynamo traced Megatron-core's exchanges and let no gradient through them."""
+    layout = {"tensor": tensor, "sequence": sequence, "ulysses": ulysses, "ring": ring}
+    for found in pool2.run("tests.distributed.test_compiled:differences", core=core, **layout):
+        assert len(found) > 10
+        for name, error in found.items():
+            assert error <= 1e-5, name
