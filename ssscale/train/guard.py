@@ -1,4 +1,4 @@
-"""Weights that several ranks must hold alike, compared bit by bit while a run goes on."""
+"""What must hold of the weights whatever the layout: copies are alike in every bit, and a gradient reaches each of them."""
 
 from collections import Counter
 
@@ -42,6 +42,19 @@ def bit_sum(weight: Tensor) -> Tensor:
     if len(data) % 8 or data.storage_offset() % 8:
         data = torch.nn.functional.pad(data, (0, -len(data) % 8)).clone()
     return data.view(torch.int64).sum()
+
+
+def without_gradient(engine: Engine, groups: Groups) -> list[str]:
+    """The weights whose gradients have all been exactly 0 so far, on every rank: Adam's first moment is."""
+    names = [name for name, _ in engine.module.named_parameters()]
+    largest = torch.zeros(len(names), device=groups.device)
+    places = {name: largest[place] for place, name in enumerate(names)}
+    for fragment in engine.fragments():
+        if fragment.state == "exp_avg" and fragment.tensor.numel():
+            place = places[fragment.name]
+            torch.maximum(place, fragment.tensor.abs().amax(), out=place)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return [name for name, value in zip(names, largest.tolist(), strict=True) if value == 0]
 
 
 def _sentence(name: str, copies: dict[int, int]) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ssscale.errors import Stop
-from ssscale.train.guard import bit_sum, check_copies
+from ssscale.train.guard import bit_sum, check_copies, without_gradient
 from tests.distributed.matrix import Layout
 from tests.distributed.matrix_jobs import make_engine, train_step
 from tests.pool import Pool
@@ -74,6 +74,30 @@ def test_a_flipped_bit_is_named(
         for sentence, start in zip(found[1:], expected):
             assert sentence is not None
             assert sentence.startswith(start)
+
+
+def unreached(layout: Layout) -> tuple[list[str], list[str]]:
+    """Weights without a gradient after a step of a model as it is, and of one with a part that lets none through."""
+    found = []
+    for cut in (False, True):
+        engine, groups = make_engine(layout)
+        if cut:
+            mlp: Any = engine.module.get_submodule("blocks.1.mlp")
+            whole = mlp.forward
+            mlp.forward = lambda x, whole=whole: whole(x).detach()
+        train_step(engine, groups, 0)
+        found.append(without_gradient(engine, groups))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"tensor": 2, "zero": 1}, {"zero": 0}, {"zero": 2, "context": "ring2"}, {"zero": 3}]
+)
+def test_weights_that_no_gradient_reaches_are_named(options: dict[str, Any], pool4: Pool) -> None:
+    layout = Layout(4, 1, False, "1", 1, 1, "ssmax", 0, "none")._replace(**options)
+    for whole, cut in pool4.run("tests.distributed.test_guard:unreached", layout=layout):
+        assert whole == []
+        assert cut == ["blocks.1.mlp_norm.weight", "blocks.1.mlp.gate_up.weight", "blocks.1.mlp.down.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
