@@ -131,8 +131,8 @@ class Decoder(nn.Module):
         multiplier = self.config.width.embedding_multiplier
         return x if multiplier == 1.0 else x * multiplier
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, backend: str = "inductor") -> None:
         """torch.compile each block (one graph serves all of them) and the read-out with its loss."""
         for block in self.blocks:
-            block.compile()
-        self.read_out = torch.compile(self.read_out)  # type: ignore[method-assign]
+            block.compile(backend=backend)
+        self.read_out = torch.compile(self.read_out, backend=backend)  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 Activations are [T, D]: T packed tokens, or T / tensor_size of them between blocks under sequence parallelism.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,12 +51,21 @@ def _is_whole(layer: nn.Module) -> bool:
     return layer.config.tensor_model_parallel_size == 1 and not torch.is_grad_enabled()
 
 
-def _is_shared(layer: nn.Module) -> bool:
-    """Ranks exchange something here: torch.compile leaves it alone.
+@torch.compiler.disable
+def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call what exchanges something between ranks, outside of any compiled graph.
 
-    Dynamo of torch 2.11 traces these exchanges and lets no gradient through them, without a word; 2.13 breaks the graph.
+    Dynamo of torch 2.11 traces Megatron-core's exchanges and lets no gradient through them, without a word; 2.13 breaks
+    the graph there.
     """
-    return layer.config.tensor_model_parallel_size > 1
+    return function(*arguments)
+
+
+def _forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> tuple[Tensor, None]:
+    """Megatron-core's forward pass of a layer."""
+    shared = layer.config.tensor_model_parallel_size > 1
+    found: tuple[Tensor, None] = _uncompiled(forward, *arguments) if shared else forward(*arguments)
+    return found
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -64,12 +74,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         if _is_whole(self):
             return F.linear(input_, self.weight if weight is None else weight), None
-        return self._shared(input_, weight) if _is_shared(self) else super().forward(input_, weight)
-
-    @torch.compiler.disable
-    def _shared(self, input_: Tensor, weight: Tensor | None) -> tuple[Tensor, None]:
-        found: tuple[Tensor, None] = super().forward(input_, weight)
-        return found
+        return _forward(self, super().forward, input_, weight)
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -83,12 +88,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         if _is_whole(self):
             return F.linear(input_, self.weight), None
-        return self._shared(input_) if _is_shared(self) else super().forward(input_)
-
-    @torch.compiler.disable
-    def _shared(self, input_: Tensor) -> tuple[Tensor, None]:
-        found: tuple[Tensor, None] = super().forward(input_)
-        return found
+        return _forward(self, super().forward, input_)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Megatron-core passes no group here and then warns that it had to look it up; Dynamo cannot trace that warning.
@@ -150,7 +150,8 @@ def vocabulary_embedding(vocab_size: int, hidden_size: int, config: TransformerC
 
 def vocabulary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """−log softmax(logits)[labels] for logits [T, V / tensor_size] float32; they are overwritten. Returns [T]."""
-    return tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
+    losses: Tensor = _uncompiled(tensor_parallel.vocab_parallel_cross_entropy, logits, labels)
+    return losses
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
@@ -216,4 +217,7 @@ class _SumGradient(torch.autograd.Function):
 
 def replicated(weight: Tensor, groups: Groups) -> Tensor:
     """A replicated weight, of which each tensor-parallel rank sees a part of the tokens or heads: its gradient is summed."""
-    return weight if groups.tensor_size == 1 else _SumGradient.apply(weight, groups.tensor_group)
+    if groups.tensor_size == 1:
+        return weight
+    seen: Tensor = _uncompiled(_SumGradient.apply, weight, groups.tensor_group)
+    return seen

@@ -1,6 +1,7 @@
 """What must hold of the weights whatever the layout: copies are alike in every bit, and a gradient reaches each of them."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -62,15 +63,16 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
     agree = [rank for rank, value in copies.items() if value == usual]
     others = [rank for rank in copies if rank not in agree]
     if 2 * count > len(copies):
-        who = f"on rank {_list(others)} from rank {_list(agree)}"
+        who = f"on rank {listed(others)} from rank {listed(agree)}"
     else:
-        who = f"between rank {_list(list(copies))}"
+        who = f"between rank {listed(list(copies))}"
     return (
         f"{name} differs {who}, which must hold the same bits: the same command goes on from the last checkpoint; if it "
         "happens again, leave out that machine"
     )
 
 
-def _list(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+def listed(things: Sequence[object]) -> str:
+    """The first eight, and how many more there are."""
+    shown = ", ".join(map(str, things[:8]))
+    return shown if len(things) <= 8 else f"{shown} and {len(things) - 8} more"

@@ -35,7 +35,7 @@ from ssscale.train.checkpoint import (
     verify,
 )
 from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
-from ssscale.train.guard import check_copies, without_gradient
+from ssscale.train.guard import check_copies, listed, without_gradient
 from ssscale.train.metrics import Metrics, Stopwatch, speed, step_record, sums_by_source
 from ssscale.train.observe import StepParts, observe, profiled
 from ssscale.train.run_folder import check_folder, claim_folder, read_rollback, write_rollback
@@ -179,7 +179,7 @@ class Trainer:
                 metrics.advance(step)
                 self._check_step(result.skipped)
                 if step == 1 and not result.skipped and (names := without_gradient(self.engine, self.groups)):
-                    logger.warning("no gradient has reached %s: what lies there will not learn", ", ".join(names))
+                    logger.warning("no gradient has reached %s: what lies there will not learn", listed(names))
                 if self._is_due(step, train.guard_every):
                     check_copies(self.engine, self.groups, step)
                 with self.watch.paused():
