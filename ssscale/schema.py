@@ -94,7 +94,7 @@ class Recompute(StrEnum):
 
 
 class Compile(StrEnum):
-    """torch.compile: `auto` is `block` on a GPU and `none` on a CPU."""
+    """torch.compile: `auto` is `block` on a GPU (`none` under ZeRO-3) and `none` on a CPU."""
 
     auto = "auto"
     none = "none"
@@ -284,9 +284,7 @@ class Config:
 
     @property
     def compile_on_gpu(self) -> Compile:
-        """What `auto` is on a GPU: blocks, where neither collectives between ranks nor ZeRO-3's hooks break their graphs."""
-        parallel, choice = self.parallel, self.train.compile
-        if choice != Compile.auto:
-            return choice
-        whole = parallel.tensor * parallel.context == 1 and parallel.zero_stage < 3
-        return Compile.block if whole else Compile.none
+        """What `auto` is on a GPU: blocks, but under ZeRO-3, whose hooks break their graphs at every weight."""
+        if self.train.compile != Compile.auto:
+            return self.train.compile
+        return Compile.none if self.parallel.zero_stage == 3 else Compile.block

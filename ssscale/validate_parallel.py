@@ -80,7 +80,7 @@ def _check_context(config: Config) -> None:
     if config.train.compile is Compile.model:
         raise UserError(
             f"train.compile=model needs parallel.ulysses=1 and parallel.ring=1, not {ulysses} and {ring}: their "
-            "communication breaks the graph in every block; use train.compile=none"
+            "communication breaks the graph in every block; use train.compile=block"
         )
 
 

@@ -144,12 +144,14 @@ def test_context_parallelism_divides_activations_and_what_zero_divides():
     assert (shared.weights, shared.optimizer) == (alone.weights, alone.optimizer)  # over the same eight ranks
 
 
-@pytest.mark.parametrize("layout", ["tensor=2", "ring=2", "zero_stage=3"])
-def test_auto_compiles_nothing_where_ranks_share_a_layer(layout):
-    every, auto = (
+@pytest.mark.parametrize(
+    ("layout", "meant"),
+    [("tensor=2", "block"), ("ring=2", "block"), ("zero_stage=2", "block"), ("zero_stage=3", "none")],
+)
+def test_auto_compiles_blocks_but_under_zero_3(layout, meant):
+    auto, none, block = (
         memory_per_gpu(load_config(["config=1b_ssmax", f"parallel.{layout}", f"train.compile={compiled}"]), 8)
-        for compiled in ("none", "auto")
+        for compiled in ("auto", "none", "block")
     )
-    assert auto == every
-    block = load_config(["config=1b_ssmax", f"parallel.{layout}", "train.compile=block"])
-    assert memory_per_gpu(block, 8).activations < auto.activations
+    assert auto == {"none": none, "block": block}[meant]
+    assert block.activations < none.activations

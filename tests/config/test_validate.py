@@ -150,7 +150,7 @@ def test_world_size_must_fit_tensor_parallelism_and_batch():
         ("1b_sb", ["parallel.ring=3"], "data.length=4096 is no multiple of 6: use parallel.ring=1, 2, 4, 8, 16 or 32"),
         ("350m_alibi", ["parallel.ring=2"], "set parallel.ulysses=1 and parallel.ring=1"),
         ("350m_window512", ["parallel.ring=2"], "use parallel.ulysses instead"),
-        ("1b_sb", ["parallel.ring=2", "train.compile=model"], "use train.compile=none"),
+        ("1b_sb", ["parallel.ring=2", "train.compile=model"], "use train.compile=block"),
     ],
 )
 def test_context_parallelism_says_what_would_divide(name: str, overrides: list[str], sentence: str) -> None:

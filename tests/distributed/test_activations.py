@@ -110,19 +110,27 @@ def test_ranks_that_share_a_layer_keep_what_the_formula_says(
     layout = {"tensor": tensor, "ulysses": ulysses, "ring": ring}
     kept = pool2.run("tests.distributed.test_activations:kept_when_shared", core=core, **layout)
     alone = kept_bytes(core, groups, compiled=False)
-    expected = formula(core, ParallelConfig(**layout)) * tensor - formula(core, ParallelConfig(), Compile.none)
+    shared = formula(core, ParallelConfig(**layout), Compile.none)
+    expected = shared * tensor - formula(core, ParallelConfig(), Compile.none)
     for size in kept:
         assert (2 * size - alone) / TOKENS == pytest.approx(expected, abs=0.01 * alone / TOKENS)
 
 
 @pytest.mark.parametrize(
-    ("core", "ulysses", "ring"), [(Core.ssmax, 1, 2), (Core.ssmax, 2, 1), (Core.stickbreaking, 1, 2)]
+    ("core", "tensor", "ulysses", "ring"),
+    [
+        (Core.ssmax, 1, 1, 2),
+        (Core.ssmax, 1, 2, 1),
+        (Core.stickbreaking, 1, 1, 2),
+        (Core.ssmax, 2, 1, 1),
+        (Core.stickbreaking, 2, 1, 1),
+    ],
 )
-def test_compiled_ranks_that_share_a_row_keep_what_the_formula_says(
-    core: Core, ulysses: int, ring: int, pool2: Pool
+def test_compiled_ranks_that_share_a_layer_keep_what_the_formula_says(
+    core: Core, tensor: int, ulysses: int, ring: int, pool2: Pool
 ) -> None:
-    layout = {"tensor": 1, "ulysses": ulysses, "ring": ring}
+    layout = {"tensor": tensor, "ulysses": ulysses, "ring": ring}
     job = "tests.distributed.test_activations:kept_when_shared"
     for size in pool2.run(job, core=core, **layout, compiled=True):
         expected = formula(core, ParallelConfig(**layout), Compile.block)
-        assert 2 * size / TOKENS == pytest.approx(expected, rel=0.01)
+        assert size * ulysses * ring / TOKENS == pytest.approx(expected, rel=0.01)

@@ -9,7 +9,7 @@ from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.context import share_of
-from ssscale.schema import Core
+from ssscale.schema import Core, Recompute
 from tests.distributed.jobs import regroup
 from tests.distributed.test_activations import TOKENS, make_model
 from tests.pool import Pool
@@ -17,7 +17,9 @@ from tests.pool import Pool
 LENGTHS = [100, TOKENS - 100]
 
 
-def differences(core: Core, tensor: int, sequence: bool, ulysses: int, ring: int) -> dict[str, float]:
+def differences(
+    core: Core, tensor: int, sequence: bool, ulysses: int, ring: int, recompute: Recompute
+) -> dict[str, float]:
     """‖g − g'‖ / ‖g'‖ of every weight and of the losses, compiled beside not compiled. A job for the pool."""
     groups = regroup(tensor, ulysses, ring)
     model = replace(make_model(core, 2), vocab_size=250, tie_embeddings=True)
@@ -27,7 +29,7 @@ def differences(core: Core, tensor: int, sequence: bool, ulysses: int, ring: int
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()
-        decoder = Decoder(model, groups, TOKENS, dtype=torch.float32, sequence_parallel=sequence)
+        decoder = Decoder(model, groups, TOKENS, dtype=torch.float32, sequence_parallel=sequence, recompute=recompute)
         initialize_weights(decoder, model, groups, 0)
         if compiled:
             decoder.compile_parts("aot_eager_decomp_partition")  # all but code generation
@@ -41,20 +43,24 @@ def differences(core: Core, tensor: int, sequence: bool, ulysses: int, ring: int
 
 
 @pytest.mark.parametrize(
-    ("core", "tensor", "sequence", "ulysses", "ring"),
+    ("core", "tensor", "sequence", "ulysses", "ring", "recompute"),
     [
-        (Core.ssmax, 2, True, 1, 1),
-        (Core.stickbreaking, 2, False, 1, 1),
-        (Core.softmax, 1, False, 1, 2),
-        (Core.stickbreaking, 1, False, 1, 2),
-        (Core.ssmax, 1, False, 2, 1),
+        (Core.ssmax, 2, True, 1, 1, Recompute.none),
+        (Core.ssmax, 2, True, 1, 1, Recompute.selective),
+        (Core.stickbreaking, 2, False, 1, 1, Recompute.none),
+        (Core.stickbreaking, 2, True, 1, 1, Recompute.full),
+        (Core.softmax, 1, False, 1, 2, Recompute.none),
+        (Core.softmax, 1, False, 1, 2, Recompute.selective),
+        (Core.stickbreaking, 1, False, 1, 2, Recompute.none),
+        (Core.stickbreaking, 1, False, 1, 2, Recompute.full),
+        (Core.ssmax, 1, False, 2, 1, Recompute.none),
     ],
 )
 def test_compiled_ranks_find_the_gradients_of_those_that_are_not(
-    core: Core, tensor: int, sequence: bool, ulysses: int, ring: int, pool2: Pool
+    core: Core, tensor: int, sequence: bool, ulysses: int, ring: int, recompute: Recompute, pool2: Pool
 ) -> None:
     """With torch 2.11 Dynamo traced Megatron-core's exchanges and let no gradient through them."""
-    layout = {"tensor": tensor, "sequence": sequence, "ulysses": ulysses, "ring": ring}
+    layout = {"tensor": tensor, "sequence": sequence, "ulysses": ulysses, "ring": ring, "recompute": recompute}
     for found in pool2.run("tests.distributed.test_compiled:differences", core=core, **layout):
         assert len(found) > 10
         for name, error in found.items():
