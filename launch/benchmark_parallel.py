@@ -76,14 +76,15 @@ def layouts(gpus: int) -> list[Run]:
 def runs_of(part: str, gpus: int) -> list[Run]:
     every = layouts(gpus)
     if part == "losses":
-        orders = [
-            every[0]._replace(label=f"DP{gpus} in {name} microbatches", microbatches=count)
-            for name, count in (("two", 2), ("four", 4))
-        ]
         # NCCL gathers in rings only, and refuses to when told to use trees for everything. Two ranks have one order.
         tree = (("NCCL_ALGO", "allreduce:tree"),)
+        counts = {"two": 2, "four": 4}
+        orders = [every[0]._replace(label=f"DP{gpus} in {n} microbatches", microbatches=m) for n, m in counts.items()]
         if gpus > 2:
-            orders.append(every[0]._replace(label=f"DP{gpus} reduced as a tree", environment=tree))
+            as_trees = [
+                run._replace(label=f"{run.label} reduced as a tree", environment=tree) for run in (every[0], *orders)
+            ]
+            orders += as_trees
         return [every[0], *orders, *every[1:]]
     if part == "long":
         return [layout for layout in every if layout.ulysses * layout.ring == gpus]

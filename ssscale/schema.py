@@ -94,7 +94,7 @@ class Recompute(StrEnum):
 
 
 class Compile(StrEnum):
-    """torch.compile: `auto` is `block` on a GPU (`none` under ZeRO-3) and `none` on a CPU."""
+    """torch.compile: `auto` is `none` on a CPU, on a GPU `block` or `none` (`Config.compile_on_gpu`)."""
 
     auto = "auto"
     none = "none"
@@ -284,7 +284,12 @@ class Config:
 
     @property
     def compile_on_gpu(self) -> Compile:
-        """What `auto` is on a GPU: blocks, but under ZeRO-3, whose hooks break their graphs at every weight."""
-        if self.train.compile != Compile.auto:
-            return self.train.compile
-        return Compile.none if self.parallel.zero_stage == 3 else Compile.block
+        """What `auto` is on a GPU: blocks, but where ZeRO-3's hooks break their graphs at every weight, or exchanges between
+        ranks the one graph that selective recomputation needs.
+        """
+        parallel, train = self.parallel, self.train
+        if train.compile != Compile.auto:
+            return train.compile
+        shared = parallel.tensor * parallel.context > 1
+        broken = parallel.zero_stage == 3 or (shared and train.recompute is Recompute.selective)
+        return Compile.none if broken else Compile.block

@@ -3,7 +3,7 @@
 import math
 
 from ssscale.errors import UserError
-from ssscale.schema import Compile, Config, PositionMethod, Precision, RopeScaling, TrainConfig
+from ssscale.schema import Compile, Config, PositionMethod, Precision, Recompute, RopeScaling, TrainConfig
 
 
 def check_parallel(config: Config, gpu: bool) -> None:
@@ -29,6 +29,14 @@ def check_parallel(config: Config, gpu: bool) -> None:
         raise UserError(
             f"train.compile=model needs parallel.tensor=1, not {tensor}: tensor parallelism breaks the graph between "
             "blocks; use train.compile=block"
+        )
+    breaking = {f"parallel.{name}": getattr(parallel, name) for name in ("tensor", "ulysses", "ring")}
+    broken_by = [f"{key}={size}" for key, size in breaking.items() if size > 1]
+    broken_by += ["parallel.zero_stage=3"] if parallel.zero_stage == 3 else []
+    if broken_by and train.recompute is Recompute.selective and train.compile is Compile.block:
+        raise UserError(
+            f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs a "
+            "block in one graph, which that breaks; use train.compile=auto or train.recompute=full"
         )
     bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
     if parallel.zero_stage == 0 and bf16:

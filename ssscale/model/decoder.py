@@ -4,13 +4,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ssscale.attention.ssmax import query_base
 from ssscale.layout import PackedLayout
-from ssscale.model import recompute as recomputation
 from ssscale.model.block import Block
 from ssscale.model.loss import token_losses
 from ssscale.model.norm import RMSNorm
+from ssscale.model.recompute import leave_products_whole
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import (
     column_linear,
@@ -62,11 +63,12 @@ class Decoder(nn.Module):
         self.pn: nn.Parameter | None = None
         if config.attention.core == Core.ssmax and config.attention.ssmax == SSMaxVariant.pn:
             self.pn = nn.Parameter(torch.ones(length))
-        self.blocks = nn.ModuleList(Block(config, groups, megatron) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, groups, megatron, recompute) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, groups, self.sequence_parallel)
         self.head = column_linear(config.hidden_size, (rows,), megatron, own_weight=not config.tie_embeddings)
         self.to(dtype)
-        recomputation.prepare(self, recompute)
+        if recompute == Recompute.selective:
+            leave_products_whole(self)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, padding left out (local sizes times the tensor-parallel size where split)."""
@@ -93,8 +95,9 @@ class Decoder(nn.Module):
         tables = self._tables(layout)
         if cache is None:
             layout = with_block_mask(self.config, layout)
+            whole = self.recompute == Recompute.full and torch.is_grad_enabled()
             for block in self.blocks:
-                x = recomputation.run(block, self.recompute, x, layout, tables)
+                x = checkpoint(block, x, layout, tables, use_reentrant=False) if whole else block(x, layout, tables)
         else:
             for block, part in zip(self.blocks, cache.layers(), strict=True):
                 x = block(x, layout, tables, part)

@@ -1,6 +1,7 @@
-"""Activations that are computed again in backward instead of being kept."""
+"""Selective recomputation: the results of matrix products and attention are kept, the rest is computed again in backward."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,33 +11,34 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ssscale.parallel.megatron import RowParallelLinear
-from ssscale.schema import Recompute
 
 KEPT = ("aten.mm", "attention", "attn", "stickbreaking")
 
 
-def prepare(model: nn.Module, recompute: Recompute) -> None:
-    """Make a model fit for `run`: what selective recomputation keeps must not be changed in place afterwards."""
+def leave_products_whole(model: nn.Module) -> None:
+    """Make a model fit for `keep_products`: what it keeps must not be changed in place afterwards."""
     for module in model.modules():
         if isinstance(module, RowParallelLinear):
-            module.product_is_kept = recompute == Recompute.selective
+            module.product_is_kept = True
 
 
-def run(block: nn.Module, recompute: Recompute, *inputs: Any) -> Tensor:
-    """A block under recomputation: `full` keeps its input, `selective` also the results of matrix products and attention."""
-    if recompute == Recompute.none or not torch.is_grad_enabled():
-        found: Tensor = block(*inputs)
-    elif recompute == Recompute.full:
-        found = checkpoint(block, *inputs, use_reentrant=False)
-    else:
-        contexts = _compiled_contexts if torch.compiler.is_compiling() else _contexts
-        found = checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
+def keep_products(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """layer(*inputs), of which backward finds the matrix products and attention kept and computes norms and gates again.
+
+    Where it is compiled it must be compiled as a whole, this call included: compiled code beneath writes its products into
+    memory that it uses for other things afterwards.
+    """
+    contexts = _compiled_contexts if torch.compiler.is_compiling() else _contexts
+    found: Tensor = checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts)
     return found
 
 
 def is_kept(operator: Any) -> bool:
-    """Norms, rotations and gates are computed again."""
-    return any(part in str(operator) for part in KEPT)
+    """Norms, rotations and gates are computed again. Raises RuntimeError for a product that is written into given memory."""
+    kept = any(part in str(operator) for part in KEPT)
+    if kept and isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable:
+        raise RuntimeError(f"selective recomputation around compiled code: {operator} writes into memory used again")
+    return kept
 
 
 def _compiled_contexts() -> Any:

@@ -117,8 +117,8 @@ def activation_bytes_per_token(config: Config) -> float:
     none:      L · (w·(4D + (N + 2K)·H + N·H + 3F) + 4N): both norms' inputs and outputs; q, k, v as one matrix; the
                attention's output; gate, up and their product; the log-sum-exp. RoPE and SSMax keep changed copies of q and
                k, w·(N + K)·H more; without torch.compile w·F more
-    selective: L · (w·(3D + (2N + 2K)·H + 2F) + 4N): matrix products and attention only (which includes the changed q and
-               k), and one block of `none`
+    selective: L · (w·(2D + (2N + 2K)·H + 2F) + 4N): the block's input, matrix products and attention only (which includes
+               the changed q and k), and one block of `none`; without torch.compile w·D more, the last product
     full:      L · w·D: the blocks' inputs, and one block of `none`
 
     Tensor parallelism splits heads and F, sequence parallelism also D. Under context parallelism SSMax keeps its rotated q in
@@ -148,7 +148,8 @@ def activation_bytes_per_token(config: Config) -> float:
         return model.num_layers * block + ends
     kept = w * d
     if config.train.recompute is Recompute.selective:
-        kept = w * (3 * d + 2 * q + 2 * kv + 2 * f) + lse + copies
+        products = 3 if config.compile_on_gpu is Compile.none else 2
+        kept = w * (products * d + 2 * q + 2 * kv + 2 * f) + lse + copies
     return model.num_layers * kept + block + ends
 
 

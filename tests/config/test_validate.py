@@ -52,6 +52,8 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["parallel.tensor=8"], "parallel.tensor=8 does not divide model.num_heads=4: use 1, 2 or 4"),
         (["parallel.tensor=2", "model.num_kv_heads=1"], "tensor=2 does not divide model.num_kv_heads=1: use 1"),
         (["parallel.tensor=2", "train.compile=model"], "train.compile=model needs parallel.tensor=1, not 2"),
+        (["parallel.tensor=2", "train.compile=block", "train.recompute=selective"], "selective and parallel.tensor=2"),
+        (["parallel.zero_stage=3", "train.compile=block", "train.recompute=selective"], "use train.compile=auto or"),
         (["parallel.zero_stage=0", "train.precision=bf16"], "parallel.zero_stage=0 cannot train in bf16"),
     ],
 )  # fmt: skip

@@ -29,6 +29,15 @@ def test_only_takes_what_it_names() -> None:
         benchmark_parallel.main(["part=speed", "gpus=2", "data=x", "at_once=2"])
 
 
+def test_orders_of_summation() -> None:
+    """Data parallelism in one, two and four microbatches; of more than two ranks in rings and trees."""
+    assert [run.microbatches for run in runs_of("losses", 2)[:4]] == [1, 2, 4, 1]
+    orders = [run for run in runs_of("losses", 4) if run.label.startswith("DP4")]
+    assert [(run.microbatches, bool(run.environment)) for run in orders] == [
+        (count, tree) for tree in (False, True) for count in (1, 2, 4)
+    ]
+
+
 def test_spreads() -> None:
     """Between orders of one layout, and between layouts in one order."""
     runs = runs_of("losses", 2)[:4]
