@@ -1,5 +1,6 @@
 """Selective recomputation: the results of matrix products and attention are kept, the rest is computed again in backward."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ssscale.parallel.megatron import RowParallelLinear
 
 KEPT = ("aten.mm", "attention", "attn", "stickbreaking")
+# torch asks at every start that a compiled layer under selective recomputation change nothing in place: blocks do not.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 
 def leave_products_whole(model: nn.Module) -> None:

@@ -1,0 +1,61 @@
+"""Compiled blocks on a GPU, with each recomputation: losses and gradients beside those that nothing compiles or computes again.
+
+`pytest -m gpu tests/gpu/test_compiled.py`: a minute or two, most of it compiling.
+"""
+
+import pytest
+import torch
+
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.model.init import initialize_weights
+from ssscale.parallel.groups import Groups
+from ssscale.schema import AttentionConfig, Core, ModelConfig, PositionConfig, PositionMethod, Recompute
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+LENGTHS = [1, 700, 323, 1024]
+
+
+def model(core: Core) -> ModelConfig:
+    return ModelConfig(
+        num_layers=3,
+        hidden_size=256,
+        ffn_hidden_size=768,
+        num_heads=4,
+        vocab_size=500,
+        attention=AttentionConfig(core=core),
+        position=PositionConfig(method=PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope),
+    )
+
+
+def gradients(core: Core, groups: Groups, compiled: bool, recompute: Recompute) -> dict[str, torch.Tensor]:
+    """Of the second pass, which finds memory that the first one has used. With the losses."""
+    config = model(core)
+    torch._dynamo.reset()
+    with torch.device(DEVICE):
+        decoder = Decoder(config, groups, sum(LENGTHS), dtype=torch.bfloat16, recompute=recompute)
+        initialize_weights(decoder, config, groups, seed=1)
+        tokens = torch.arange(sum(LENGTHS)) % config.vocab_size
+    if compiled:
+        decoder.compile_parts()
+    layout = PackedLayout.from_lengths(LENGTHS).to(DEVICE)
+    for _ in range(2):
+        decoder.zero_grad()
+        losses = decoder(tokens, layout, (7 * tokens + 3) % config.vocab_size)
+        losses.mean().backward()
+    found = {name: p.grad.float() for name, p in decoder.named_parameters() if p.grad is not None}
+    return found | {"losses": losses.detach().float()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("core", list(Core))
+def test_compiling_and_recomputing_change_no_gradient(
+    core: Core, recompute: Recompute, compiled: bool, groups: Groups
+) -> None:
+    plain = gradients(core, groups, False, Recompute.none)
+    other = gradients(core, groups, compiled, recompute)
+    assert plain.keys() == other.keys()
+    for name, expected in plain.items():
+        assert (other[name] - expected).norm() <= 0.02 * expected.norm(), name  # bf16, fused in other places
