@@ -10,7 +10,7 @@ part=weak     tokens/s a GPU on one GPU and on all, ZeRO-1, accumulation 1, rows
 part=skip     a ring of all GPUs with skip_below as configured and 0; give init_from=RUN of a trained model
 
 Medians of the steps after the fourth; a line for each run as it ends, and its output in FOLDER. `only` takes some of the
-layouts; `at_once` runs share the GPUs, for losses only. What is left over is passed on to every run.
+layouts; `at_once` runs share the GPUs, for losses only, if their memory allows. What is left over is passed on to every run.
 """
 
 import itertools
@@ -36,6 +36,7 @@ from ssscale.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
+OUTSIDE = 3  # GiB of a process that no estimate counts: CUDA's context, NCCL's buffers, what lies between tensors
 OPTIONS = {"part": str, "gpus": int, "data": str, "config": str, "rows": int, "steps": int, "folder": str, "only": str}
 OPTIONS |= {"at_once": int}
 PARTS = ("losses", "speed", "long", "weak", "skip")
@@ -109,15 +110,12 @@ def chosen(part: str, gpus: int, only: str | None) -> list[Run]:
     return [known[name] for name in names]
 
 
-def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | None:
-    name, rows, steps = options["config"], options["rows"], options["steps"]
+def arguments_of(layout: Run, options: dict[str, Any], extra: list[str]) -> list[str]:
+    """The keys of a run, all but its folder."""
+    name, rows = options["config"], options["rows"]
     if options["part"] == "weak":
         rows = rows // options["gpus"] * layout.gpus
     data_ranks = layout.gpus // (layout.tensor * layout.ulysses * layout.ring)
-    slug = layout.label.replace(" ", "_")
-    folder = Path(options["folder"]) / f"parallel_{name}_{slug}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     keys: dict[str, Any] = {
         "config": name,
         "data.path": options["data"],
@@ -126,7 +124,7 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
         "parallel.ring": layout.ring,
         "train.microbatch": rows // data_ranks // layout.microbatches,
         "train.batch_size": rows,
-        "train.max_steps": steps,
+        "train.max_steps": options["steps"],
         "train.log_every": 1,
         "train.eval_every": 0,
         "train.save_every": 0,
@@ -134,8 +132,31 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     }
     stages = len(load_config([f"config={name}"]).train.stages)
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
-    arguments = [f"{key}={value}" for key, value in keys.items()] + extra
-    arguments += layout.keys
+    return [f"{key}={value}" for key, value in keys.items()] + extra + list(layout.keys)
+
+
+def estimated_gib(layout: Run, options: dict[str, Any], extra: list[str]) -> float:
+    return memory_per_gpu(load_config(arguments_of(layout, options, extra)), layout.gpus).total / GIB
+
+
+def check_room(estimates: list[float], at_once: int, room: float) -> None:
+    """Raises UserError where the largest runs, `at_once` of them, do not fit a GPU of `room` GiB beside each other."""
+    needed = list(itertools.accumulate(sorted((gib + OUTSIDE for gib in estimates), reverse=True)[:at_once]))
+    if needed[-1] > room:
+        fit = max(1, sum(gib <= room for gib in needed))
+        raise UserError(
+            f"at_once={at_once}: by their estimates, and {OUTSIDE} GiB each for CUDA and NCCL, these runs need "
+            f"{needed[-1]:.0f} GiB of a GPU's {room:.0f}: use at_once={fit}"
+        )
+
+
+def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | None:
+    name = options["config"]
+    slug = layout.label.replace(" ", "_")
+    folder = Path(options["folder"]) / f"parallel_{name}_{slug}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    arguments = arguments_of(layout, options, extra)
     command = [
         sys.executable,
         "-m",
@@ -166,13 +187,12 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
         return None
     records = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
     settled = records[4:] or records
-    memory = memory_per_gpu(load_config([argument for argument in arguments if "run_dir" not in argument]), layout.gpus)
     return Found(
         [record["loss"] for record in records],
         records[0].get("grad_norm", float("nan")),
         statistics.median(record["tokens_per_second"] for record in settled),
         max(record.get("memory_gib", float("nan")) for record in settled),
-        memory.total / GIB,
+        estimated_gib(layout, options, extra),
     )
 
 
@@ -236,6 +256,12 @@ def main(argv: list[str]) -> None:
     print(LOSSES if options["part"] == "losses" else SPEED, flush=True)
     base: tuple[Found, float] | None = None  # the first run that came to its end, and its tokens/s a GPU
     chosen_runs = chosen(options["part"], options["gpus"], options.get("only"))
+    if options["at_once"] > 1:
+        import torch  # which takes seconds
+
+        estimates = [estimated_gib(layout, options, extra) for layout in chosen_runs]
+        if torch.cuda.is_available():
+            check_room(estimates, options["at_once"], torch.cuda.get_device_properties(0).total_memory / GIB)
     measure = partial(execute, options=options, extra=extra)
     with ThreadPoolExecutor(options["at_once"]) as pool:
         results = map(measure, chosen_runs) if options["at_once"] == 1 else pool.map(measure, chosen_runs)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch import benchmark_parallel
-from launch.benchmark_parallel import Found, chosen, runs_of, spreads, warning
+from launch.benchmark_parallel import Found, check_room, chosen, runs_of, spreads, warning
 from ssscale.errors import UserError
 
 
@@ -36,6 +36,13 @@ def test_orders_of_summation() -> None:
     assert [(run.microbatches, bool(run.environment)) for run in orders] == [
         (count, tree) for tree in (False, True) for count in (1, 2, 4)
     ]
+
+
+def test_runs_beside_each_other_must_fit() -> None:
+    check_room([20.0, 10.0, 30.0], 2, 56.0)
+    check_room([20.0], 4, 24.0)
+    with pytest.raises(UserError, match=r"at_once=3: by .* need 69 GiB of a GPU's 56: use at_once=2"):
+        check_room([20.0, 10.0, 30.0], 3, 56.0)
 
 
 def test_spreads() -> None:
