@@ -1,0 +1,93 @@
+"""eval/papers.sh: what it would run, and how it shares jobs out over GPUs."""
+
+import os
+import shlex
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ssscale.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = """#!/bin/bash
+echo "$CUDA_VISIBLE_DEVICES $*" >> "$SEEN"
+[[ "$*" != *"${BREAKS:-nothing}"* ]]
+"""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in ("books", "code"):
+        (folder / f"train.{name}.jsonl.zst").touch()
+        (folder / f"valid.{name}.jsonl.zst").touch()
+    for name in ("tokenizer.json", "a.json", "b.json"):
+        (folder / name).touch()
+    return folder
+
+
+def papers(text: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script in a folder without .venv, whose programs would come before ours."""
+    copy = text.parent / "repository" / "eval" / "papers.sh"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes((ROOT / "eval/papers.sh").read_bytes())
+    command = ["bash", str(copy), "text", "text/a.json,text/b.json", "out"]
+    return subprocess.run(command, cwd=text.parent, env=os.environ | environment, capture_output=True, text=True)
+
+
+def test_its_commands_are_ours(text: Path) -> None:
+    found = papers(text, PRINT="1")
+    assert (found.returncode, found.stderr) == (0, "")
+    commands = [shlex.split(line) for line in found.stdout.splitlines() if not line.startswith("#")]
+    runs = []
+    for program, first, *arguments in commands:
+        assert program == "python"
+        if first == "launch/pretrain.py":
+            runs.append(load_config(arguments))
+        elif first == "-m":
+            assert find_spec(arguments[0]) is not None
+        else:
+            assert first == "launch/finetune.py"
+            assert f"questions={text}/a.json,{text}/b.json" in arguments
+    assert len(runs) == 8
+    lengths = {run.run_dir.rsplit("/", 1)[1]: (run.data.path.rsplit("/", 1)[1], run.data.length) for run in runs}
+    assert lengths["p_n"] == ("p_n", 1024)
+    assert lengths["50m_ssmax"] == ("1024", 1024)
+    assert lengths["50m_window512"] == ("2048", 2048)
+
+
+def test_jobs_are_shared_out_once(text: Path) -> None:
+    seen, programs = text.parent / "seen", text.parent / "bin"
+    programs.mkdir()
+    (programs / "python").write_text(STUB)
+    (programs / "python").chmod(0o755)
+    stub = {"PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(seen), "GPUS": "0 3"}
+    found = papers(text, **stub)
+    assert found.returncode == 0, found.stderr
+    lines = seen.read_text().splitlines()
+    assert {line.split(" ", 1)[0] for line in lines if "pretrain" in line} == {"0", "3"}
+    expected = papers(text, PRINT="1").stdout.replace("python ", "").splitlines()
+    assert sorted(line.split(" ", 1)[1] for line in lines) == sorted(line for line in expected if line[0] != "#")
+
+    seen.unlink()
+    found = papers(text, **stub, BREAKS="config=50m_nope", JOBS="extrapolation_nope p_n")
+    assert found.returncode == 1
+    assert "extrapolation_nope: failed, see " in found.stdout
+    assert found.stderr == "error: 1 jobs failed; the same command runs them again\n"
+    assert "long_context" not in seen.read_text()
+    assert "pn_fit" in seen.read_text()
+    found = papers(text, **stub, BREAKS="data/1024")
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: the data could not be prepared: ")
+
+
+def test_bad_input_is_one_sentence(text: Path) -> None:
+    (text / "b.json").unlink()
+    found = papers(text, GPUS="0")
+    assert (found.returncode, found.stderr) == (2, f"error: there is no file {text}/b.json\n")
+    found = papers(text, PRINT="1", JOBS="mqrar_softmax_33")
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: JOBS: there is no job mqrar_softmax_33; use pair_ssmax ")
