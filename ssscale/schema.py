@@ -283,13 +283,18 @@ class Config:
         return self.train.batch_size * self.data.length
 
     @property
+    def breaks_in_blocks(self) -> list[str]:
+        """The keys by which a compiled block is not one graph: exchanges between ranks, and ZeRO-3's hooks at every weight."""
+        parallel = self.parallel
+        sizes = {"tensor": parallel.tensor, "ulysses": parallel.ulysses, "ring": parallel.ring}
+        found = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+        return [*found, "parallel.zero_stage=3"] if parallel.zero_stage == 3 else found
+
+    @property
     def compile_on_gpu(self) -> Compile:
-        """What `auto` is on a GPU: blocks, but where ZeRO-3's hooks break their graphs at every weight, or exchanges between
-        ranks the one graph that selective recomputation needs.
-        """
-        parallel, train = self.parallel, self.train
+        """What `auto` is on a GPU: blocks, but under ZeRO-3, and where selective recomputation would need them in one graph."""
+        train = self.train
         if train.compile != Compile.auto:
             return train.compile
-        shared = parallel.tensor * parallel.context > 1
-        broken = parallel.zero_stage == 3 or (shared and train.recompute is Recompute.selective)
-        return Compile.none if broken else Compile.block
+        torn = train.recompute is Recompute.selective and self.breaks_in_blocks
+        return Compile.none if torn or self.parallel.zero_stage == 3 else Compile.block

@@ -30,9 +30,7 @@ def check_parallel(config: Config, gpu: bool) -> None:
             f"train.compile=model needs parallel.tensor=1, not {tensor}: tensor parallelism breaks the graph between "
             "blocks; use train.compile=block"
         )
-    breaking = {f"parallel.{name}": getattr(parallel, name) for name in ("tensor", "ulysses", "ring")}
-    broken_by = [f"{key}={size}" for key, size in breaking.items() if size > 1]
-    broken_by += ["parallel.zero_stage=3"] if parallel.zero_stage == 3 else []
+    broken_by = config.breaks_in_blocks
     if broken_by and train.recompute is Recompute.selective and train.compile is Compile.block:
         raise UserError(
             f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs a "

@@ -39,11 +39,11 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config, megatron)
 
     def forward(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
-        if self.selective and torch.is_grad_enabled():
-            return keep_products(self._layer, x, layout, tables, cache)
+        if self.selective and cache is None and torch.is_grad_enabled():
+            return keep_products(self._layer, x, layout, tables)
         return self._layer(x, layout, tables, cache)
 
-    def _layer(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None") -> Tensor:
+    def _layer(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
         x = x + self._scaled(self.attention(self.attention_norm(x), layout, tables, cache))
         return x + self._scaled(self.mlp(self.mlp_norm(x)))
 

@@ -3,6 +3,8 @@
 `pytest -m gpu tests/gpu/test_compiled.py`: a minute or two, most of it compiling.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,28 +12,17 @@ from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.schema import AttentionConfig, Core, ModelConfig, PositionConfig, PositionMethod, Recompute
+from ssscale.schema import Core, Recompute
+from tests.distributed.test_activations import make_model
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 LENGTHS = [1, 700, 323, 1024]
 
 
-def model(core: Core) -> ModelConfig:
-    return ModelConfig(
-        num_layers=3,
-        hidden_size=256,
-        ffn_hidden_size=768,
-        num_heads=4,
-        vocab_size=500,
-        attention=AttentionConfig(core=core),
-        position=PositionConfig(method=PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope),
-    )
-
-
 def gradients(core: Core, groups: Groups, compiled: bool, recompute: Recompute) -> dict[str, torch.Tensor]:
     """Of the second pass, which finds memory that the first one has used. With the losses."""
-    config = model(core)
+    config = replace(make_model(core, 3), hidden_size=256, ffn_hidden_size=768, vocab_size=500)
     torch._dynamo.reset()
     with torch.device(DEVICE):
         decoder = Decoder(config, groups, sum(LENGTHS), dtype=torch.bfloat16, recompute=recompute)
