@@ -77,15 +77,18 @@ def layouts(gpus: int) -> list[Run]:
 def runs_of(part: str, gpus: int) -> list[Run]:
     every = layouts(gpus)
     if part == "losses":
-        # NCCL gathers in rings only, and refuses to when told to use trees for everything. Two ranks have one order.
-        tree = (("NCCL_ALGO", "allreduce:tree"),)
-        counts = {"two": 2, "four": 4}
-        orders = [every[0]._replace(label=f"DP{gpus} in {n} microbatches", microbatches=m) for n, m in counts.items()]
-        if gpus > 2:
-            as_trees = [
-                run._replace(label=f"{run.label} reduced as a tree", environment=tree) for run in (every[0], *orders)
+        # Sums over the rows, sums within norms and what is rounded between, sums over the ranks.
+        orders = [
+            every[0]._replace(label=f"DP{gpus} in two microbatches", microbatches=2),
+            every[0]._replace(label=f"DP{gpus} in compiled blocks", keys=("train.compile=block",)),
+        ]
+        if gpus > 2:  # two ranks have one order
+            # NCCL gathers in rings only, and refuses to when told to use trees for everything.
+            tree = (("NCCL_ALGO", "allreduce:tree"),)
+            trees = [
+                run._replace(label=f"{run.label} reduced as a tree", environment=tree) for run in (every[0], orders[1])
             ]
-            orders += as_trees
+            orders += trees
         return [every[0], *orders, *every[1:]]
     if part == "long":
         return [layout for layout in every if layout.ulysses * layout.ring == gpus]

@@ -30,11 +30,20 @@ def test_only_takes_what_it_names() -> None:
 
 
 def test_orders_of_summation() -> None:
-    """Data parallelism in one, two and four microbatches; of more than two ranks in rings and trees."""
-    assert [run.microbatches for run in runs_of("losses", 2)[:4]] == [1, 2, 4, 1]
+    """Over rows, within norms, over ranks."""
+    assert [run.label for run in runs_of("losses", 2)[:4]] == [
+        "DP2",
+        "DP2 in two microbatches",
+        "DP2 in compiled blocks",
+        "TP2",
+    ]
     orders = [run for run in runs_of("losses", 4) if run.label.startswith("DP4")]
-    assert [(run.microbatches, bool(run.environment)) for run in orders] == [
-        (count, tree) for tree in (False, True) for count in (1, 2, 4)
+    assert [(run.microbatches, len(run.keys), bool(run.environment)) for run in orders] == [
+        (1, 0, False),
+        (2, 0, False),
+        (1, 1, False),
+        (1, 0, True),
+        (1, 1, True),
     ]
 
 
