@@ -5,8 +5,8 @@
 #
 # TEXT: a folder with train.NAME.jsonl.zst, valid.NAME.jsonl.zst (one NAME is books) and tokenizer.json.
 # QUESTIONS: files in SQuAD's form with commas between. OUT: runs/papers.
-# A job a GPU (GPUS="0 1": these), the longest first. Their output is in OUT/logs; the same command again goes on where it was
-# stopped and repeats nothing that has ended. JOBS="p_n mqrar_softmax_32" takes some of them, PRINT=1 prints what would be run.
+# A job a GPU (GPUS="0 1": these), the longest first. Their output is in OUT/logs. SIGINT and SIGTERM save what is training and
+# end with 75; the same command again goes on from there and repeats nothing that has ended. JOBS="p_n mqrar_softmax_32" takes some of them, PRINT=1 prints what would be run.
 set -euo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
@@ -106,19 +106,31 @@ if [ -n "$print" ]; then
 fi
 
 mkdir -p "$out/logs" "$out/figures"
-echo "data: $out/logs/data.log"
-# Not `(data) || fail`: within a condition bash goes on behind a command that failed.
-data >"$out/logs/data.log" 2>&1 &
-wait $! || fail "the data could not be prepared: $(tail -1 "$out/logs/data.log")"
 taken=$(mktemp -d)
 trap 'rm -rf "$taken"' EXIT
+stop() {
+    trap '' INT TERM
+    exec 3>&2 2>/dev/null  # bash's own notices of what it ends
+    local group
+    for group in $(jobs -p); do kill -TERM -- "-$group" || true; done
+    wait
+    echo "stopped: the same command goes on" >&3
+    exit 75
+}
+trap stop INT TERM
+set -m  # each background job a process group, which `stop` can reach down to the programs
+echo "data: $out/logs/data.log"
+# Not `(data) || fail`: within a condition bash goes on behind a command that failed.
+(trap 'exit 75' TERM; data) >"$out/logs/data.log" 2>&1 &
+wait $! || fail "the data could not be prepared: $(tail -1 "$out/logs/data.log")"
 worker() {
     export CUDA_VISIBLE_DEVICES=$1
+    trap 'wait; exit 75' TERM
     local job
     for job in $jobs; do
         mkdir "$taken/$job" 2>/dev/null || continue
         local began=$SECONDS log=$out/logs/$job.log
-        call "$job" >"$log" 2>&1 &
+        (trap 'exit 75' TERM; call "$job") >"$log" 2>&1 &  # behind the program, which saves first
         if wait $!; then
             echo "$job: $((SECONDS - began)) s on GPU $1"
         else

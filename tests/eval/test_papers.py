@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 STUB = """#!/bin/bash
 echo "$CUDA_VISIBLE_DEVICES $*" >> "$SEEN"
 [[ "$*" != *"${BREAKS:-nothing}"* ]]
+"""
+SLEEPS = """#!/bin/bash
+[[ "$*" != *data_prep* ]] || exit 0
+trap 'sleep 0.5; echo saved >> "$SEEN"; exit 75' TERM
+echo began >> "$SEEN"
+sleep 100 & wait
 """
 
 
@@ -29,13 +36,29 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
-def papers(text: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(text: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
     """The script in a folder without .venv, whose programs would come before ours."""
     copy = text.parent / "repository" / "eval" / "papers.sh"
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_bytes((ROOT / "eval/papers.sh").read_bytes())
     command = ["bash", str(copy), "text", "text/a.json,text/b.json", "out"]
-    return subprocess.run(command, cwd=text.parent, env=os.environ | environment, capture_output=True, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=text.parent, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def papers(text: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    process = start(text, environment)
+    out, errors = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+def stand_in(text: Path, program: str) -> dict[str, str]:
+    """The environment in which `program` runs in place of python, on two GPUs; it writes to the file `seen`."""
+    file = text.parent / "bin" / "python"
+    file.parent.mkdir()
+    file.write_text(program)
+    file.chmod(0o755)
+    return {"PATH": f"{file.parent}:{os.environ['PATH']}", "SEEN": str(text.parent / "seen"), "GPUS": "0 3"}
 
 
 def test_its_commands_are_ours(text: Path) -> None:
@@ -60,11 +83,7 @@ def test_its_commands_are_ours(text: Path) -> None:
 
 
 def test_jobs_are_shared_out_once(text: Path) -> None:
-    seen, programs = text.parent / "seen", text.parent / "bin"
-    programs.mkdir()
-    (programs / "python").write_text(STUB)
-    (programs / "python").chmod(0o755)
-    stub = {"PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(seen), "GPUS": "0 3"}
+    seen, stub = text.parent / "seen", stand_in(text, STUB)
     found = papers(text, **stub)
     assert found.returncode == 0, found.stderr
     lines = seen.read_text().splitlines()
@@ -82,6 +101,19 @@ def test_jobs_are_shared_out_once(text: Path) -> None:
     found = papers(text, **stub, BREAKS="data/1024")
     assert found.returncode == 2
     assert found.stderr.startswith("error: the data could not be prepared: ")
+
+
+def test_a_signal_ends_what_is_running(text: Path) -> None:
+    """Once it has saved."""
+    seen = text.parent / "seen"
+    started = start(text, stand_in(text, SLEEPS))
+    until = time.monotonic() + 30
+    while (not seen.exists() or len(seen.read_text().split()) < 2) and time.monotonic() < until:
+        time.sleep(0.05)
+    started.terminate()
+    _, errors = started.communicate(timeout=30)
+    assert (started.returncode, errors) == (75, "stopped: the same command goes on\n")
+    assert seen.read_text().split() == ["began", "began", "saved", "saved"]
 
 
 def test_bad_input_is_one_sentence(text: Path) -> None:
