@@ -78,18 +78,22 @@ def runs_of(part: str, gpus: int) -> list[Run]:
     every = layouts(gpus)
     if part == "losses":
         # Sums over the rows, sums within norms and what is rounded between, sums over the ranks.
+        # NCCL gathers in rings only, and refuses to when told to use trees for everything. Two ranks have one order.
+        tree = (("NCCL_ALGO", "allreduce:tree"),)
         orders = [
-            every[0]._replace(label=f"DP{gpus} in two microbatches", microbatches=2),
-            every[0]._replace(label=f"DP{gpus} in compiled blocks", keys=("train.compile=block",)),
+            every[0]._replace(
+                label=every[0].label
+                + " in two microbatches" * two
+                + " in compiled blocks" * compiled
+                + " reduced as a tree" * trees,
+                microbatches=1 + two,
+                keys=("train.compile=block",) * compiled,
+                environment=tree * trees,
+            )
+            for trees, compiled, two in itertools.product((False, True), repeat=3)
+            if gpus > 2 or not trees
         ]
-        if gpus > 2:  # two ranks have one order
-            # NCCL gathers in rings only, and refuses to when told to use trees for everything.
-            tree = (("NCCL_ALGO", "allreduce:tree"),)
-            trees = [
-                run._replace(label=f"{run.label} reduced as a tree", environment=tree) for run in (every[0], orders[1])
-            ]
-            orders += trees
-        return [every[0], *orders, *every[1:]]
+        return [*orders, *every[1:]]
     if part == "long":
         return [layout for layout in every if layout.ulysses * layout.ring == gpus]
     if part == "weak":
@@ -221,8 +225,12 @@ def spreads(found: dict[Run, Found], first: Run) -> str:
         pairs = list(itertools.combinations(some, 2))
         apart = [[abs(a - b) for a, b in zip(found[x].losses, found[y].losses, strict=True)] for x, y in pairs]
         if apart:
-            most, mean = max(map(max, apart)), statistics.mean(map(statistics.mean, apart))
-            lines.append(f"{len(some)} {name}: largest difference of any two {most:.2e}, mean {mean:.2e}")
+            most, middle = max(map(max, apart)), statistics.median(map(max, apart))
+            mean = statistics.mean(map(statistics.mean, apart))
+            lines.append(
+                f"{len(some)} {name}: largest difference of any two {most:.2e} (median of the {len(pairs)} pairs' "
+                f"{middle:.2e}), mean {mean:.2e}"
+            )
     return "\n".join(lines)
 
 

@@ -273,8 +273,7 @@ def forward(
         return o, log_rest, row_carry, row_tile, block_stop, maxima
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
     if convert:
-        half.find(v, cu_k, maxima, half.V)
-        v = half.to_half(v, cu_k, maxima, half.V)
+        v = half.values(maxima, k, v, cu_k)
     sums = sum_types(q.dtype, config.key_block)
     num_slots = num_tokens // config.row_block + num_sequences
     heads = head_group(k, num_heads // k.shape[1], group_bytes)

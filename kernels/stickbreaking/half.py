@@ -6,8 +6,6 @@ fp16's range. The power is that of a sequence, so that no sequence sees what oth
 weights are multiplied by 2^(8 − log2 H). Whatever is larger than bf16's 2^100 comes out as infinite.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,15 +13,13 @@ from torch import Tensor
 
 from . import tile
 
-Q, K, V, DO = range(4)
-TARGET = (13, 13, 2, 2)
 # Forward's weights, multiplied by 2^8, stay normal numbers down to 2^-22.
 FORWARD_SHIFT = tl.constexpr(8.0)
 
 
 @triton.jit
 def exponent(maxima_ptr, sequence, WHICH: tl.constexpr, TARGET: tl.constexpr):
-    """e such that the largest of this sequence, times 2^e, lies in [2^TARGET, 2^(TARGET + 1))."""
+    """e such that this sequence's largest of q, k, v or dO (0 … 3), times 2^e, lies in [2^TARGET, 2^(TARGET + 1))."""
     bits = tl.load(maxima_ptr + sequence * 4 + WHICH)
     return tl.minimum(tl.maximum(TARGET + 127 - (bits >> 23), -100), 100).to(tl.float32)
 
@@ -56,23 +52,25 @@ def scaled(x, shift):
 
 
 @triton.jit
-def _rows(x_ptr, cu_ptr, num_tokens, num_sequences, sx_t, ROWS: tl.constexpr):
-    sequence, block = tile.locate(cu_ptr, tl.program_id(0), num_sequences, ROWS)
+def _place(cu_ptr, program, num_tokens, num_heads, num_sequences, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """Sequence, tokens, which of them exist, and the first of HEADS heads of a program that takes ROWS tokens of them."""
+    groups = tl.cdiv(num_heads, HEADS)
+    sequence, block = tile.locate(cu_ptr, program // groups, num_sequences, ROWS)
     start, length = tile.bounds(cu_ptr, sequence, num_tokens)
     row = block * ROWS + tl.arange(0, ROWS)
-    return sequence, (start + row).to(tl.int64), (row >= 0) & (row < length)
+    return sequence, (start + row).to(tl.int64), (row >= 0) & (row < length), program % groups * HEADS
 
 
-@triton.jit(do_not_specialize=("num_tokens", "num_heads", "num_sequences"))
-def maxima_kernel(
-    x_ptr, maxima_ptr, cu_ptr, num_tokens, num_heads, num_sequences, sx_t, sx_n, WHICH: tl.constexpr, H: tl.constexpr,
-    BH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+@triton.jit
+def _search(
+    x_ptr, maxima_ptr, cu_ptr, program, num_tokens, num_heads, num_sequences, sx_t, sx_n, WHICH: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    sequence, token, row_ok = _rows(x_ptr, cu_ptr, num_tokens, num_sequences, sx_t, ROWS)
+    sequence, token, row_ok, first_head = _place(cu_ptr, program, num_tokens, num_heads, num_sequences, ROWS, HEADS)
     dims = tl.arange(0, BH)
     largest = tl.zeros([ROWS, BH], tl.float32)
     for i in tl.static_range(HEADS):
-        head = tl.program_id(1) * HEADS + i
+        head = first_head + i
         inside = row_ok[:, None] & (dims < H)[None, :] & (head < num_heads)
         x = tl.load(x_ptr + token[:, None] * sx_t + head * sx_n + dims[None, :], mask=inside, other=0.0)
         x = tl.abs(x.to(tl.float32))
@@ -80,20 +78,78 @@ def maxima_kernel(
     enter(maxima_ptr, sequence, WHICH, largest)
 
 
-@triton.jit(do_not_specialize=("num_tokens", "num_heads", "num_sequences"))
-def convert_kernel(
-    x_ptr, out_ptr, maxima_ptr, cu_ptr, num_tokens, num_heads, num_sequences, sx_t, sx_n, WHICH: tl.constexpr,
+@triton.jit
+def _convert(
+    x_ptr, out_ptr, maxima_ptr, cu_ptr, program, num_tokens, num_heads, num_sequences, sx_t, sx_n, WHICH: tl.constexpr,
     TARGET: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    sequence, token, row_ok = _rows(x_ptr, cu_ptr, num_tokens, num_sequences, sx_t, ROWS)
+    sequence, token, row_ok, first_head = _place(cu_ptr, program, num_tokens, num_heads, num_sequences, ROWS, HEADS)
     dims = tl.arange(0, BH)
     shift = exponent(maxima_ptr, sequence, WHICH, TARGET)
     for i in tl.static_range(HEADS):
-        head = tl.program_id(1) * HEADS + i
+        head = first_head + i
         inside = row_ok[:, None] & (dims < H)[None, :] & (head < num_heads)
         x = tl.load(x_ptr + token[:, None] * sx_t + head * sx_n + dims[None, :], mask=inside, other=0.0)
         out = (token[:, None] * num_heads + head) * H + dims[None, :]
         tl.store(out_ptr + out, scaled(x, shift), mask=inside)
+
+
+COUNTS = ("num_tokens", "num_heads", "num_keys", "num_kv_heads", "num_sequences", "key_programs")
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def key_maxima_kernel(
+    k_ptr, v_ptr, maxima_ptr, cu_k_ptr, num_keys, num_kv_heads, num_sequences, sk_t, sk_n, sv_t, sv_n,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Enters the largest |k| and |v|. Grid (programs, 2)."""
+    program = tl.program_id(0)
+    if tl.program_id(1) == 0:
+        _search(
+            k_ptr, maxima_ptr, cu_k_ptr, program, num_keys, num_kv_heads, num_sequences, sk_t, sk_n, 1, H, BH, ROWS, HEADS
+        )  # fmt: skip
+    else:
+        _search(
+            v_ptr, maxima_ptr, cu_k_ptr, program, num_keys, num_kv_heads, num_sequences, sv_t, sv_n, 2, H, BH, ROWS, HEADS
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def value_kernel(
+    v_ptr, v_half_ptr, maxima_ptr, cu_k_ptr, num_keys, num_kv_heads, num_sequences, sv_t, sv_n,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Converts v. Grid (programs)."""
+    _convert(
+        v_ptr, v_half_ptr, maxima_ptr, cu_k_ptr, tl.program_id(0), num_keys, num_kv_heads, num_sequences, sv_t, sv_n, 2, 2,
+        H, BH, ROWS, HEADS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def operands_kernel(
+    k_ptr, v_ptr, do_ptr, k_half_ptr, v_half_ptr, maxima_ptr, cu_q_ptr, cu_k_ptr, num_tokens, num_heads, num_keys,
+    num_kv_heads, num_sequences, key_programs, sk_t, sk_n, sv_t, sv_n, so_t, so_n,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Converts k and v and enters the largest |dO|: a launch costs as much as reading one of them.
+    Grid (2 · key_programs + dO's programs)."""
+    program = tl.program_id(0)
+    if program < key_programs:
+        _convert(
+            k_ptr, k_half_ptr, maxima_ptr, cu_k_ptr, program, num_keys, num_kv_heads, num_sequences, sk_t, sk_n, 1, 13, H, BH,
+            ROWS, HEADS,
+        )  # fmt: skip
+    elif program < 2 * key_programs:
+        _convert(
+            v_ptr, v_half_ptr, maxima_ptr, cu_k_ptr, program - key_programs, num_keys, num_kv_heads, num_sequences, sv_t,
+            sv_n, 2, 2, H, BH, ROWS, HEADS,
+        )  # fmt: skip
+    else:
+        _search(
+            do_ptr, maxima_ptr, cu_q_ptr, program - 2 * key_programs, num_tokens, num_heads, num_sequences, so_t, so_n, 3, H,
+            BH, ROWS, HEADS,
+        )  # fmt: skip
 
 
 ROWS, HEADS = 64, 4
@@ -109,36 +165,35 @@ def new_maxima(cu_seqlens: Tensor, convert: bool) -> Tensor:
     return torch.zeros((cu_seqlens.shape[0] - 1 if convert else 0, 4), dtype=torch.int32, device=cu_seqlens.device)
 
 
-def _launch(x: Tensor, cu_seqlens: Tensor, which: int) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, int]]:
-    """Grid, counts and constants of the two kernels."""
-    num_tokens, num_heads, head_dim = x.shape
-    num_sequences = cu_seqlens.shape[0] - 1
-    grid = (num_tokens // ROWS + num_sequences, triton.cdiv(num_heads, HEADS))
-    counts = (cu_seqlens, num_tokens, num_heads, num_sequences, x.stride(0), x.stride(1))
-    block = max(16, triton.next_power_of_2(head_dim))
-    return grid, counts, {"WHICH": which, "H": head_dim, "BH": block, "ROWS": ROWS, "HEADS": HEADS}
+def shape_constants(head_dim: int) -> dict[str, int]:
+    return {"H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "ROWS": ROWS, "HEADS": HEADS}
 
 
-def find(x: Tensor, cu_seqlens: Tensor, maxima: Tensor, which: int) -> None:
-    """Enters the largest of x [T, N, H] into `maxima`, by sequence."""
-    grid, counts, shape = _launch(x, cu_seqlens, which)
-    maxima_kernel[grid](x, maxima, *counts, **shape)
+def _programs(x: Tensor, num_sequences: int) -> int:
+    return (x.shape[0] // ROWS + num_sequences) * triton.cdiv(x.shape[1], HEADS)
 
 
-def to_half(x: Tensor, cu_seqlens: Tensor, maxima: Tensor, which: int) -> Tensor:
-    """x [T, N, H] times its sequences' powers of two in fp16, contiguous; its largest are in `maxima` already."""
-    grid, counts, shape = _launch(x, cu_seqlens, which)
-    out = torch.empty(x.shape, dtype=torch.float16, device=x.device)
-    convert_kernel[grid](x, out, maxima, *counts, TARGET=TARGET[which], **shape)
+def values(maxima: Tensor, k: Tensor, v: Tensor, cu_k: Tensor) -> Tensor:
+    """For forward: v in fp16, contiguous. Enters the largest of k and v [S, K, H] into `maxima`."""
+    sequences, (num_keys, num_kv_heads, head_dim) = cu_k.shape[0] - 1, k.shape
+    strides_k, strides_v = k.stride()[:2], v.stride()[:2]
+    counts = (maxima, cu_k, num_keys, num_kv_heads, sequences)
+    programs = _programs(v, sequences)
+    key_maxima_kernel[(programs, 2)](k, v, *counts, *strides_k, *strides_v, **shape_constants(head_dim))
+    out = torch.empty(v.shape, dtype=torch.float16, device=v.device)
+    value_kernel[(programs,)](v, out, *counts, *strides_v, **shape_constants(head_dim))
     return out
 
 
 def operands(
     maxima: Tensor, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor, cu_q: Tensor, cu_k: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For backward: all maxima, of which forward has found those of q and v; k and v; and where phase one leaves q and dO."""
+    """For backward: all maxima, of which forward has found q's, k's and v's; k and v; where phase one leaves q and dO."""
     maxima = maxima.clone()
-    find(grad_o, cu_q, maxima, DO)
-    find(k, cu_k, maxima, K)
-    k, v = to_half(k, cu_k, maxima, K), to_half(v, cu_k, maxima, V)
-    return maxima, k, v, *(torch.empty(x.shape, dtype=torch.float16, device=x.device) for x in (q, grad_o))
+    half = [torch.empty(x.shape, dtype=torch.float16, device=x.device) for x in (k, v, q, grad_o)]
+    sequences, programs = cu_k.shape[0] - 1, _programs(k, cu_k.shape[0] - 1)
+    operands_kernel[(2 * programs + _programs(grad_o, sequences),)](
+        k, v, grad_o, half[0], half[1], maxima, cu_q, cu_k, q.shape[0], q.shape[1], k.shape[0], k.shape[1], sequences,
+        programs, *k.stride()[:2], *v.stride()[:2], *grad_o.stride()[:2], **shape_constants(q.shape[2]),
+    )  # fmt: skip
+    return maxima, half[0], half[1], half[2], half[3]

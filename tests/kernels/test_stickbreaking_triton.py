@@ -8,6 +8,7 @@ import triton.language as tl
 from kernels.stickbreaking import backward as B
 from kernels.stickbreaking import decode as D
 from kernels.stickbreaking import forward as F
+from kernels.stickbreaking import half
 from kernels.testing import Resources, compile_for_hopper, resources
 from tests.kernels.interpreted import run_interpreted
 
@@ -50,6 +51,7 @@ def test_runs_of_row_blocks(interpreted):
 
 
 TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")
+TENSORS += ("k_half_ptr", "v_half_ptr")
 
 
 def types(kernel, constants, **special):
@@ -147,6 +149,18 @@ def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
     if config.num_stages > 1:
         assert found.async_copies > 0, "the loads are not pipelined"
     assert found.spills_in_loops == (0, 0), found
+
+
+@pytest.mark.parametrize("kernel", [half.key_maxima_kernel, half.value_kernel, half.operands_kernel])
+def test_conversion_compiles_for_hopper_in_wide_accesses(kernel):
+    constants = half.shape_constants(64)
+    halves = dict.fromkeys(("k_half_ptr", "v_half_ptr"), "*fp16")
+    program = compile_for_hopper(kernel, types(kernel, constants, maxima_ptr="*i32", **halves), constants)
+    found = resources(program)
+    assert found.stack_bytes == 0
+    wide = program.asm["ptx"].count("ld.global.v4.b32")
+    assert wide > 0
+    assert wide % (half.HEADS * half.ROWS * 64 * 2 // (16 * 128)) == 0  # 16 bytes a thread, every load of a tensor
 
 
 def test_decode_compiles_for_hopper():
