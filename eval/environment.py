@@ -2,7 +2,6 @@
 
 import logging
 import os
-import warnings
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -20,5 +19,3 @@ def prepare() -> None:
         "DISABLE_MULTIPROC", "1"
     )  # lm-eval would fork a pool for its bootstrap, torch's threads running
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # Megatron-core names the optional packages that it does without.
-    warnings.filterwarnings("ignore", module=r"megatron\.")

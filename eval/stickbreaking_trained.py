@@ -27,7 +27,7 @@ from ssscale.data.stream import PackedData
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import generate
-from ssscale.parallel.groups import initialize, shutdown
+from ssscale.parallel.groups import initialize
 from ssscale.schema import Precision
 from ssscale.train.build import load_for_inference
 
@@ -308,7 +308,6 @@ def main() -> None:
     for precision in (Precision.fp32, Precision.bf16):
         model, _ = load_for_inference(arguments.run, groups, precision)
         print(decode(model, held_out(data, lengths[0], arguments.rows), lengths[0]), flush=True)
-    shutdown()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="%(message)s", force=True)
     for name in ("ssscale", "kernels"):
         logging.getLogger(name).setLevel(logging.INFO if rank == 0 else logging.ERROR)
-    warnings.filterwarnings("ignore", module="megatron|deepspeed|torch.distributed")  # about parts that we do not use
+    warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # about parts that we do not use
     validate(config, int(os.environ.get("WORLD_SIZE", "1")), gpu=torch.cuda.is_available())
 
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together

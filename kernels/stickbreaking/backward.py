@@ -51,9 +51,9 @@ def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
 @triton.jit
 def _dq_tiles(
     dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr, behind_ptr,
-    scratch_step, first, last, position, num_keys,
-    logit_scale, shift, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HOIST: tl.constexpr, MASKED: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    scratch_step, first, last, position, num_keys, logit_scale, shift, dz_shift, nearer, farther, dims,
+    ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr,
+    MASKED: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
     local = tl.arange(0, ROWS)
@@ -81,6 +81,8 @@ def _dq_tiles(
         scratch = t * scratch_step + local
         tl.store(carry_ptr + scratch, entering)
         tl.store(behind_ptr + scratch, behind)
+        if HALF:
+            entering += dz_shift - shift
         rest = entering[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -132,46 +134,44 @@ def dq_kernel(
     saved = head.to(tl.int64) * num_tokens + token
     carry = tl.load(row_carry_ptr + saved, mask=row_ok, other=0.0)
     row_tile = tl.load(row_tile_ptr + saved, mask=row_ok, other=tile.NEVER)
+    stop = tile.block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
     # log_rest falls by β_i for every key: its gradient is there from the far end on.
     behind = tl.zeros([ROWS], tl.float32)
     if HAS_REST:
         behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
-    shift = 0.0
+    shift, dz_shift = 0.0, 0.0
     if HALF:
-        q_shift, k_shift, do_shift, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
-        # For phase two, which reads them for every tile of keys. Read back, they cost no registers.
+        q_shift, k_shift, _, do_shift, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        # For phase two, which reads them for every tile of keys. Read back, q costs no registers.
         rows = (token[:, None] * num_heads + head) * H + dims[None, :]
         tl.store(q_half_ptr + rows, half.scaled(q, q_shift), mask=in_rows)
         tl.store(do_half_ptr + rows, half.scaled(do, do_shift), mask=in_rows)
         tl.debug_barrier()
         q = tl.load(q_half_ptr + rows, mask=in_rows, other=0.0)
-        do = tl.load(do_half_ptr + rows, mask=in_rows, other=0.0)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
 
     kv_head = head // KV_GROUP
     k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
     v_ptr += k_start.to(tl.int64) * sv_t + kv_head * sv_n
-    scratch = tl.full([], 1, tl.int64) * head * num_tiles * scratch_rows + slice_slot * ROWS
+    scratch_step = tl.full([], 1, tl.int64) * scratch_rows
+    scratch = scratch_step * head * num_tiles + slice_slot * ROWS
     position = tl.minimum(offset + row, k_len)
     end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
     unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // BN
-    stop = tile.block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
     farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
 
     dq = tl.zeros([ROWS, BH], tl.float32)
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch,
-        tl.full([], 1, tl.int64) * scratch_rows,
-        stop, unmasked, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH, HOIST, False,
-        HALF, PARTS, PRECISION,
+        scratch_step, stop, unmasked, position, k_len, logit_scale, shift, dz_shift, nearer, farther, dims,
+        ROWS, BN, H, BH, HOIST, False, HALF, PARTS, PRECISION,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch,
-        tl.full([], 1, tl.int64) * scratch_rows,
-        tl.maximum(stop, unmasked), end, position, k_len, logit_scale, shift, nearer, farther, dims, ROWS, BN, H, BH,
-        HOIST, True, HALF, PARTS, PRECISION,
+        scratch_step, tl.maximum(stop, unmasked), end, position, k_len, logit_scale, shift, dz_shift, nearer, farther, dims,
+        ROWS, BN, H, BH, HOIST, True, HALF, PARTS, PRECISION,
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
@@ -228,7 +228,6 @@ def dkv_kernel(
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
     FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     HALF: tl.constexpr, HOIST: tl.constexpr,
-
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = tile.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -267,7 +266,8 @@ def dkv_kernel(
     k = tl.load(k_ptr + token[:, None] * sk_t + kv_head * sk_n + dims[None, :], mask=in_keys, other=0.0)
     v = tl.load(v_ptr + token[:, None] * sv_t + kv_head * sv_n + dims[None, :], mask=in_keys, other=0.0)
     if HALF:
-        q_shift, k_shift, do_shift, weight_shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        q_shift, k_shift, v_shift, do_shift, weight_shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        v = half.scaled(v, v_shift)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - q_shift)
         dv_scale = tl.exp2(-weight_shift - do_shift)
@@ -366,7 +366,7 @@ def backward(
     convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
     if convert:
         sums = SumTypes(tl.float16, sums.nearer_parts, tl.float16, 1, 1, sums.dot)
-        maxima, k, v, q_half, grad_o_half = half.operands(maxima, q, k, v, grad_o, cu_q, cu_k)
+        maxima, k, q_half, grad_o_half = half.operands(maxima, q, k, grad_o, cu_q, cu_k)
     strides, half_strides = (
         [s for x in (a, k, v, b) for s in (x.stride(0), x.stride(1))] for a, b in ((q, grad_o), (q_half, grad_o_half))
     )

@@ -47,10 +47,10 @@ def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
 def walk_tiles(
     acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, first, count, position, num_keys,
     logit_scale, floor,
-    nearer, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    nearer, dims, maxima_ptr, sequence, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    MASKED: tl.constexpr, HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`count` tiles from tile `first` outwards (to lower indices)."""
+    """`count` tiles from tile `first` outwards (to lower indices). ENTER_K: enters their largest |k|."""
     column_key = tile.key_of_column(BN)
     three_passes: tl.constexpr = PRECISION == "tf32x3"  # what is computed before the loop would fill the registers
     for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=three_passes):
@@ -70,6 +70,8 @@ def walk_tiles(
         else:
             k = tl.load(k_tile, mask=(dims < H)[None, :], other=0.0)
             v = tl.load(v_tile, mask=(dims < H)[None, :], other=0.0)
+        if ENTER_K:
+            half.enter(maxima_ptr, sequence, half.K, k)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
         u0, u1, u2, u3, _, capped, spent = tile.spend(z, position - t * BN, MASKED, ROWS, BN)
         left = carry.to(tl.float32)
@@ -93,7 +95,7 @@ def forward_kernel(
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr,
     NEARER_PARTS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, ENTER_K: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -116,7 +118,7 @@ def forward_kernel(
     token = (q_start + row).to(tl.int64)
     q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
     if HALF and SAVE:
-        half.enter(maxima_ptr, sequence, 0, q)
+        half.enter(maxima_ptr, sequence, half.Q, q)
     kv_head = head // KV_GROUP
     column_key = tile.key_of_column(BN)
     k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
@@ -146,7 +148,7 @@ def forward_kernel(
     acc, carry, row_carry, row_tile = walk_tiles(
         acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, end - 1, end - unmasked,
         position, k_len, logit_scale,
-        floor, nearer, dims, ROWS, BN, H, BH, True, HALF, PARTS, PRECISION,
+        floor, nearer, dims, maxima_ptr, sequence, ROWS, BN, H, BH, True, HALF, ENTER_K, PARTS, PRECISION,
     )  # fmt: skip
     # The exit is tested once a chunk, for a loop that tests it at every tile is not pipelined. A chunk is as long as the
     # fullest stick will last at the rate at which the chunk before spent it.
@@ -158,7 +160,7 @@ def forward_kernel(
         acc, carry, row_carry, row_tile = walk_tiles(
             acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, t, count, position,
             k_len, logit_scale,
-            floor, nearer, dims, ROWS, BN, H, BH, False, HALF, PARTS, PRECISION,
+            floor, nearer, dims, maxima_ptr, sequence, ROWS, BN, H, BH, False, HALF, False, PARTS, PRECISION,
         )  # fmt: skip
         t -= count
         left = tl.max(carry, 0).to(tl.float32)
@@ -167,7 +169,7 @@ def forward_kernel(
         fullest = left
 
     if HALF:
-        acc *= tl.exp2(-half.exponent(maxima_ptr, sequence, 2, 2) - half.FORWARD_SHIFT)
+        acc *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
     # Maxima that were given too small would leave backward's scratch too small: say so in the result.
     acc = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), acc)
     tl.store(
@@ -272,8 +274,10 @@ def forward(
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop, maxima
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
+    # Where every key that anyone sees lies on the diagonal, the tiles there find k's maximum.
+    diagonal = q_offsets is None and cu_q.data_ptr() == cu_k.data_ptr()
     if convert:
-        v = half.values(maxima, k, v, cu_k)
+        v = half.values(maxima, k, v, cu_k, not diagonal)
     sums = sum_types(q.dtype, config.key_block)
     num_slots = num_tokens // config.row_block + num_sequences
     heads = head_group(k, num_heads // k.shape[1], group_bytes)
@@ -287,6 +291,6 @@ def forward(
         KV_GROUP=num_heads // k.shape[1],
         HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
         NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PARTS=1 if convert else sums.parts,
-        PRECISION=sums.dot, HALF=convert, **launch(config),
+        PRECISION=sums.dot, HALF=convert, ENTER_K=convert and diagonal, **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop, maxima

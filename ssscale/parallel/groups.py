@@ -1,5 +1,6 @@
 """Process groups. Megatron-core keeps them in globals; this module alone makes them and hands out a frozen `Groups`."""
 
+import atexit
 import datetime
 import functools
 import math
@@ -75,6 +76,7 @@ def initialize(
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            atexit.register(shutdown)  # NCCL warns of groups that are left to the end
     world_size = dist.get_world_size()
     context = ulysses * ring
     if world_size % (tensor * context):

@@ -29,7 +29,8 @@ CASES = {
     # Blocks of 16 rows in float32, four of which report where they stopped together.
     "wide": ([70], None, None, 1, 1, 72, 1.0, 512),
     # Operands scaled to fp16 by powers of two.
-    "converted": ([70, 0, 65], None, None, 2, 1, 24, 1.0, 512),
+    "converted": ([70, 0, 65, 1], None, None, 2, 1, 24, 1.0, 512),
+    "converted_offset": ([20, 10], [70, 65], [50, 70], 1, 1, 16, 1.0, 512),
 }
 
 
@@ -64,15 +65,17 @@ def run(name, dtype):
     else:
         q = q * std
     q, k, v, grad_o = (x.to(dtype) for x in (q, k, v, grad_o))
-    convert = name == "converted"
+    convert = name.startswith("converted")
     if convert:
-        sizes = torch.tensor([0.01, 30.0]).repeat_interleave(torch.tensor([70, 65]))[:, None, None]
+        sizes = torch.tensor([0.01 if i % 2 else 30.0 for i in range(len(lengths_q))])
+        sizes = sizes.repeat_interleave(torch.tensor(lengths_q))[:, None, None]
         v, grad_o = 10 * v, (sizes * grad_o).to(dtype)
     entering, grad_rest = (
         -torch.rand(num_tokens, num_heads, generator=generator),
         torch.randn(num_tokens, num_heads, generator=generator),
     )
-    cu_q, cu_k = starts(lengths_q), starts(lengths_k)
+    cu_q = starts(lengths_q)
+    cu_k = cu_q if lengths_k is lengths_q else starts(lengths_k)
     offsets = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
     layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets}
 
@@ -175,7 +178,7 @@ if __name__ == "__main__":
     if dtype == torch.float16:
         print(json.dumps({"case": "runs"} | run_lists()), flush=True)
     for name in CASES:
-        if name == "converted" and dtype != torch.float16:
+        if name.startswith("converted") and dtype != torch.float16:
             continue
         print(json.dumps({"case": f"{name}-{dtype}"} | run(name, dtype)), flush=True)
     print(json.dumps({"case": f"skip-{dtype}"} | run_skip(dtype)), flush=True)

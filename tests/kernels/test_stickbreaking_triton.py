@@ -16,7 +16,7 @@ CASES = [
     f"{name}-torch.{dtype}"
     for dtype in ("float16", "float32")
     for name in ("plain", "huge", "low", "one", "packed", "slices", "offset", "wide", "decode")
-] + ["converted-torch.float16"]
+] + ["converted-torch.float16", "converted_offset-torch.float16"]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def compiled(kernel, config, head_dim, operands="bfloat16", **constants) -> Reso
     if convert:
         converted = {
             F.forward_kernel: ("v_ptr",),
-            B.dq_kernel: ("k_ptr", "v_ptr", "q_half_ptr", "do_half_ptr"),
-            B.dkv_kernel: ("q_ptr", "k_ptr", "v_ptr", "do_ptr"),
+            B.dq_kernel: ("k_ptr", "q_half_ptr", "do_half_ptr"),
+            B.dkv_kernel: ("q_ptr", "k_ptr", "do_ptr"),
         }[kernel]
         special = {"maxima_ptr": "*i32"} | dict.fromkeys(converted, "*fp16")
         sums = sums._replace(farther=tl.float16, farther_parts=1, parts=1)
@@ -92,6 +92,7 @@ def compiled(kernel, config, head_dim, operands="bfloat16", **constants) -> Reso
         constants["maxima_ptr"] = None
     constants = {
         "HALF": convert,
+        "ENTER_K": convert,
         "HOIST": F.hoists(head_dim, DTYPES.get(operands, torch.bfloat16), convert),
         "H": head_dim,
         "BH": max(16, triton.next_power_of_2(head_dim)),
@@ -160,7 +161,7 @@ def test_conversion_compiles_for_hopper_in_wide_accesses(kernel):
     assert found.stack_bytes == 0
     wide = program.asm["ptx"].count("ld.global.v4.b32")
     assert wide > 0
-    assert wide % (half.HEADS * half.ROWS * 64 * 2 // (16 * 128)) == 0  # 16 bytes a thread, every load of a tensor
+    assert wide % (half.ROWS * 64 * 2 // (16 * 128)) == 0  # 16 bytes a thread, every load of a tensor
 
 
 def test_decode_compiles_for_hopper():
