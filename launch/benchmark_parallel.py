@@ -74,7 +74,11 @@ def layouts(gpus: int) -> list[Run]:
     return found
 
 
-def runs_of(part: str, gpus: int) -> list[Run]:
+MICROBATCHES = {1: "", 2: " in two microbatches", 4: " in four microbatches"}
+
+
+def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
+    """rows: of a step; data parallelism's orders of summation take as many microbatches as these allow."""
     every = layouts(gpus)
     if part == "losses":
         # Sums over the rows, sums within norms and what is rounded between, sums over the ranks.
@@ -82,16 +86,15 @@ def runs_of(part: str, gpus: int) -> list[Run]:
         tree = (("NCCL_ALGO", "allreduce:tree"),)
         orders = [
             every[0]._replace(
-                label=every[0].label
-                + " in two microbatches" * two
-                + " in compiled blocks" * compiled
-                + " reduced as a tree" * trees,
-                microbatches=1 + two,
+                label=every[0].label + said + " in compiled blocks" * compiled + " reduced as a tree" * trees,
+                microbatches=microbatches,
                 keys=("train.compile=block",) * compiled,
                 environment=tree * trees,
             )
-            for trees, compiled, two in itertools.product((False, True), repeat=3)
-            if gpus > 2 or not trees
+            for trees, compiled, (microbatches, said) in itertools.product(
+                (False, True), (False, True), MICROBATCHES.items()
+            )
+            if (gpus > 2 or not trees) and (microbatches == 1 or rows % (gpus * microbatches) == 0)
         ]
         return [*orders, *every[1:]]
     if part == "long":
@@ -104,9 +107,9 @@ def runs_of(part: str, gpus: int) -> list[Run]:
     return every
 
 
-def chosen(part: str, gpus: int, only: str | None) -> list[Run]:
+def chosen(part: str, gpus: int, rows: int, only: str | None) -> list[Run]:
     """The runs of a part, or those of them that `only` names. Raises UserError for an unknown name."""
-    runs = runs_of(part, gpus)
+    runs = runs_of(part, gpus, rows)
     if only is None:
         return runs
     names = [name.strip() for name in only.split(",")]
@@ -266,7 +269,7 @@ def main(argv: list[str]) -> None:
     print(f"{options['config']}, {options['rows']} rows a step, {options['steps']} steps")
     print(LOSSES if options["part"] == "losses" else SPEED, flush=True)
     base: tuple[Found, float] | None = None  # the first run that came to its end, and its tokens/s a GPU
-    chosen_runs = chosen(options["part"], options["gpus"], options.get("only"))
+    chosen_runs = chosen(options["part"], options["gpus"], options["rows"], options.get("only"))
     if options["at_once"] > 1:
         import torch  # which takes seconds
 

@@ -14,35 +14,40 @@ from ssscale.errors import UserError
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 @pytest.mark.parametrize("part", benchmark_parallel.PARTS)
 def test_layouts_fill_the_gpus(part: str, gpus: int) -> None:
-    runs = runs_of(part, gpus)
+    runs = runs_of(part, gpus, 32)
     assert len({layout.label for layout in runs}) == len(runs)
     for layout in runs:
         assert layout.gpus == (1 if layout.label == "DP1" else gpus)
         assert layout.gpus % (layout.tensor * layout.ulysses * layout.ring) == 0
-        assert chosen(part, gpus, layout.label) == [layout]  # every label can be named
+        assert chosen(part, gpus, 32, layout.label) == [layout]  # every label can be named
 
 
 def test_only_takes_what_it_names() -> None:
-    assert [layout.label for layout in chosen("speed", 4, "ring 4, TP4")] == ["ring 4", "TP4"]
+    assert [layout.label for layout in chosen("speed", 4, 16, "ring 4, TP4")] == ["ring 4", "TP4"]
     with pytest.raises(UserError, match="there is no 'ring 4' in part=long on 2 GPUs: use ring 2, Ulysses 2"):
-        chosen("long", 2, "ring 4")
+        chosen("long", 2, 8, "ring 4")
     with pytest.raises(UserError, match="at_once=2: runs beside each other have part=losses alone"):
         benchmark_parallel.main(["part=speed", "gpus=2", "data=x", "at_once=2"])
 
 
 def test_orders_of_summation() -> None:
     """Over rows, within norms, over ranks."""
-    assert [run.label for run in runs_of("losses", 2)[:5]] == [
+    assert [run.label for run in runs_of("losses", 2, 8)[:7]] == [
         "DP2",
         "DP2 in two microbatches",
+        "DP2 in four microbatches",
         "DP2 in compiled blocks",
         "DP2 in two microbatches in compiled blocks",
+        "DP2 in four microbatches in compiled blocks",
         "TP2",
     ]
-    orders = [run for run in runs_of("losses", 4) if run.label.startswith("DP4")]
-    assert (orders[0].label, orders[4].label) == ("DP4", "DP4 reduced as a tree")
+    orders = [run for run in runs_of("losses", 4, 16) if run.label.startswith("DP4")]
+    assert (orders[0].label, orders[6].label) == ("DP4", "DP4 reduced as a tree")
     combined = {(run.microbatches, run.keys, bool(run.environment)) for run in orders}
-    assert combined == set(itertools.product((1, 2), ((), ("train.compile=block",)), (False, True)))
+    assert combined == set(itertools.product((1, 2, 4), ((), ("train.compile=block",)), (False, True)))
+    # As many microbatches as there are rows for.
+    assert {run.microbatches for run in runs_of("losses", 4, 8)} == {1, 2}
+    assert {run.microbatches for run in runs_of("losses", 4, 4)} == {1}
 
 
 def test_runs_beside_each_other_must_fit() -> None:
@@ -54,7 +59,7 @@ def test_runs_beside_each_other_must_fit() -> None:
 
 def test_spreads() -> None:
     """Between orders of one layout, and between layouts in one order."""
-    runs = [run for run in runs_of("losses", 2)[:5] if run.label != "DP2 in compiled blocks"]
+    runs = [run for run in runs_of("losses", 2, 4)[:5] if run.label != "DP2 in compiled blocks"]
     losses = ([1.0, 2.0], [1.0, 2.5], [1.25, 2.0], [1.0, 2.25])
     found = {run: Found(list(values), 1.0, 1.0, 1.0, 1.0) for run, values in zip(runs, losses)}
     orders, layouts = spreads(found, runs[0]).splitlines()
@@ -68,7 +73,7 @@ def test_spreads() -> None:
 
 
 def test_a_layout_that_computes_something_else_is_named() -> None:
-    layout = runs_of("speed", 4)[1]
+    layout = runs_of("speed", 4, 16)[1]
     first = Found([11.14], 31.47, 1.0, 1.0, 1.0)
     assert warning(layout, first._replace(gradient_norm=31.5), first) is None
     assert warning(layout, first._replace(gradient_norm=float("nan")), first) is None  # ZeRO-0
