@@ -128,13 +128,19 @@ class PositionConfig:
 
 @dataclass(frozen=True)
 class WidthConfig:
-    """The width transfer of the Power recipe (arXiv:2408.13359). Every default leaves the model as it is."""
+    """Width transfer (muP, arXiv:2203.03466, as the Power recipe uses it, arXiv:2408.13359).
 
+    m_width = hidden_size / base_hidden_size. The three divisors follow from it unless they are given. Every default leaves
+    the model as it is.
+    """
+
+    base_hidden_size: int | None = None  # the width at which the learning rate was tuned; None: m_width = 1
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_divisor: float = 1.0
-    matrix_lr_divisor: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    logits_divisor: float | None = None  # None: m_width
+    matrix_lr_divisor: float | None = None  # of every matrix but embedding and head. None: m_width
+    matrix_init_divisor: float | None = None  # of their init_std. None: sqrt(m_width)
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     init_std: float = 0.02
+    depth_scaled_init: bool = True  # init_std / sqrt(2 · num_layers) where a matrix writes to the residual stream
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     position: PositionConfig = field(default_factory=PositionConfig)
     width: WidthConfig = field(default_factory=WidthConfig)
@@ -160,6 +167,26 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def m_width(self) -> float:
+        base = self.width.base_hidden_size
+        return 1.0 if base is None else self.hidden_size / base
+
+    @property
+    def logits_divisor(self) -> float:
+        given = self.width.logits_divisor
+        return self.m_width if given is None else given
+
+    @property
+    def matrix_lr_divisor(self) -> float:
+        given = self.width.matrix_lr_divisor
+        return self.m_width if given is None else given
+
+    @property
+    def matrix_init_divisor(self) -> float:
+        given = self.width.matrix_init_divisor
+        return self.m_width**0.5 if given is None else given
 
 
 @dataclass(frozen=True)
@@ -215,7 +242,8 @@ class StageConfig:
 class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1  # on parameters of rank 2 and more
+    weight_decay: float = 0.1  # on parameters of rank 2 and more; a step takes off lr · weight_decay of a weight
+    vector_lr_multiplier: float = 1.0  # of the learning rate of parameters of rank 1: norms, SSMax's s, b and p_n
     clip: float = 1.0  # global gradient norm; 0 = no clipping
 
 

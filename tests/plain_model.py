@@ -130,6 +130,6 @@ def plain_logits(w: dict[str, Tensor], config: ModelConfig, tokens: Tensor, layo
             2, -1
         )
         x = x + m * ((F.silu(gate) * up) @ w[f"{layer}.mlp.down.weight"].T)
-    x = rms(x, w["norm.weight"], config.norm_eps) / config.width.logits_divisor
+    x = rms(x, w["norm.weight"], config.norm_eps) / config.logits_divisor
     head = w["embedding.weight"] if config.tie_embeddings else w["head.weight"]
     return (x @ head.T)[:, : config.vocab_size]

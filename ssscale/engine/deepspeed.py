@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ssscale.engine.base import Fragment, StepResult
 from ssscale.layout import PackedLayout
+from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups, MegatronMPU
 from ssscale.parallel.megatron import split_dim
 from ssscale.schema import Config
@@ -25,7 +26,7 @@ ALIGNED_ELEMENTS = 8  # 16 bytes of bf16
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """AdamW's groups: weight decay on parameters of rank 2 and more, the width transfer's learning rate on matrices.
+    """AdamW's groups: weight decay on parameters of rank 2 and more, and the learning rates of matrices and of vectors.
 
     ZeRO lays the weights of a group one behind the other, and kernels assume that each starts on 16 bytes: one with an odd
     number of elements (SSMax's s for 36 heads) gets a group of its own.
@@ -35,8 +36,10 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     for name, weight in model.named_parameters():
         matrix = weight.dim() >= 2
         decay = config.optimizer.weight_decay if matrix else 0.0
-        inner = matrix and not name.startswith(("embedding.", "head."))
-        scale = 1.0 / config.model.width.matrix_lr_divisor if inner else 1.0
+        inner = matrix and name not in VOCAB_WEIGHTS
+        scale = 1.0 / config.model.matrix_lr_divisor if inner else 1.0
+        if not matrix:
+            scale = config.optimizer.vector_lr_multiplier
         aligned = weight.numel() % ALIGNED_ELEMENTS == 0
         sizes[decay, scale] = sizes.get((decay, scale), 0) + weight.numel()
         key = (decay, scale, sizes[decay, scale] // GROUP_ELEMENTS if aligned else name)

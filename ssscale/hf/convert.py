@@ -79,8 +79,10 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
 def hf_config(config: Config, dtype: str) -> dict[str, Any]:
     """config.json of a run's model, the tokens' ids apart."""
     model = asdict(config.model)
-    # Round numbers where the schema says "as the heads are": whoever reads config.json need not know that.
+    # Numbers where the schema derives them: whoever reads config.json need not know its rules.
     model |= {"num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_size}
+    for key in ("logits_divisor", "matrix_lr_divisor", "matrix_init_divisor"):
+        model["width"][key] = getattr(config.model, key)
     return {
         "architectures": ["SSScaleForCausalLM"],
         "model_type": "ssscale",

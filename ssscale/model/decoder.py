@@ -111,8 +111,8 @@ class Decoder(nn.Module):
     def read_out(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Losses [T] or logits [T, vocab_size] from the last block's output."""
         x = self.norm(x)
-        if self.config.width.logits_divisor != 1.0:
-            x = x / self.config.width.logits_divisor
+        if self.config.logits_divisor != 1.0:
+            x = x / self.config.logits_divisor
         logits = self.head(x, self.embedding.weight if self.config.tie_embeddings else None)[0]
         if labels is not None:
             return token_losses(logits, labels, self.config.vocab_size, self.groups)

@@ -17,18 +17,22 @@ FIRE_BOUNDS = {"w1": 1.0, "b1": 1.0, "w2": FIRE_HIDDEN**-0.5, "b2": FIRE_HIDDEN*
 
 @torch.no_grad()
 def initialize_weights(model: nn.Module, config: ModelConfig, groups: Groups, seed: int) -> None:
-    """N(0, init_std²) for every matrix, divided by sqrt(2 · num_layers) where it writes to the residual stream.
+    """N(0, init_std²) for embedding and head, N(0, (init_std / matrix_init_divisor)²) for the other matrices.
 
-    Neither paper states its initialisation; this is GPT-2's rule (Radford et al. 2019, Section 2.3). Norms start at one and
-    SSMax's s, b and p_n where their configuration says; FIRE's MLP is drawn as torch draws a Linear layer. Each weight is
-    drawn whole, from a seed of its own made of `seed` and its name, and then cut: tensor parallelism does not change it.
+    A matrix that writes to the residual stream is divided by sqrt(2 · num_layers) besides (`depth_scaled_init`). Neither
+    paper states its initialisation: this is GPT-2's rule (Radford et al. 2019, Section 2.3), with the width transfer also
+    that of the stick-breaking paper's trainer (dolomite-engine, `init_method: mup`). Norms start at one and SSMax's s, b and
+    p_n where their configuration says; FIRE's MLP is drawn as torch draws a Linear layer. Each weight is drawn whole, from a
+    seed made of `seed` and its name, and then cut: tensor parallelism does not change it.
     """
     for name, weight in model.named_parameters():
         bound = FIRE_BOUNDS.get(name.rpartition(".core.bias.")[2])
         if weight.dim() < 2 and bound is None:
             continue
         std = config.init_std
-        if name.endswith((".attention.out.weight", ".mlp.down.weight")):
+        if name not in VOCAB_WEIGHTS:
+            std /= config.matrix_init_divisor
+        if config.depth_scaled_init and name.endswith((".attention.out.weight", ".mlp.down.weight")):
             std /= (2 * config.num_layers) ** 0.5
         generator = torch.Generator(device=weight.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         whole = torch.zeros(global_shape(weight, groups.tensor_size), device=weight.device)
