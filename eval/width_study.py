@@ -4,7 +4,7 @@
     python -m eval.width_study DATA --config 50m_ssmax --widths 512 --lrs 7 \
         --variant "s=1" --variant "s=0.17 model.attention.ssmax_scale=0.17"
 
-DATA is a folder made by data_prep with rows of 1,024 tokens. Each run trains `--config` (8 layers, heads of 64) at a width
+DATA is a folder made by data_prep. Each run trains `--config` (8 layers, heads of 64) at a width
 and a peak learning rate of 2 to the minus N, by launch/pretrain.py, with warmup over a sixth of the tokens and cosine
 decay to a tenth. A --variant is a name and the keys that make it, after those of the width transfer; without any, the two
 are `transfer` and `none`. --jobs runs share each GPU (on a machine without one they run in turn).
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from eval.command import begun, sentences, whole_numbers, write
 from eval.figures import COLOURS, MARKERS, axes_of, save
@@ -39,9 +40,8 @@ from ssscale.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_DIM = 64
 FFN_RATIO = 2.75  # of 50m
-LENGTH = 1024
 LAST = 0.05  # of the steps, whose mean loss is the result
-LOST = 1.0  # nats above the best run, from which on the figure leaves a run out
+LOST = 2.6  # nats above the best run, from which on the figure leaves a run out
 NO_TRANSFER = ("model.init_std=0.02",)
 
 
@@ -63,7 +63,8 @@ def transfer_keys() -> tuple[str, ...]:
     """What configs/model/power_width.yaml sets, as arguments."""
     model = load_config(["config=1b_softmax"]).model
     width = {key: value for key, value in asdict(model.width).items() if value is not None}
-    return (f"model.init_std={model.init_std}", *(f"model.width.{key}={value}" for key, value in width.items()))
+    own = {"init_std": model.init_std, "depth_scaled_init": model.depth_scaled_init}
+    return (*(f"model.{k}={v}" for k, v in own.items()), *(f"model.width.{k}={v}" for k, v in width.items()))
 
 
 def variants_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
@@ -81,12 +82,12 @@ def variants_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 
 def arguments_of(run: Run, options: argparse.Namespace) -> list[str]:
     """launch/pretrain.py's arguments, its folder left out."""
-    step_tokens = options.rows * LENGTH
+    step_tokens = options.rows * options.length
     steps = -(-options.tokens // step_tokens)
     keys: dict[str, Any] = {
         "config": options.config,
         "data.path": options.data,
-        "data.length": LENGTH,
+        "data.length": options.length,
         "model.hidden_size": run.width,
         "model.num_heads": run.width // HEAD_DIM,
         "model.ffn_hidden_size": int(FFN_RATIO * run.width),
@@ -202,6 +203,7 @@ def draw(results: list[dict[str, Any]]) -> Figure:
     for name, axes in panels.items():
         title = titles.get(name) or name
         axes_of(figure, axes, title, "log2 of the peak learning rate", "training loss (nats per token)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize=9, framealpha=1, edgecolor="none")
     return figure
 
@@ -225,7 +227,7 @@ def study(options: argparse.Namespace) -> None:
         "config": options.config,
         "tokens": options.tokens,
         "rows": options.rows,
-        "length": LENGTH,
+        "length": options.length,
         "keys": options.keys,
     }
     file = options.out / "results.json"
@@ -251,7 +253,8 @@ def main() -> None:
     parser.add_argument("--widths", default="256,512,1024")
     parser.add_argument("--lrs", default="9,8,7,6,5", help="N: the peak is 2^-N")
     parser.add_argument("--tokens", type=int, default=20_000_000)
-    parser.add_argument("--rows", type=int, default=64, help="per step, of 1,024 tokens")
+    parser.add_argument("--rows", type=int, default=64, help="per step")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per row, as DATA was packed")
     parser.add_argument("--microbatch", type=int, default=32)
     parser.add_argument("--jobs", type=int, default=3, help="runs at a time on each GPU")
     parser.add_argument("--variant", action="append", default=[])

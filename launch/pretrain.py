@@ -36,6 +36,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
 
     from ssscale.config import load_config, validate
     from ssscale.errors import DIVERGED, SAVED, UNEQUAL, Stop
+    from ssscale.train.advice import learning_rate_advice
 
     config = load_config(argv)
     rank = int(os.environ.get("RANK", "0"))
@@ -44,6 +45,9 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
         logging.getLogger(name).setLevel(logging.INFO if rank == 0 else logging.ERROR)
     warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # about parts that we do not use
     validate(config, int(os.environ.get("WORLD_SIZE", "1")), gpu=torch.cuda.is_available())
+    advice = learning_rate_advice(config)
+    if advice is not None:
+        logging.getLogger("ssscale").warning("warning: %s", advice)
 
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together
     from ssscale.train.trainer import Trainer

@@ -129,7 +129,16 @@ def test_two_stage_plan(name):
     assert first.mix is not None
     assert second.mix is not None
     assert set(second.mix) - set(first.mix) == {"high_quality"}
-    assert config.model.width == type(config.model.width)()
+    model = config.model
+    assert model.m_width == {"1b": 6, "3b": 9}[name[:2]]
+    assert (model.logits_divisor, model.matrix_lr_divisor, model.matrix_init_divisor) == (
+        model.m_width,
+        model.m_width,
+        model.m_width**0.5,
+    )
+    assert (model.init_std, model.depth_scaled_init) == (0.1, False)
+    assert (model.width.embedding_multiplier, model.width.residual_multiplier) == (12, 0.22)
+    assert model.width.attention_scale == 1 / model.head_size
 
 
 @pytest.mark.parametrize("name", [n for n in PARAMETERS if n.startswith("tiny")])

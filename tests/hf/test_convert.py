@@ -31,7 +31,7 @@ from tests.pool import Pool
 MODELS = dict(CASES)
 MODELS["ssmax_fixed"] = make_model("ssmax", "fixed")
 MODELS["softmax_width"] = ModelConfig(
-    **{**vars(make_model("softmax")), "head_dim": 12, "width": WidthConfig(3.0, 0.5, 2.0, attention_scale=0.1)}
+    **{**vars(make_model("softmax")), "head_dim": 12, "width": WidthConfig(16, 3.0, 0.5, 0.1)}
 )
 TEXTS = [list(range(5, 27)), [9], [0, 200, 3, 77, 8, 150, 299, 41]]
 NEW = 9

@@ -173,7 +173,7 @@ def test_the_vocabulary_padding_gets_no_probability_and_no_gradient(name: str, g
 
 
 def test_width_multipliers_match_plain_torch(groups: Groups) -> None:
-    width = WidthConfig(12.0, 0.22, 6.0, 6.0, 1 / 8)
+    width = WidthConfig(8, 12.0, 0.22, 1 / 8)
     model = dataclasses.replace(MODELS["ssmax"], width=width)
     decoder = make(model, groups)
     tokens, layout, labels = packed([20, 44])

@@ -1,0 +1,28 @@
+"""What a run is told before it starts: settings that can run but that measurements speak against."""
+
+from ssscale.schema import Config
+from ssscale.train.schedule import stage_learning_rate
+from ssscale.train.stages import Plan
+
+# In docs/results/width.md every run above it ended at least 0.1 nats above the best one of its width: widths 256 to 1,024,
+# with width transfer and without. The width transfer's best learning rate lies on it, at every width.
+MATRIX_LR_TIMES_WIDTH = 4.0
+
+
+def learning_rate_advice(config: Config) -> str | None:
+    """A sentence where the learning rate of the blocks' matrices is too high for the width; None where it is not."""
+    stages = config.train.stages
+    found = [
+        (stage_learning_rate(stages, config.train.batch_size, index, stage.schedule.warmup_tokens), own.model)
+        for index, (stage, own) in enumerate(zip(stages, Plan(config).configs, strict=True))
+    ]
+    peak, model = max(found, key=lambda entry: entry[0] / entry[1].matrix_lr_divisor)
+    lr, most = peak / model.matrix_lr_divisor, MATRIX_LR_TIMES_WIDTH / model.hidden_size
+    if lr <= most:
+        return None
+    return (
+        f"the matrices' learning rate reaches {lr:.2g}, above {MATRIX_LR_TIMES_WIDTH:g} / hidden_size = {most:.2g}: at 256 to "
+        f"1,024 wide every such run trained worse (docs/results/width.md); lower train.stages.N.schedule.lr to at most "
+        f"{most * model.matrix_lr_divisor:.2g}"
+        + ("" if model.width.base_hidden_size else ", or include model/power_width, which divides it by the width")
+    )
