@@ -12,10 +12,10 @@ SLURM_TESTS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# The pair of torch and Triton: gpu (the measured one) or cpu. Once installed it stays until STACK= names the other.
+# The pair of torch and Triton: gpu (the measured one) where there is an NVIDIA GPU, else what is installed, else cpu.
 INSTALLED := $(shell cat $(STAMP) 2>/dev/null)
 ifndef STACK
-STACK := $(or $(INSTALLED),$(shell { nvidia-smi -L || ls /dev/nvidia0; } >/dev/null 2>&1 && echo gpu || echo cpu))
+STACK := $(or $(shell { nvidia-smi -L || ls /dev/nvidia0; } >/dev/null 2>&1 && echo gpu),$(INSTALLED),cpu)
 endif
 ifeq ($(filter gpu cpu,$(STACK)),)
 $(error STACK=$(STACK) must be gpu or cpu)
@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(if $(filter-out $(STACK),$(INSTALLED))
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) lacks the venv module (apt-get install python3-venv)" >&2; exit 2; }
 	if [ "$(INSTALLED)" != $(STACK) ]; then
 		set -- $(DISK_$(STACK))
-		for folder in . "$${TMPDIR:-/tmp}"; do
+		for folder in "$(dir $(VENV))" "$${TMPDIR:-/tmp}"; do
 			free=$$(df -Pk "$$folder" | awk 'NR == 2 {print int($$4 * 1024 / 1e9)}')
 			[ $$free -ge $$1 ] || { echo "error: $$folder has $$free GB of free disk, the set-up (STACK=$(STACK)) takes $$1 GB there" >&2; exit 2; }
 			shift
