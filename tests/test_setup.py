@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -57,9 +58,15 @@ def test_mistakes_end_in_a_sentence(checkout: Path) -> None:
     assert done.returncode == 2
     assert "STACK=tpu must be gpu or cpu" in done.stderr
     (checkout / ".venv" / "installed").unlink()
-    done = make(checkout, "setup", "STACK=cpu", "DISK_cpu=1 99999")
+    done = make(checkout, "setup", "STACK=cpu", "DISK_cpu=99999 1")
     assert done.returncode == 2
-    assert "free disk, the set-up (STACK=cpu) takes 99999 GB there" in done.stderr
+    assert "error: ./ has " in done.stderr
+    # Virtual environment and temporary folder share a disk, or not.
+    together = os.stat(checkout).st_dev == os.stat(tempfile.gettempdir()).st_dev
+    assert f"free disk, the set-up (STACK=cpu) takes {99999 + together} GB there" in done.stderr
+    done = make(checkout, "setup", "STACK=cpu", "DISK_cpu=1 99999", TMPDIR="/dev/shm")
+    assert done.returncode == 2
+    assert "error: /dev/shm has " in done.stderr
     # No index to install from: what a user without a network meets.
     done = make(checkout, "setup", "STACK=cpu", "DISK_cpu=0 0", PIP_NO_INDEX="1", PIP_CONFIG_FILE="/dev/null")
     assert done.returncode == 2
