@@ -9,26 +9,52 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c 'import sys;
 PROCESSES ?= $(shell gpus=$$({ nvidia-smi -L 2>/dev/null || true; } | wc -l); echo $$((gpus == 0 ? 2 : gpus > 2 ? 2 : gpus)))
 RUN ?= runs/tiny_sb
 SLURM_TESTS ?=
-BIN := .venv/bin
-STAMP := .venv/installed
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+# The pair of torch and Triton: gpu (the measured one) where there is an NVIDIA GPU, else what is installed, else cpu.
+INSTALLED := $(shell cat $(STAMP) 2>/dev/null)
+ifndef STACK
+STACK := $(or $(shell { nvidia-smi -L || ls /dev/nvidia0; } >/dev/null 2>&1 && echo gpu),$(INSTALLED),cpu)
+endif
+ifeq ($(filter gpu cpu,$(STACK)),)
+$(error STACK=$(STACK) must be gpu or cpu)
+endif
+CONSTRAINTS := constraints.txt constraints-$(STACK).txt
+# GB that the set-up takes in $(VENV) and in pip's temporary folder; minutes
+DISK_gpu := 7 3
+DISK_cpu := 4 1
+MINUTES_gpu := 5
+MINUTES_cpu := 3
 export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS ?= 1
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: $(STAMP)  ## create .venv with the pinned dependencies
+setup: $(STAMP)  ## create .venv with the pinned dependencies (STACK=gpu or cpu: by whether there is an NVIDIA GPU)
 
 # One resolution for everything: lm-eval installed afterwards would break transformers' huggingface-hub pin.
 # torchvision comes with streaming and, beside a CPU build of torch, is a CUDA build that fails on import: taken out.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS) $(if $(filter-out $(STACK),$(INSTALLED)),other-stack)
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed (apt-get install python3.11)" >&2; exit 2; }
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) lacks the venv module (apt-get install python3-venv)" >&2; exit 2; }
-	echo "setup: installing the pinned dependencies into .venv (about 4 minutes)"
-	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install -qq --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip uninstall -qq --yes torchvision
-	touch $(STAMP)
+	if [ "$(INSTALLED)" != $(STACK) ]; then
+		require() {
+			free=$$(df -Pk "$$1" | awk 'NR == 2 {print int($$4 * 1024 / 1e9)}')
+			[ $$free -ge $$2 ] || { echo "error: $$1 has $$free GB of free disk, the set-up (STACK=$(STACK)) takes $$2 GB there" >&2; exit 2; }
+		}
+		mount() { df -P "$$1" | awk 'NR == 2 {print $$6}'; }
+		place=$(dir $(VENV)) temporary=$${TMPDIR:-/tmp}
+		set -- $(DISK_$(STACK))
+		if [ "$$(mount $$place)" = "$$(mount $$temporary)" ]; then require $$place $$(($$1 + $$2)); else require $$place $$1; require $$temporary $$2; fi
+	fi
+	echo "setup: installing the pinned dependencies into $(VENV), torch and Triton as in constraints-$(STACK).txt (about $(MINUTES_$(STACK)) minutes)"
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -qq --disable-pip-version-check --progress-bar off $(CONSTRAINTS:%=-c %) -e '.[dev]' || \
+		{ echo "error: pip could not install the pinned dependencies (its message is above; 'make setup' goes on from there)" >&2; exit 2; }
+	[ $(STACK) = gpu ] || $(BIN)/python -m pip uninstall -qq --yes torchvision
+	echo $(STACK) >$(STAMP)
 
 pretrain: $(STAMP)  ## the main job: text → tokenizer → shards → training → evaluation → report (about 10 minutes)
 	@$(BIN)/python -m data_prep pack --config configs/corpus/stdlib.yaml --out data/stdlib
@@ -55,12 +81,25 @@ test-slow: $(STAMP)  ## the tests that take minutes
 test-gpu: $(STAMP)  ## the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu
 
-test-triton: $(STAMP)  ## every kernel compiled for Hopper by the installed Triton and by 3.6 (downloads it); `make test` has the main ones
-	@[ -d .venv/triton36 ] || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv/triton36 triton==3.6.0
-	$(BIN)/python -m pytest tests/kernels -k compiles_for_hopper -m ""
-	export PYTHONPATH=$(CURDIR)/.venv/triton36 TRITON_CACHE_DIR=$$(mktemp -d)
-	$(BIN)/python -c 'import triton; assert triton.__version__ == "3.6.0", triton.__file__'
-	$(BIN)/python -m pytest tests/kernels -k compiles_for_hopper -m ""
+# Where the GPU stack is installed, it serves; else it gets a folder of its own.
+GPU_VENV := $(if $(filter gpu,$(STACK)),$(VENV),.venv-gpu)
+test-gpu-stack:  ## the CPU tests nearest to torch with what GPU machines install (takes 7 GB beside a CPU stack)
+	@$(MAKE) --no-print-directory setup STACK=gpu VENV=$(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip check
+	$(GPU_VENV)/bin/python -m pytest tests/model tests/kernels tests/hf tests/train/test_engine.py tests/distributed/test_compiled.py tests/data/test_remote.py
+
+test-triton: $(STAMP)  ## every kernel compiled for Hopper by the Tritons of both stacks (downloads the other one); `make test` has the main ones
+	@for version in $$(sed -n 's/^triton==//p' constraints-gpu.txt constraints-cpu.txt); do
+		folder=
+		if [ $$($(BIN)/python -c 'from importlib.metadata import version; print(version("triton"))') != $$version ]; then
+			folder=$(CURDIR)/$(VENV)/triton-$$version
+			[ -d $$folder ] || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $$folder triton==$$version
+		fi
+		export PYTHONPATH=$$folder TRITON_CACHE_DIR=$$(mktemp -d)
+		$(BIN)/python -c "import triton; assert triton.__version__ == '$$version', triton.__file__; print('Triton', '$$version')"
+		$(BIN)/python -m pytest tests/kernels -k compiles_for_hopper -m ""
+		rm -rf $$TRITON_CACHE_DIR
+	done
 
 test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (installs Debian's packages; needs root)
 	@command -v slurmctld >/dev/null || { [ $$(id -u) = 0 ] && command -v apt-get >/dev/null && timeout 120 apt-get update -qq && \
@@ -68,4 +107,7 @@ test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (ins
 		echo "test-slurm: Slurm cannot be installed here (it needs root and apt-get): its tests are skipped"
 	$(BIN)/python -m pytest tests/slurm -m slurm -k "$(SLURM_TESTS)"
 
-.PHONY: help setup pretrain format check test test-slow test-gpu test-triton test-slurm
+.PHONY: help setup other-stack pretrain format check test test-slow test-gpu test-gpu-stack test-triton test-slurm
+
+# Makes an installed other stack out of date.
+other-stack:

@@ -69,7 +69,12 @@ def describe(file: str, bos: str | None = None, eos: str | None = None) -> Token
         if token not in vocabulary:
             raise DataError(f"{file} has no token {token}")
     digest = sha256(Path(file).read_bytes()).hexdigest()
-    return TokenizerInfo("tokenizer.json", digest, max(vocabulary.values()) + 1, vocabulary[bos], vocabulary[eos])
+    return TokenizerInfo("tokenizer.json", digest, vocab_size(tokenizer), vocabulary[bos], vocabulary[eos])
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """The largest id + 1, which is what a model needs rows for."""
+    return int(max(tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
 
 def load(file: str) -> Tokenizer:

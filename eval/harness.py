@@ -333,6 +333,7 @@ class PackedLM(TemplateLM):
                 temperature=options.get("temperature") or 0.0,
                 top_p=options.get("top_p") or 1.0,
                 max_length=self.length,
+                vocab_size=self.text.vocab_size,
                 stop=ended if until else None,
                 prefill_tokens=self.batch_tokens,
             )

@@ -40,6 +40,7 @@ def write_sample(
         top_p=TOP_P,
         seed=SEED,
         max_length=length,
+        vocab_size=tokenizer.vocab_size,
     )
     lines = [title, f"temperature {TEMPERATURE}, top-p {TOP_P}, seed {SEED}, at most {NEW_TOKENS} new tokens", ""]
     for (name, prompt), text in zip(prompts, texts, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from data_prep.errors import DataError
-from data_prep.tokenize import describe
+from data_prep.tokenize import describe, vocab_size
 from data_prep.words import word_encoder
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
@@ -29,6 +29,7 @@ class TextTokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.bos_id, self.eos_id = bos_id, eos_id
+        self.vocab_size = vocab_size(self.tokenizer)  # the model may have more rows
         self._words = word_encoder(self.tokenizer, "uint32")
 
     @classmethod

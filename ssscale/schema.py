@@ -151,7 +151,7 @@ class ModelConfig:
     num_heads: int = 12
     num_kv_heads: int | None = None  # None: as many as num_heads
     head_dim: int | None = None  # None: hidden_size / num_heads
-    vocab_size: int = 50_257  # the tokenizer's; tensor parallelism pads its own copy
+    vocab_size: int = 50_257  # at least the tokenizer's; tensor parallelism pads its own copy
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     init_std: float = 0.02

@@ -15,8 +15,6 @@ from ssscale.data.order import Mix, Order
 from ssscale.data.shards import INDEX, Place, RowStore
 from ssscale.errors import UserError
 
-PADDING = 128  # a model may round its vocabulary up to a multiple of this
-
 
 class PackedData:
     """One split of a data folder. Rows are numbered within their source; sources without rows are left out."""
@@ -48,8 +46,8 @@ class PackedData:
 
         cache: where remote shards are kept, all of them or the latest cache_gb (10^9 bytes). vocab_size is the model's,
         length the run's, fingerprint that of the data a checkpoint was trained on. Raises UserError for a missing,
-        unfinished or broken folder (with `hint`, how to make it), for shards of another tokenizer, length or
-        fingerprint, for missing shards, and for a cache that is too small.
+        unfinished or broken folder (with `hint`, how to make it), for a tokenizer with more entries than the model, for
+        shards of another length or fingerprint, for missing shards, and for a cache that is too small.
         """
         hint = hint or (
             f"make it with `python -m data_prep pack --out {path} --length {length or 4096}"
@@ -97,6 +95,11 @@ class PackedData:
                 yield name, store[number]
 
     @property
+    def vocab_size(self) -> int:
+        """Entries of the tokenizer: its largest id + 1. The model may have more."""
+        return int(self.manifest["tokenizer"]["vocab_size"])
+
+    @property
     def tokenizer_file(self) -> str:
         """The tokenizer.json the rows were made with. Raises UserError if it is missing or another one."""
         entry = self.manifest["tokenizer"]
@@ -116,10 +119,10 @@ class PackedData:
 
 def _check(manifest: dict[str, Any], path: str, vocab_size: int | None, length: int | None) -> None:
     have = manifest["tokenizer"]["vocab_size"]
-    if vocab_size is not None and not have <= vocab_size <= -(-have // PADDING) * PADDING:
+    if vocab_size is not None and have > vocab_size:
         raise UserError(
-            f"{path} was tokenized with a vocabulary of {have:,}, but model.vocab_size={vocab_size}:"
-            " the two must be of the same tokenizer"
+            f"{path} was tokenized with a vocabulary of {have:,}, but model.vocab_size={vocab_size} has no rows for ids from"
+            f" {vocab_size} on: set model.vocab_size={have}, or pack with a tokenizer of at most {vocab_size:,} entries"
         )
     if length is not None and length != manifest["length"]:
         raise UserError(f"{path} was packed to rows of {manifest['length']} tokens, but data.length={length}")

@@ -69,7 +69,8 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
     _write_weights(_whole_weights(CheckpointReader(checkpoint), config, DTYPES[dtype]), out)
     _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
     ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
-    _write_json(out / "generation_config.json", ids)
+    spare = _ids_without_token(checkpoint / "tokenizer.json", config.model.vocab_size)
+    _write_json(out / "generation_config.json", ids | ({"suppress_tokens": spare} if spare else {}))
     for name in CODE:
         shutil.copyfile(Path(__file__).with_name(name), out / name)
     # Last: a folder without it is no model.
@@ -151,6 +152,12 @@ def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: in
         "split_special_tokens": True,  # spelt out in a text they are text, as in training
     }
     _write_json(out / "tokenizer_config.json", settings)
+
+
+def _ids_without_token(file: Path, vocab_size: int) -> list[int]:
+    """The model's ids that its tokenizer does not have, and which generation must never choose."""
+    tokenizer = Tokenizer.from_file(str(file))
+    return [i for i in range(vocab_size) if tokenizer.id_to_token(i) is None]
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

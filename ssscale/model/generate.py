@@ -27,6 +27,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     max_length: int | None = None,
+    vocab_size: int | None = None,
     stop: Stop | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[list[int]]:
@@ -35,6 +36,7 @@ def generate(
     temperature 0 is greedy; else tokens are drawn from softmax(logits / temperature), restricted to the likeliest ones
     that together hold `top_p` (nucleus sampling, arXiv:1904.09751). Prompt i draws from its own generator, seeded with
     seed + i, so its text depends on nothing else in the batch. max_length: tokens of prompt and text together.
+    vocab_size: the tokenizer's, where the model has more rows: ids from it on have no text and are never chosen.
     stop: is given the new tokens of all texts that have got one more, and says which of them end. Raises ValueError for an
     empty prompt or a temperature or top_p out of range.
     """
@@ -52,7 +54,7 @@ def generate(
     logits = prefill(model, cache, [prompts[i] for i in active], prefill_tokens)
     slots: list[int | None] = [*active]  # the text of each cached sequence, None where it has ended
     while active:
-        tokens = _pick_all(logits, slots, temperature, top_p, generators)
+        tokens = _pick_all(logits[:, :vocab_size], slots, temperature, top_p, generators)
         for slot, (i, token) in enumerate(zip(slots, tokens, strict=True)):
             if i is None:
                 continue

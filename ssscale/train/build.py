@@ -8,10 +8,11 @@ import torch
 
 from ssscale.config import change, validate
 from ssscale.data.stream import PackedData
+from ssscale.environment import stack_note
 from ssscale.errors import UserError
-from ssscale.model.decoder import Decoder
+from ssscale.model.decoder import Decoder, padded_vocab
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Compile, Config, Precision
+from ssscale.schema import Compile, Config, ModelConfig, Precision
 from ssscale.train.checkpoint import CheckpointReader, list_checkpoints
 from ssscale.train.switch import load_switched, saved_config
 
@@ -87,6 +88,25 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         groups.data_size,
         torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
     )
+    note = stack_note(groups.device)
+    if note is not None:
+        logger.warning(note)
+
+
+def log_vocabulary(model: ModelConfig, entries: int) -> None:
+    """Say so where the model has rows that the tokenizer of `entries` entries has no ids for."""
+    spare = model.vocab_size - entries
+    if spare == 0:
+        return
+    logger.info(
+        "vocabulary: %s rows for a tokenizer of %s entries; the other %s are never targets and never generated",
+        f"{model.vocab_size:,}",
+        f"{entries:,}",
+        f"{spare:,}",
+    )
+    if model.vocab_size > padded_vocab(entries, 1):
+        saved = spare * model.hidden_size * (1 if model.tie_embeddings else 2)
+        logger.warning("model.vocab_size=%d would save %s parameters: no text has these ids", entries, f"{saved:,}")
 
 
 def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:

@@ -108,10 +108,11 @@ def test_a_fault_of_the_remote_names_the_shard(remote: Path, tmp_path: Path, fau
 
 @pytest.fixture
 def bucket(remote: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The data set in an S3-compatible server on this machine (moto, which is no dependency)."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    """The data set in an S3-compatible server on this machine (moto)."""
     import boto3
+    from moto.server import ThreadedMotoServer
 
+    server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     for name, value in {

@@ -43,6 +43,23 @@ def test_stops_where_told_and_at_the_length(model):
     assert generate(model, PROMPTS, 12, max_length=31) == [*generate(model, PROMPTS[:2], 12), []]
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 2.0}])
+def test_ids_beyond_the_tokenizer_are_never_chosen(model, settings):
+    known = 5  # so few of 400 that a draw among all is sure to leave them
+    free = [token for text in generate(model, PROMPTS, 12, **settings) for token in text]
+    assert max(free) >= known
+    texts = generate(model, PROMPTS, 12, vocab_size=known, **settings)
+    assert [len(text) for text in texts] == [12] * 3
+    assert max(token for text in texts for token in text) < known
+
+
+def test_greedy_among_the_tokenizers_ids_is_the_likeliest_of_them(model):
+    (text,) = generate(model, PROMPTS[:1], 8, vocab_size=50)
+    tokens = PROMPTS[0] + text
+    logits = model(torch.tensor(tokens), PackedLayout.from_lengths([len(tokens)]))
+    assert logits[len(PROMPTS[0]) - 1 : -1, :50].argmax(-1).tolist() == text
+
+
 def test_nucleus_keeps_the_likeliest_tokens_and_their_proportions():
     probabilities = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
     generator = torch.Generator().manual_seed(0)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,25 @@ def test_logits_generation_and_round_trip(name: str, groups: Groups, tokenizer_f
     again, config = load_for_inference(back, groups)
     assert config.data.length == LENGTH
     assert torch.equal(our_logits(again), expected)
+
+
+def test_ids_beyond_the_tokenizer_are_never_generated(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None:
+    """A model may have more rows than its tokenizer has entries; those of untrained weights are as likely as any."""
+    from transformers import AutoModelForCausalLM
+
+    model = replace(make_model("softmax"), vocab_size=1000)
+    decoder = write_checkpoint(model, groups, tmp_path / "run", tokenizer_file)
+    export_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000007", tmp_path / "hf", 0, 0)
+    register()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert theirs.config.vocab_size == 1000
+    assert max(token for text in generate(decoder, TEXTS, NEW) for token in text) >= 300
+    tokens, mask = padded(left=True)
+    settings = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    text = theirs.generate(tokens, attention_mask=mask, do_sample=False, **settings)[:, tokens.shape[1] :]
+    assert text.tolist() == generate(decoder, TEXTS, NEW, vocab_size=300)
+    drawn = theirs.generate(tokens, attention_mask=mask, do_sample=True, temperature=3.0, **settings)
+    assert drawn.max() < 300
 
 
 @pytest.mark.parametrize("name", ["softmax-fire", "ssmax_pn-rope", "stickbreaking-nope"])

@@ -26,7 +26,10 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 CASES = [
     (["data.path=nowhere"], r"nowhere does not exist.*python -m data_prep pack --out nowhere --length 256"),
-    (["model.vocab_size=2048"], r"vocabulary of 1,024, but model.vocab_size=2048"),
+    (
+        ["model.vocab_size=1000"],
+        r"vocabulary of 1,024, but model.vocab_size=1000 has no rows .* set model.vocab_size=1024",
+    ),
     (["data.length=128"], r"rows of 256 tokens, but data.length=128"),
     (["train.batch_size=15"], r"train.batch_size=15 is not a multiple"),
     (["model.attention.core=stickbreaking", "model.position.method=rope"], r"position"),

@@ -1,0 +1,32 @@
+"""What a run finds installed, beside what the documentation's figures were measured with."""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+import triton
+
+CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints-gpu.txt"
+GPU = Path("/dev/nvidia0")
+
+
+def measured() -> dict[str, str]:
+    """The versions of torch and Triton that `make setup` installs beside an NVIDIA GPU and every figure was taken with."""
+    return dict(re.findall(r"^(torch|triton)==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE))
+
+
+def stack_note(device: torch.device) -> str | None:
+    """One sentence for a run on another torch or Triton than the measured ones, or on the CPU of a machine with a GPU."""
+    if device.type == "cuda":
+        known, found = measured(), {"torch": torch.__version__.partition("+")[0], "triton": triton.__version__}
+        if found == known:
+            return None
+        return (
+            f"torch {found['torch']} with Triton {found['triton']}: measured and tested on GPUs were torch {known['torch']}"
+            f" with Triton {known['triton']} (`make setup STACK=gpu` installs them)"
+        )
+    if not GPU.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    advice = "its driver is too old for it" if torch.version.cuda else "`make setup STACK=gpu` installs one that does"
+    return f"this machine has an NVIDIA GPU, but torch {torch.__version__} does not see it: {advice}"
