@@ -12,15 +12,19 @@ GPU = Path("/dev/nvidia0")
 
 
 def measured() -> dict[str, str]:
-    """The versions of torch and Triton that `make setup` installs beside an NVIDIA GPU and every figure was taken with."""
-    return dict(re.findall(r"^(torch|triton)==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE))
+    """The versions of torch and Triton that `make setup` installs beside an NVIDIA GPU and every figure was taken with.
+
+    Empty where the package was installed without the repository's pins.
+    """
+    text = CONSTRAINTS.read_text() if CONSTRAINTS.is_file() else ""
+    return dict(re.findall(r"^(torch|triton)==(\S+)$", text, re.MULTILINE))
 
 
 def stack_note(device: torch.device) -> str | None:
     """One sentence for a run on another torch or Triton than the measured ones, or on the CPU of a machine with a GPU."""
     if device.type == "cuda":
         known, found = measured(), {"torch": torch.__version__.partition("+")[0], "triton": triton.__version__}
-        if found == known:
+        if not known or found == known:
             return None
         return (
             f"torch {found['torch']} with Triton {found['triton']}: measured and tested on GPUs were torch {known['torch']}"
