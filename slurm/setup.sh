@@ -71,7 +71,7 @@ clean_up() {
   [ -n "$scratch_is_ours" ] || return 0
   if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
     timeout 60 "${srun[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-      --cpus-per-task=1 rm -rf -- "$SSSCALE_SCRATCH" || true
+      --cpus-per-task=1 --overlap rm -rf -- "$SSSCALE_SCRATCH" 2>/dev/null || true
   fi
   rm -rf -- "$SSSCALE_SCRATCH"
 }

@@ -17,6 +17,7 @@ Every other key=value goes to launch/pretrain.py. --dry-run prints the commands 
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -61,6 +62,7 @@ Options = dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
+    environment = dict(os.environ)  # of the jobs: importing torch adds to it
     dry = "--dry-run" in argv
     options, arguments = take_options([text for text in argv if text != "--dry-run"], OPTIONS)
     check_numbers(options)
@@ -86,15 +88,19 @@ def main(argv: list[str]) -> None:
             print(shlex.join(after).replace("{job}", "JOB"))
         print((ROOT / "slurm/pretrain.sbatch").read_text(), end="")
         return
-    submit([train[0], "--test-only", *train[1:]])  # else a job that can never start would wait forever
+    submit([train[0], "--test-only", *train[1:]], environment)  # else a job that can never start would wait forever
     if after:  # before the training is queued, and without its number
-        submit([after[0], "--test-only", *(text for text in after[1:] if not text.startswith("--dependency="))])
+        submit(
+            [after[0], "--test-only", *(text for text in after[1:] if not text.startswith("--dependency="))],
+            environment,
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    job = submit(train)
+    job = submit(train, environment)
     record(folder, job, train, env_file)
     print(f"job {job} on {nodes} × {max(gpus, 1)} ranks, log {folder / f'slurm-{job}.log'}")
     if after:
-        print(f"job {submit([text.replace('{job}', job) for text in after])} evaluates when it has finished")
+        follower = submit([text.replace("{job}", job) for text in after], environment)
+        print(f"job {follower} evaluates when it has finished")
 
 
 def check_numbers(options: Options) -> None:
@@ -211,10 +217,10 @@ def evaluation(text: str) -> list[str]:
     return arguments
 
 
-def submit(command: list[str]) -> str:
+def submit(command: list[str], environment: dict[str, str]) -> str:
     """The job's number. Raises UserError with what Slurm says."""
     try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise UserError("there is no sbatch on this machine: submit from a login node of the cluster") from error
     if result.returncode:

@@ -132,5 +132,7 @@ def test_ranks_come_from_srun_only(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert rank_environment(step | {"MASTER_ADDR": "head", "MASTER_PORT": "1"})["MASTER_PORT"] == "1"
     monkeypatch.setenv("PATH", "/nowhere")  # tests/slurm asks a real scontrol
-    with pytest.raises(UserError, match=r"first host of gpu\[003-004\] \(no scontrol on this machine\): set MASTER_ADDR"):
+    with pytest.raises(
+        UserError, match=r"first host of gpu\[003-004\] \(no scontrol on this machine\): set MASTER_ADDR"
+    ):
         rank_environment(step)
