@@ -50,7 +50,7 @@ class TaskEvaluation:
                 model,
                 tokenizer,
                 length,
-                batch_tokens=config.train.microbatch * length,
+                batch_tokens=config.train.microbatch_rows * length,
                 name=config.name,
                 in_step=config.parallel.zero_stage == 3,
                 alive=lambda: trainer.watchdog.mark("evaluation"),

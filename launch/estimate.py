@@ -1,6 +1,7 @@
-"""What a run costs, before it starts:   python launch/estimate.py config=3b_sb gpus=64 [mfu=0.4] [key=value ...]
+"""What a run costs, before it starts:   python launch/estimate.py config=3b_sb gpus=64 [mfu=0.4] [gpu_memory=79] [key=value]
 
-Prints parameters, FLOPs a token, memory a GPU by part, tokens a day and days to the token budget. Needs no GPU.
+Prints parameters, FLOPs per token, memory per GPU by part, tokens per day and days to the token budget. Needs no GPU.
+gpu_memory: GiB of one GPU, by which train.microbatch=auto becomes a number (79, an 80 GB H100).
 """
 
 import sys
@@ -18,8 +19,9 @@ from ssscale.config import load_config, validate
 from ssscale.errors import UserError
 from ssscale.schema import Config
 from ssscale.train.estimate import Estimate, estimate
+from ssscale.train.microbatch import H100_MEMORY, fits, with_microbatch
 
-OPTIONS = {"gpus": int, "mfu": float}
+OPTIONS = {"gpus": int, "mfu": float, "gpu_memory": float}
 GIB = 2**30
 
 
@@ -30,9 +32,15 @@ def main(argv: list[str]) -> None:
         raise UserError(f"gpus must be at least 1, not {gpus}")
     if not 0 < mfu <= 1:
         raise UserError(f"mfu must be above 0 and at most 1, not {mfu:g}")
+    memory = options.get("gpu_memory", H100_MEMORY / GIB) * GIB
+    if memory <= 0:
+        raise UserError(f"gpu_memory must be above 0, not {options['gpu_memory']:g}")
     config = load_config(arguments, options=OPTIONS)
     validate(config, world_size=gpus, gpu=True)
+    config = with_microbatch(config, config.train.batch_size, gpus, memory)
     show(config, gpus, mfu, estimate(config, gpus, mfu))
+    if not fits(config, gpus, memory):
+        print(f"More than the {memory / GIB:g} GiB of a GPU (gpu_memory=) leaves room for.")
 
 
 def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
@@ -48,7 +56,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     table.add_row("", f"{result.flops_per_token_causal:,.0f}", "6N + 6·L·d·S, causal half")
     table.add_section()
     for part in ("weights", "gradients", "optimizer", "activations", "logits", "total"):
-        note = f"{train.microbatch} rows × {config.data.length:,} tokens" if part == "activations" else ""
+        note = f"{train.microbatch_rows} rows × {config.data.length:,} tokens" if part == "activations" else ""
         table.add_row(f"memory: {part}", f"{getattr(result.memory, part) / GIB:,.1f} GiB", note)
     table.add_row(
         "",
@@ -57,7 +65,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     )
     table.add_section()
     table.add_row("batch", f"{config.tokens_per_step:,}", f"tokens; {train.batch_size:,} rows on {ranks:,} ranks")
-    table.add_row("accumulation", f"{train.batch_size // (train.microbatch * ranks):,}", "microbatches a step")
+    table.add_row("accumulation", f"{train.batch_size // (train.microbatch_rows * ranks):,}", "microbatches a step")
     table.add_row("optimizer steps", f"{result.steps:,}", "")
     table.add_row("token budget", f"{result.tokens:,}", " + ".join(stage.name for stage in train.stages))
     table.add_section()

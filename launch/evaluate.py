@@ -291,7 +291,7 @@ def evaluate_losses(
     from eval.validation import bigram_fits, bigram_loss, model_loss
 
     one_document = config.data.one_document
-    microbatch, baseline = config.train.microbatch, settings.baseline
+    microbatch, baseline = config.train.microbatch_rows, settings.baseline
     losses = {"valid": model_loss(model, held_out, microbatch, one_document, show=console.is_terminal)}
     if baseline is not False and model.groups.is_main:
         train = open_data(config, "train", settings.data)

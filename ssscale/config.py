@@ -202,7 +202,7 @@ def _build_config(tree: Tree, source: str) -> Config:
 def _build(kind: Any, value: Any, key: str, source: str) -> Any:
     """`value` as the annotation `kind` wants it, or a UserError that says what was expected at `key`."""
     if isinstance(kind, types.UnionType):
-        return None if value is None else _build(_strip_none(kind), value, key, source)
+        return _build_union(kind, value, key, source)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise UserError(
@@ -234,6 +234,27 @@ def _build(kind: Any, value: Any, key: str, source: str) -> Any:
     raise _wrong(kind, value, key, source)
 
 
+def _build_union(kind: types.UnionType, value: Any, key: str, source: str) -> Any:
+    """`int | None`, or `int | Auto`: a number or a word."""
+    if value is None and type(None) in kind.__args__:
+        return None
+    for word in kind.__args__:
+        if isinstance(word, type) and issubclass(word, Enum) and isinstance(value, str) and value in word.__members__:
+            return word[value]
+    try:
+        return _build(_strip_none(kind), value, key, source)
+    except UserError:
+        if _words(kind):
+            raise _wrong(kind, value, key, source) from None
+        raise
+
+
+def _words(kind: Any) -> list[str]:
+    """What a union takes besides its first kind."""
+    members = kind.__args__[1:] if isinstance(kind, types.UnionType) else ()
+    return [name for word in members if isinstance(word, type) and issubclass(word, Enum) for name in word.__members__]
+
+
 def _check(kind: Any, value: Any, key: str, source: str) -> None:
     """What `_build` says of one file, so that the sentence names it; interpolations wait for the whole."""
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
@@ -251,6 +272,8 @@ def _wrong(kind: Any, value: Any, key: str, source: str) -> UserError:
 
 
 def _expected(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return _one_of([_expected(_strip_none(kind)), *_words(kind)])
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         return f"a list of {len(arguments)} numbers"

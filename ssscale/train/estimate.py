@@ -85,7 +85,7 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     block = parts["matrices"] / model.num_layers / tensor
     largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
     partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
-    tokens = train.microbatch * config.data.length // parallel.context
+    tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(
         weights=width * (n if stage < 3 else n / ranks + block),
         gradients=(width * n, 4 * n + width * largest, partitioned, partitioned)[stage],

@@ -45,6 +45,7 @@ from ssscale.train.checkpoint import (
 from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
 from ssscale.train.guard import check_copies, listed, without_gradient
 from ssscale.train.metrics import Metrics, Stopwatch, speed, step_record, sums_by_source
+from ssscale.train.microbatch import StageConfigs
 from ssscale.train.observe import StepParts, observe, profiled
 from ssscale.train.run_folder import check_folder, claim_folder, read_rollback, write_rollback
 from ssscale.train.save import CheckpointWriter, Retention, Saved
@@ -83,8 +84,9 @@ class Trainer:
         self.state = read_rollback(self.folder, self.reader.state) if self.reader else TrainState()
         self.saved_step, self.spikes = self.state.step, SpikeDetector(config.train.spike_z)
         self.skipped_in_a_row = self.held = 0
+        self.configs = StageConfigs(self.plan, groups)
         self.part = self.plan.at(self.state.step)
-        self.config = self.plan.configs[self.part.stage]  # of the stage that is trained
+        self.config = self.configs.of(self.part)  # of the stage that is trained
         last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
         self._open_data(self.state.data_fingerprint or None if last == self.config.data.path else None)
         self.lock = claim_folder(self.folder, config, groups, slurm_job)
@@ -232,7 +234,7 @@ class Trainer:
                 first_sample=self.plan.next_sample(self.state.step, self.state.skipped),
                 num_samples=(min(part.last_step, self.plan.total_steps) - self.state.step) * part.batch_size,
                 batch_size=part.batch_size,
-                microbatch=self.config.train.microbatch,
+                microbatch=self.config.train.microbatch_rows,
                 rank=self.groups.data_rank,
                 world_size=self.groups.data_size,
                 num_workers=self.config.data.num_workers,
@@ -284,20 +286,20 @@ class Trainer:
             write_event(self.folder, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
         logger.warning("NaN up to step %d: back to step %d, passing over %d rows", step, state.step, rows)
         self.part = self.plan.at(state.step)
-        self.config = self.plan.configs[self.part.stage]
+        self.config = self.configs.of(self.part)
         self._open_data(None)
         self._rebuild(reader)
 
     def _enter(self, part: Part) -> None:
         """Make ready for a part of the plan; a stage with another model is built anew from a checkpoint of this one."""
-        before, self.part, self.config = self.config, part, self.plan.configs[part.stage]
+        before, self.part, self.config = self.config, part, self.configs.of(part)
         if self.config.data != before.data:
             self._open_data(None)
         if self.config.model != before.model:
             self._save_now()
             logger.info("stage %s changes the model", self.config.train.stages[part.stage].name)
             self._rebuild(CheckpointReader(list_checkpoints(self.folder / "checkpoints")[-1]))
-        self.engine.set_batch_size(part.batch_size, self.config.train.microbatch)
+        self.engine.set_batch_size(part.batch_size, self.config.train.microbatch_rows)
 
     def _rebuild(self, reader: CheckpointReader) -> None:
         """The engine anew, from a checkpoint."""
