@@ -66,7 +66,7 @@ def test_tasks_change_nothing_and_are_those_of_the_checkpoint(
     records = trained(tmp_path / "with", corpus, *layout.split(), *asked)
     seen = [record for record in records if "piqa/acc" in record]
     assert [record["step"] for record in seen] == [3, 4]
-    file = tmp_path / "with" / "eval" / "step-00000004.json"
+    file = tmp_path / "with" / "eval" / "limit=3" / "step-00000004.json"
     inside = json.loads(file.read_text())["tasks"]
     assert set(inside) == set(TASKS)
     assert {"piqa/acc", "piqa/acc_norm", "wikitext/word_perplexity", "cloze/acc"} <= seen[1].keys()
