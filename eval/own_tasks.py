@@ -8,6 +8,8 @@ from typing import Any
 
 import lm_eval.tasks
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as READERS  # json, csv, parquet, text, ...
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -25,6 +27,15 @@ class TaskManager(lm_eval.tasks.TaskManager):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._factory = _Factory(meta=self.metadata)
+
+    def _load_spec(self, spec: str | Config) -> Task | Group | list[Task]:
+        """lm-eval's gives a group that is named by its file the list of its tasks for a name."""
+        if isinstance(spec, str) and is_yaml(spec):
+            config = read_yaml(Path(spec))
+            name, kind = (config["group"], Kind.GROUP) if "group" in config else (config["task"], Kind.TASK)
+            entry = Entry(name, Kind.PY_TASK if "class" in config else kind, Path(spec).resolve())
+            return self._factory.build(entry, registry=self.task_index)
+        return super()._load_spec(spec)
 
 
 class _Factory(TaskFactory):
