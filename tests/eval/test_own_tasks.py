@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,30 @@ def test_progress_is_a_line_in_a_log(monkeypatch, capsys) -> None:
     assert 5 <= len(rest) <= 10
     assert list(progress.track(iter("ab"), "x", 2, show=False)) == ["a", "b"]
     assert progress.clock(3725) == "1:02:05"
+
+
+def test_the_documentations_example_runs(run, tmp_path, monkeypatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    section = text[text.index("## Your own tasks") : text.index("## RULER")]
+    files = re.findall(r"`(mytasks/[\w.]+)`[^`]*:\n\n```\w+\n(.*?)```", section, re.DOTALL)
+    assert len(files) == 5
+    for name, content in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (command,) = re.findall(r"^python launch/evaluate.py checkpoint=runs/tiny_sb (.*)$", section, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    evaluate([f"checkpoint={run}", "valid=false", *command.split()])
+    folder = run / "eval" / "num_fewshot=2"
+    assert set(read_results(folder / f"{STEP}.json")["tasks"]) == {"capitals", "capitals_written"}
+    for name, request in (
+        ("capitals", {"context", "continuation", "loglikelihood", "greedy"}),
+        ("capitals_written", {"prompt", "settings", "responses"}),
+    ):
+        found = lines(folder / f"{STEP}-samples" / f"{name}.jsonl")
+        assert len(found) == 3
+        assert set(found[0]) == {"task", "doc_id", "filter", "doc", "requests", "filtered", "target", "metrics"}
+        assert set(found[0]["requests"][0]) == request
+        assert found[0]["target"] == "Paris"
+    monkeypatch.chdir("/")
+    evaluate([f"checkpoint={run}", "valid=false", f"tasks={tmp_path / 'mytasks' / 'capitals.yaml'}", "num_fewshot=0"])
+    assert set(read_results(run / "eval" / "num_fewshot=0" / f"{STEP}.json")["tasks"]) == {"capitals"}
