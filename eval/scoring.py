@@ -182,8 +182,8 @@ def check_document(task: ConfigurableTask, doc: Doc) -> None:
     if task.OUTPUT_TYPE != "multiple_choice":
         return
     choices = task.doc_to_choice(doc)
-    if any(choice is None for choice in choices):
-        raise ValueError("doc_to_choice gives a choice that is null")
+    if any(choice is None or choice == "" for choice in choices):
+        raise ValueError("doc_to_choice gives a choice that is missing or empty")
     gold = task.doc_to_text(doc) if task.multiple_input else target
     for answer in gold if isinstance(gold, list) else [gold]:
         if not (0 <= answer < len(choices) if isinstance(answer, int) else answer in choices):

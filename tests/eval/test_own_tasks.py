@@ -17,7 +17,7 @@ from launch.export import main as export
 from launch.report import main as report
 from ssscale.errors import UserError
 from ssscale.schema import Core
-from tests.eval.own_data import GROUP, LAST, question, write_lines, write_own_tasks
+from tests.eval.own_data import CAPITALS, GROUP, LAST, question, write_lines, write_own_tasks
 from tests.eval.test_suite import write_run
 from tests.pool import Pool
 
@@ -142,7 +142,9 @@ def test_the_report_shows_whole_results_alone(run, own, config, capsys) -> None:
 BROKEN = {
     "null_answer.yaml": LAST.replace("my_last_word", "null_answer").replace("questions", "lacking_answer"),
     "null_question.yaml": LAST.replace("my_last_word", "null_question").replace("questions", "lacking_question"),
-    "empty.yaml": LAST.replace("my_last_word", "empty").replace('" {{choices[answer]}}"', '"{{choices[answer]}}"'),
+    "empty.yaml": LAST.replace("my_last_word", "empty").replace(" {{choices[answer]}}", "{{'x' if answer else ''}}"),
+    "empty_choice.yaml": CAPITALS.replace("my_capitals", "empty_choice").replace("questions", "empty_choice"),
+    "one_rank.yaml": LAST.replace("my_last_word", "one_rank").replace('"{{question}}"', "!function code.on_one_rank"),
     "long.yaml": LAST.replace("my_last_word", "long").replace("{{choices[answer]}}", "{{'word ' * 400 * answer}}"),
     "code.yaml": LAST.replace("my_last_word", "code").replace('"{{question}}"', "!function code.text"),
     "scored.yaml": LAST.replace("my_last_word", "scored") + "process_results: !function code.score\n",
@@ -170,7 +172,8 @@ generation_kwargs: {until: ["."], max_gen_toks: 320}
 REASONS = {
     "null_answer": "document 2: ",
     "null_question": "document 4: a field that a template prints is missing or null",
-    "empty": "document 3: the continuation '' of",
+    "empty": "document 0: the continuation '' of",
+    "empty_choice": "document 3: doc_to_choice gives a choice that is missing or empty",
     "long": "document 1: the continuation ' word word",
     "code": "document 2: KeyError: 'title'",
     "scored": "document 5: ZeroDivisionError: division by zero",
@@ -179,6 +182,15 @@ REASONS = {
     "first": "document 0: a template needs a field that the document lacks: 'quesion' is undefined",
 }
 CODE = """\
+import torch.distributed as dist
+
+
+def on_one_rank(doc):
+    if dist.get_world_size() == 2 and dist.get_rank() == 1 and doc["question"] == "third":
+        raise OSError("this machine's disk")
+    return doc["question"]
+
+
 def text(doc):
     return doc["title" if doc["question"].startswith("third") else "question"]
 
@@ -197,7 +209,6 @@ def broken(tmp_path_factory) -> Path:
     docs = [doc | {"choices": doc["choices"][:3]} for doc in docs]
     docs[1]["answer"] = 1
     docs[2]["question"] = "third"
-    docs[3]["choices"][0] = ""
     docs[5]["choices"][0] = "sixth"
     write_lines(folder / "data" / "questions.jsonl", docs)
     for name, index, field in (("lacking_answer", 2, "answer"), ("lacking_question", 4, "question")):
@@ -206,6 +217,8 @@ def broken(tmp_path_factory) -> Path:
             for n, doc in enumerate(docs)
         ]
         write_lines(folder / "data" / f"{name}.jsonl", [doc | {"choices": ["a", "b", "c"]} for doc in kept])
+    empty = [doc | {"choices": ["", *doc["choices"][1:]]} if n == 3 else doc for n, doc in enumerate(docs)]
+    write_lines(folder / "data" / "empty_choice.jsonl", empty)
     for name, text in BROKEN.items():
         (folder / name).write_text(text)
     (folder / "code.py").write_text(CODE)
@@ -257,6 +270,10 @@ def test_two_processes_fail_and_write_as_one(run, broken, own, pool1: Pool, pool
         found.append({str(file.relative_to(run)): file.read_text() for file in files})
     assert found[0] == found[1]
     assert len(found[0]) == 2 + 3
+    # What only one rank meets is all ranks' failure: the others would wait for it in their passes.
+    arguments = [f"checkpoint={run}", f"include={broken}", "tasks=one_rank,my_capitals", "valid=false"]
+    said, _ = pool2.run("tests.eval.jobs:evaluate_failing", arguments=arguments)
+    assert said.startswith("1 of 2 tasks failed: one_rank: document 2: OSError: this machine's disk")
 
 
 def test_out_names_another_place_and_mixes_nothing_up(run, own, tmp_path) -> None:
