@@ -118,9 +118,8 @@ def run_tasks(
 
     tasks, groups = load_tasks(names, manager, fail)
     for name, task in tasks.items():
-        if (
-            num_fewshot is not None and task.OUTPUT_TYPE != "loglikelihood_rolling"
-        ):  # a whole text has no examples before it
+        # A whole text has no examples before it.
+        if num_fewshot is not None and task.OUTPUT_TYPE != "loglikelihood_rolling":
             task.set_config("num_fewshot", num_fewshot)
         try:
             scored = score_task(lm, task, limit)

@@ -219,15 +219,9 @@ def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
     if settings.names:
         outcome = evaluate_tasks(model, config, tokenizer, held_out, settings, file, results, console)
     if ruler is not None:
-        from eval.ruler.run import averages, ruler_table, run_ruler
+        from eval.ruler.run import evaluate_ruler, ruler_table
 
-        results["ruler"] = ruler.to_json()
-        cells: list[TaskResult] = []
-        for cell in run_ruler(ruler, model, tokenizer, config.name, console):
-            cells.append(cell)
-            if groups.is_main:  # what is done is kept: the whole may take hours
-                add_results(file, results | {"tasks": {cell.task: cell.to_json()}})
-        results["ruler"]["average"] = averages(cells)
+        cells = evaluate_ruler(ruler, model, tokenizer, config.name, file, results, console)
     losses: dict[str, Loss] = {}
     if settings.valid:
         assert held_out is not None
@@ -240,7 +234,6 @@ def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
         add_results(results_file(checkpoint, changes, settings.out), about | found)
     show(console, checkpoint, outcome.results, losses, ", ".join(settings.folder_names))
     if ruler is not None:
-        add_results(file, results)
         console.print(ruler_table(ruler, cells))
     if settings.suite == "stickbreaking_paper":
         from eval.paper import paper_tables

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from eval.harness import PackedLM
 from eval.progress import track
+from eval.results import add_results
 from eval.ruler import TASKS
 from eval.ruler.data import Source, find_sources
 from eval.ruler.samples import QUESTIONS, SAMPLES, Doc, Texts, check, counter_of, generate, needed
@@ -119,6 +120,26 @@ def run_ruler(
                     highlight=False,
                 )
                 yield replace(result, metrics=metrics, limit=limit)
+
+
+def evaluate_ruler(
+    ruler: Ruler,
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    name: str,
+    file: Path,
+    results: dict[str, Any],
+    console: Console,
+) -> list[TaskResult]:
+    """`run_ruler`, each result added to the results file, with `results`, when it is there: the whole may take hours."""
+    cells: list[TaskResult] = []
+    about = ruler.to_json()
+    for cell in run_ruler(ruler, model, tokenizer, name, console):
+        cells.append(cell)
+        if model.groups.is_main:
+            content = {"ruler": about | {"average": averages(cells)}, "tasks": {cell.task: cell.to_json()}}
+            add_results(file, results | content)
+    return cells
 
 
 def averages(results: list[TaskResult]) -> dict[int, float]:
