@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from eval.cloze import build_items, write_items
 from eval.harness import PackedLM
-from eval.results import FOLDER, add_results
+from eval.results import FOLDER, add_results, results_file
 from eval.suite import find_tasks, run_tasks
 from eval.text import TextTokenizer, held_out
 from ssscale.schema import Config
@@ -34,7 +34,8 @@ class TaskEvaluation:
         train = config.train
         self.items = Path(config.folder) / FOLDER / "cloze.jsonl"
         self.names, self.limit = train.tasks, train.task_limit
-        self.manager = find_tasks(self.names, {"eval_data": train.task_data, "cloze_items": str(self.items)})
+        metadata = {"eval_data": train.task_data, "cloze_items": str(self.items)}
+        self.manager = find_tasks(self.names, metadata, train.task_include)
         self._items_of: tuple[str, int] | None = None  # the data and the length that the items were made for
 
     def __call__(self, trainer: Trainer) -> dict[str, float]:
@@ -55,14 +56,19 @@ class TaskEvaluation:
                 in_step=config.parallel.zero_stage == 3,
                 alive=lambda: trainer.watchdog.mark("evaluation"),
             )
-            results = run_tasks(lm, self.names, self.manager, self.limit)
+            outcome = run_tasks(lm, self.names, self.manager, self.limit)
         if not trainer.groups.is_main:
             return {}
-        tasks = {result.task: result.to_json() for result in results}
-        content = {"prefix": "BOS before every document", "tasks": tasks}
-        add_results(Path(config.folder) / FOLDER / f"step-{trainer.state.step:08d}.json", content)
+        for task, reason in outcome.failures.items():
+            logger.warning("train.tasks: %s failed: %s", task, reason)
+        tasks = {result.task: result.to_json() for result in outcome.results}
+        changes = [] if self.limit is None else [f"limit={self.limit}"]
+        checkpoint = Path(config.folder) / "checkpoints" / f"step-{trainer.state.step:08d}"
+        add_results(results_file(checkpoint, changes), {"prefix": "BOS before every document", "tasks": tasks})
         return {
-            f"{result.task}/{name.split(',')[0]}": value for result in results for name, value in means(result.metrics)
+            f"{result.task}/{name.split(',')[0]}": value
+            for result in outcome.results
+            for name, value in means(result.metrics)
         }
 
     def _write_items(self, trainer: Trainer, tokenizer: TextTokenizer) -> None:

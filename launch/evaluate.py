@@ -1,10 +1,13 @@
 """Evaluate a checkpoint:   python launch/evaluate.py checkpoint=RUN [tasks=cloze,...] [valid=false] [baseline=false]
 
 checkpoint: a run folder (its newest checkpoint) or a checkpoint folder
-tasks:      lm-eval tasks by name: cloze (from the held-out documents), or any of lm-eval's own; tasks=none for none
+tasks:      lm-eval tasks by name: cloze (from the held-out documents), any of lm-eval's own or of include's, or the path of a
+            YAML file; tasks=none for none
+include:    folders of your own lm-eval tasks as YAML, with commas between
 suite:      stickbreaking_paper: the tasks of the paper's Tables 2 to 4 (or those of them that tasks= names), printed beside it;
             ruler: RULER's 13 tasks (or those of them that tasks= names)
 eval_data:  the folder of local copies of tasks' data (data/eval)
+num_fewshot: examples before each document, in place of what the tasks say
 limit:      of the first examples of each task (all; of RULER's tasks 500 at each length)
 length:     tokens of a text that the model is given at most (the training length; for RULER's tasks each of `lengths`)
 lengths:    of RULER's samples, such as 4096,8192,16384 (length, or the training length)
@@ -14,11 +17,16 @@ part:       I/N: every N-th task from the I-th on, counted from 0, as a job of s
 tensor:     tensor-parallel processes (1); under torchrun or srun the others share the work out
 valid:      loss over the whole validation split (true)
 baseline:   the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)
+samples:    true writes every example with its prompts, log-likelihoods or texts, target and metrics to
+            RUN/eval/step-XXXXXXXX-samples/TASK.jsonl (false)
+out:        a folder in place of RUN/eval, or a .json file
 data:       the data folder, where it is no longer the one that the run was trained on from here
 model.*:    keys to change for this evaluation, such as model.position.rope_base=500000, model.position.window=512 or
             model.attention.core=ssmax on a softmax run; the checkpoint stays as it is
 
-Prints a table and adds it to RUN/eval/step-XXXXXXXX.json (with changes: RUN/eval/CHANGES/...). Needs no GPU.
+Prints a table and adds it to RUN/eval/step-XXXXXXXX.json; results with limit, length, num_fewshot or changed keys have a
+folder named after them, such as RUN/eval/limit=100/. A task that cannot be scored is named with its document, the others
+go on, and the exit code is 2. Needs no GPU.
 `torchrun --nproc_per_node=8 launch/evaluate.py ...` writes the same file as one process.
 """
 
@@ -34,9 +42,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # started as a script: imports start at the repository's root, not in launch/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rich.box import ASCII
 from rich.console import Console
-from rich.table import Table
 
 from eval.environment import prepare
 from launch.cli import run, take_options
@@ -45,7 +51,8 @@ from ssscale.errors import UserError
 
 if TYPE_CHECKING:
     from eval.ruler.run import Ruler
-    from eval.suite import TaskResult
+    from eval.scoring import TaskResult
+    from eval.suite import Outcome
     from eval.text import TextTokenizer
     from eval.validation import Loss
     from ssscale.data.stream import PackedData
@@ -57,8 +64,10 @@ CHANGEABLE = ("model.attention.", "model.position.")
 OPTIONS = {
     "checkpoint": str,
     "tasks": str,
+    "include": str,
     "suite": str,
     "eval_data": str,
+    "num_fewshot": int,
     "limit": int,
     "length": int,
     "lengths": str,
@@ -67,9 +76,13 @@ OPTIONS = {
     "tensor": int,
     "valid": str,
     "baseline": str,
+    "samples": str,
+    "out": str,
     "data": str,
 }
-KEPT = ("eval_data", "limit", "length", "lengths", "stand_in", "tensor", "data")  # in Settings as they are given
+# In Settings as they are given.
+KEPT = ("eval_data", "num_fewshot", "limit", "length", "lengths", "stand_in", "tensor", "out", "data")
+KEYED = ("limit", "length", "num_fewshot")  # results with these have a file of their own
 TIMEOUT_MINUTES = 24 * 60.0  # a rank may wait that long for the others' share of a task
 
 
@@ -79,8 +92,10 @@ class Settings:
 
     names: list[str]
     ruler: list[str]
+    include: tuple[str, ...] = ()
     suite: str | None = None
     eval_data: str = "data/eval"
+    num_fewshot: int | None = None
     limit: int | None = None
     length: int | None = None
     lengths: str | None = None
@@ -88,8 +103,20 @@ class Settings:
     tensor: int = 1
     valid: bool = True
     baseline: bool | None = None
+    samples: bool = False
+    out: str | None = None
     data: str | None = None
     changes: tuple[str, ...] = ()
+
+    @property
+    def keyed(self) -> dict[str, int | None]:
+        return {key: getattr(self, key) for key in KEYED}
+
+    @property
+    def folder_names(self) -> list[str]:
+        """What results of these settings are kept apart by. RULER's are named by their lengths."""
+        keyed = self.keyed if self.names else {"limit": self.limit}
+        return [*self.changes, *(f"{key}={value}" for key, value in keyed.items() if value is not None)]
 
 
 def flag(options: dict[str, Any], key: str) -> bool | None:
@@ -123,7 +150,9 @@ def main(argv: list[str]) -> None:
     for key in ("limit", "length", "tensor"):
         if options.get(key, 1) < 1:
             raise UserError(f"{key} must be at least 1, not {options[key]}")
-    valid, baseline = flag(options, "valid"), flag(options, "baseline")
+    if options.get("num_fewshot", 0) < 0:
+        raise UserError(f"num_fewshot must be 0 or more, not {options['num_fewshot']}")
+    valid, baseline, samples = (flag(options, key) for key in ("valid", "baseline", "samples"))
     os.environ |= rank_environment(os.environ)
     prepare()
 
@@ -145,6 +174,8 @@ def main(argv: list[str]) -> None:
         suite=suite,
         valid=index == 0 and (valid is not False if suite is None else valid is True),
         baseline=baseline,
+        samples=samples is True,
+        include=tuple(folder for folder in options.get("include", "").split(",") if folder),
         changes=tuple(rest),
         **{key: options[key] for key in KEPT if key in options},
     )
@@ -155,64 +186,75 @@ def main(argv: list[str]) -> None:
 
 
 def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
-    """Everything that was asked for, printed and added to the results file of the checkpoint."""
+    """Everything that was asked for, printed and added to the results files of the checkpoint.
+
+    Raises UserError, when all else is done, where a task failed.
+    """
     from eval.results import add_results, read_results, results_file
+    from eval.suite import Outcome
+    from eval.tables import show
     from eval.text import TextTokenizer
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_for_inference
 
     changes = list(settings.changes)
-    file = results_file(checkpoint, changes)
-    read_results(file)  # a broken file is better said before the work than after it
+    check_results(checkpoint, settings)
+    file = results_file(checkpoint, settings.folder_names, settings.out)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(settings.tensor, local_rank, TIMEOUT_MINUTES, distributed="RANK" in os.environ)
     model, config = load_for_inference(checkpoint, groups, changes=changes)
     needed = settings.valid or "cloze" in settings.names
     held_out = open_data(config, "valid", settings.data) if needed else None
     tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
-    results: dict[str, Any] = {
+    about: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "parameters": model.num_parameters(),
         "prefix": "BOS before every document",
     }
     if changes:
-        results["changes"] = changes
+        about["changes"] = changes
     ruler = plan_ruler(config, tokenizer, settings, console) if settings.ruler else None
-    tasks: list[TaskResult] = []
+    results = about | {"settings": settings.keyed}
+    outcome = Outcome()
     if settings.names:
-        tasks = evaluate_tasks(model, config, tokenizer, held_out, settings, file.parent, console)
-        results["tasks"] = {task.task: task.to_json() for task in tasks}
+        outcome = evaluate_tasks(model, config, tokenizer, held_out, settings, file, results, console)
     if ruler is not None:
-        from eval.ruler.run import averages, ruler_table, run_ruler
+        from eval.ruler.run import evaluate_ruler, ruler_table
 
-        results["ruler"] = ruler.to_json()
-        cells: list[TaskResult] = []
-        for cell in run_ruler(ruler, model, tokenizer, config.name, console):
-            cells.append(cell)
-            results["tasks"] = results.get("tasks", {}) | {cell.task: cell.to_json()}
-            if groups.is_main:  # what is done is kept: the whole may take hours
-                add_results(file, results)
-        results["ruler"]["average"] = averages(cells)
+        cells = evaluate_ruler(ruler, model, tokenizer, config.name, file, results, console)
     losses: dict[str, Loss] = {}
     if settings.valid:
         assert held_out is not None
         losses = evaluate_losses(model, config, held_out, settings, console)
-        results |= {name: loss.to_json() for name, loss in losses.items()}
-        results["data_fingerprint"] = held_out.fingerprint
+        about["data_fingerprint"] = held_out.fingerprint
     if not groups.is_main:
         return
-    add_results(file, results)
-    show(console, checkpoint, tasks, losses)
+    if losses:  # of the whole split, whatever limits the tasks
+        found = {name: loss.to_json() for name, loss in losses.items()}
+        add_results(results_file(checkpoint, changes, settings.out), about | found)
+    show(console, checkpoint, outcome.results, losses, ", ".join(settings.folder_names))
     if ruler is not None:
         console.print(ruler_table(ruler, cells))
     if settings.suite == "stickbreaking_paper":
         from eval.paper import paper_tables
 
         wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
-        found = read_results(file)["tasks"]  # those of other parts too
-        for table in paper_tables({name: task["metrics"] for name, task in found.items()}, config.name):
+        tasks = read_results(file).get("tasks", {})  # those of other parts too
+        for table in paper_tables({name: task["metrics"] for name, task in tasks.items()}, config.name):
             wide.print(table)
     console.print(f"results: {file}", highlight=False, soft_wrap=True)
+    outcome.check(str(file))
+
+
+def check_results(checkpoint: Path, settings: Settings) -> None:
+    """What is wrong with the results files is better said before the work than after it. Raises UserError."""
+    from eval.results import check_same, read_results, results_file
+
+    for names in (list(settings.changes), settings.folder_names):
+        file = results_file(checkpoint, names, settings.out)
+        read_results(file)
+        if settings.out is not None:
+            check_same(file, checkpoint, settings.keyed)
 
 
 def plan_ruler(config: "Config", tokenizer: "TextTokenizer", settings: Settings, console: Console) -> "Ruler":
@@ -252,32 +294,46 @@ def evaluate_tasks(
     tokenizer: "TextTokenizer",
     held_out: "PackedData | None",
     settings: Settings,
-    folder: Path,
+    file: Path,
+    results: dict[str, Any],
     console: Console,
-) -> "list[TaskResult]":
-    """lm-eval's tasks on the model. The items of the cloze task are written to `folder`."""
+) -> "Outcome":
+    """lm-eval's tasks on the model, each added to the results file, with `results`, when it is done."""
     import torch.distributed as dist
 
     from eval.cloze import build_items, write_items
     from eval.harness import PackedLM
-    from eval.suite import find_tasks, run_tasks
+    from eval.results import add_results
+    from eval.samples import samples_file, write_samples
+    from eval.suite import Samples, find_tasks, run_tasks
     from eval.text import held_out as held_out_texts
 
-    names = settings.names
-    length = settings.length or config.data.length
-    items = folder / "cloze.jsonl"
-    manager = find_tasks(names, {"cloze_items": str(items), "eval_data": settings.eval_data})
+    names, is_main = settings.names, model.groups.is_main
+    items = file.with_name("cloze.jsonl")
+    metadata = {"cloze_items": str(items), "eval_data": settings.eval_data}
+    manager = find_tasks(names, metadata, settings.include)
     if "cloze" in names:
         assert held_out is not None
-        if model.groups.is_main:
+        if is_main:
             write_items(build_items(held_out_texts(held_out, tokenizer), tokenizer, config.data.length), items)
         dist.barrier()
-    lm = PackedLM(model, tokenizer, length, name=config.name, show=console.is_terminal and model.groups.is_main)
+
+    def keep(result: "TaskResult", samples: Samples) -> None:
+        if is_main:
+            add_results(file, results | {"tasks": {result.task: result.to_json()}})
+            if settings.samples and samples:
+                write_samples(samples_file(file, result.task), result.task, samples)
+
+    def failed(task: str, reason: str) -> None:
+        console.print(f"{task} failed: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+    length = settings.length or config.data.length
+    lm = PackedLM(model, tokenizer, length, name=config.name, show=is_main)
     began = time.perf_counter()
-    results = run_tasks(lm, names, manager, settings.limit)
+    outcome = run_tasks(lm, names, manager, settings.limit, settings.num_fewshot, keep, failed)
     seconds = time.perf_counter() - began
     console.print(f"{', '.join(names)}: {seconds:.0f} s", highlight=False)
-    return results
+    return outcome
 
 
 def evaluate_losses(
@@ -292,7 +348,7 @@ def evaluate_losses(
 
     one_document = config.data.one_document
     microbatch, baseline = config.train.microbatch_rows, settings.baseline
-    losses = {"valid": model_loss(model, held_out, microbatch, one_document, show=console.is_terminal)}
+    losses = {"valid": model_loss(model, held_out, microbatch, one_document, show=model.groups.is_main)}
     if baseline is not False and model.groups.is_main:
         train = open_data(config, "train", settings.data)
         if baseline or bigram_fits(train):
@@ -300,28 +356,6 @@ def evaluate_losses(
         else:
             console.print("no Kneser–Ney bigram: more than 50 million training tokens (baseline=true makes one)")
     return losses
-
-
-def show(console: Console, checkpoint: Path, tasks: "list[TaskResult]", losses: "dict[str, Loss]") -> None:
-    """The results as two tables."""
-    table = Table(title=f"{checkpoint}", box=ASCII, title_justify="left")
-    for column in ("task", "metric", "value", "chance", "items"):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right", no_wrap=True)
-    for task in tasks:
-        error = "" if task.stderr is None else f" ± {task.stderr:.4f}"
-        chance = "" if task.chance is None else f"{task.chance:.4f}"
-        table.add_row(task.task, task.metric, f"{task.value:.4f}{error}", chance, f"{task.items:,}")
-    if tasks:
-        console.print(table)
-    table = Table(box=ASCII)
-    for column in ("loss on the whole validation split", "nats a token", "bits a byte", "targets"):
-        table.add_column(column, justify="left" if column.startswith("loss") else "right", no_wrap=True)
-    for name, label in (("valid", "this model"), ("baseline", "Kneser–Ney bigram, d = 0.75")):
-        if name in losses:
-            loss = losses[name]
-            table.add_row(label, f"{loss.nats_per_token:.4f}", f"{loss.bits_per_byte:.4f}", f"{loss.targets:,}")
-    if losses:
-        console.print(table)
 
 
 if __name__ == "__main__":

@@ -140,8 +140,9 @@ def _tasks(run: "Run") -> list[tuple[str, str]]:
     rows = []
     ruler: dict[str, list[float]] = {}  # TASK@LENGTH are RULER's
     for name, task in run.results.get("tasks", {}).items():
-        if "@" in name:
-            ruler.setdefault(name.rpartition("@")[2], []).append(task["value"])
+        length = name.rpartition("@")[2]
+        if "@" in name and length.isdecimal():
+            ruler.setdefault(length, []).append(task["value"])
             continue
         error = "" if task["stderr"] is None else f" ± {task['stderr']:.3f}"
         chance = "" if task["chance"] is None else f", chance {task['chance']:.3f}"

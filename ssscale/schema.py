@@ -272,6 +272,7 @@ class TrainConfig:
     task_every: int = 0  # steps between their evaluations; 0 = never. Else also after the last step
     task_limit: int | None = None  # of the first examples of each
     task_data: str = "data/eval"  # the folder of local copies of their data
+    task_include: list[str] = field(default_factory=list)  # folders of your own tasks' YAML files
     save_every: int = 1000  # steps; 0 = never. Else also after the last step
     save_background: bool = True  # write while training goes on
     observe_every: int = 1000  # steps between looks into attention: s by head, unspent stick, live tiles; 0 = never

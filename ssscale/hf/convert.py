@@ -148,6 +148,8 @@ def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: in
         "eos_token": eos,
         "pad_token": eos,
         "model_max_length": length,
+        "model_input_names": ["input_ids", "attention_mask"],  # the model has no token types
+        "padding_side": "left",  # generation continues the last column
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,  # spelt out in a text they are text, as in training
     }

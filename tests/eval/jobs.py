@@ -35,3 +35,14 @@ def scores(checkpoint: str, names: list[str], eval_data: str, tensor: int) -> di
         else:
             found[name] = [value for value, _ in lm.loglikelihood(requests)]
     return found
+
+
+def evaluate_failing(arguments: list[str]) -> str | None:
+    """The sentence that the main rank ends with; the others end without one."""
+    from ssscale.errors import UserError
+
+    try:
+        evaluate_file(arguments)
+    except UserError as error:
+        return str(error)
+    return None

@@ -228,8 +228,10 @@ def test_the_suite_runs_and_prints_the_papers_tables(suite_run, eval_data, capsy
     run, _ = suite_run
     evaluate([f"checkpoint={run}", "suite=stickbreaking_paper", f"eval_data={eval_data}", "limit=2"])
     printed = capsys.readouterr().out
-    results = json.loads((run / "eval" / "step-00000001.json").read_text())
+    results = json.loads((run / "eval" / "limit=2" / "step-00000001.json").read_text())
     assert set(results["tasks"]) == set(SUITE)
+    shots = {name: task["num_fewshot"] for name, task in results["tasks"].items()}
+    assert [shots[name] for name in ("piqa", "mmlu", "mmlu_5shot", "gsm8k", "gsm8k_cot")] == [0, 0, 5, 5, 8]
     table_2, table_3, table_4 = our_rows({name: task["metrics"] for name, task in results["tasks"].items()})
     for values in (table_2, table_3, table_4):
         assert f"{values[0]:.1f}" in printed
@@ -241,7 +243,7 @@ def test_the_suite_runs_and_prints_the_papers_tables(suite_run, eval_data, capsy
 
 def test_parts_make_the_file_of_the_whole(suite_run, eval_data) -> None:
     run, _ = suite_run
-    file = run / "eval" / "step-00000001.json"
+    file = run / "eval" / "limit=2" / "step-00000001.json"
     texts = []
     for parts in ([], ["part=1/2"], ["part=0/2"]):
         if parts != ["part=0/2"]:

@@ -40,6 +40,8 @@ def test_an_evaluation_follows_as_one_job_or_several(capsys, tmp_path) -> None:
     assert " --array=0-3 --dependency=afterok:JOB slurm/evaluate.sbatch" in several
     assert several.endswith(f"checkpoint={run} suite=stickbreaking_paper eval_data=my data")
     assert "slurm-evaluate-%A_%a.log" in several
+    own = "include=mytasks tasks=capitals num_fewshot=5 samples=true out=results"
+    assert followers(capsys, run, f"evaluate={own}").endswith(f"checkpoint={run} {own}")
 
 
 @pytest.mark.parametrize(
