@@ -63,8 +63,8 @@ def open_data(
     )
 
 
-def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dtype) -> None:
-    """What was chosen, once a run."""
+def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dtype, entries: int | None = None) -> None:
+    """Log what was chosen, once per run. entries: of the data's tokenizer."""
     from kernels.softmax import choose_backend
 
     core = config.model.attention.core.value
@@ -88,6 +88,8 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         groups.data_size,
         torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
     )
+    if entries is not None:
+        log_vocabulary(config.model, entries)
     note = stack_note(groups.device)
     if note is not None:
         logger.warning(note)

@@ -23,15 +23,7 @@ from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config
-from ssscale.train.build import (
-    build_model,
-    choose_compile,
-    choose_dtype,
-    find_checkpoint,
-    log_choices,
-    log_vocabulary,
-    open_data,
-)
+from ssscale.train.build import build_model, choose_compile, choose_dtype, find_checkpoint, log_choices, open_data
 from ssscale.train.checkpoint import (
     CheckpointReader,
     TrainState,
@@ -107,8 +99,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         dtype = choose_dtype(config.train.precision, groups.device)
         model = build_model(config, groups, dtype)
-        log_choices(model, config, groups, dtype)
-        log_vocabulary(config.model, self.data.vocab_size)
+        log_choices(model, config, groups, dtype, self.data.vocab_size)
         if self.reader is None:
             initialize_weights(model, config.model, groups, config.train.seed)
             if config.init_from is not None:
