@@ -5,10 +5,10 @@
 env_file=${env_file:-slurm/env.sh}
 if [ -f "$env_file" ]; then
   env_root=$PWD
-  trap 'env_code=$? env_line=$LINENO; trap - ERR EXIT
-    case $BASH_COMMAND in
-      ". \"\$env_file\"") echo "error: $env_file ended with code $env_code" >&2 ;;
-      *) echo "error: $env_file, line $env_line: \`$BASH_COMMAND\` ended with code $env_code" >&2 ;;
+  trap 'env_code=$? env_line=$LINENO env_at=${BASH_SOURCE[0]}; trap - ERR EXIT
+    case $env_at in
+      */load_env.sh) echo "error: $env_file ended with code $env_code" >&2 ;;
+      *) echo "error: $env_at, line $env_line: \`$(sed -n "${env_line}{s/^ *//;p}" "$env_at")\` ended with code $env_code" >&2 ;;
     esac
     exit 2' ERR
   trap 'env_code=$?; trap - ERR EXIT; echo "error: $env_file left the shell (exit $env_code)" >&2; exit 2' EXIT

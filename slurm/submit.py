@@ -191,7 +191,9 @@ def evaluation_command(folder: Path, options: Options, kinds: list[Node]) -> lis
     gpus, jobs = options.get("evaluate_gpus", min(options.get("gpus", 8), 1)), options.get("evaluate_jobs", 1)
     tasks = max(gpus, 1)
     exclusive = flag(options, "evaluate_exclusive")
-    request = Request(gpus, tasks, options.get("evaluate_cpus"), options.get("evaluate_mem"), exclusive)
+    request = Request(
+        gpus, tasks, options.get("evaluate_cpus"), options.get("evaluate_mem"), exclusive, prefix="evaluate_"
+    )
     log = "slurm-evaluate-%A_%a.log" if jobs > 1 else "slurm-evaluate-%j.log"
     command = ["sbatch", *shared_flags(options), "--kill-on-invalid-dep=yes", f"--output={folder / log}"]
     command += [f"--gpus-per-node={gpus}"] if gpus else []
