@@ -1,7 +1,7 @@
 # Sources the site's environment: slurm/env.sh if it is there, or the file that env= names. Modules, conda, exports; see
 # slurm/env.sh.example. slurm/submit.py runs this before it queues anything, the job scripts run it again on their node.
-# The file fails where a command of it that is in no `if`, `&&`, `||` or function fails, and where it ends in a failure:
-# then the shell ends with code 2 and a sentence.
+# It fails at the first command that fails outside of conditions and functions, and where its last command fails: then the
+# shell ends with code 2 and a sentence.
 env_file=${env_file:-slurm/env.sh}
 if [ -f "$env_file" ]; then
   env_root=$PWD
