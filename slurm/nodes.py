@@ -24,6 +24,7 @@ class Request:
     cpus: int | None = None
     mem: str | None = None
     exclusive: bool | None = None
+    prefix: str = ""  # of the options' names
 
 
 def nodes_of(partition: str | None) -> list[Node]:
@@ -54,7 +55,8 @@ def sbatch_flags(request: Request, nodes: list[Node]) -> list[str]:
     fitting = [node for node in nodes if node.gpus >= request.gpus]
     most = max((node.gpus for node in nodes), default=0)
     if most and not fitting:
-        raise UserError(f"gpus={request.gpus}: the nodes of this partition have at most {most}; use gpus={most}")
+        key = f"{request.prefix}gpus"
+        raise UserError(f"{key}={request.gpus}: the nodes of this partition have at most {most}; use {key}={most}")
     whole = request.gpus > 0 and bool(fitting) and all(node.gpus == request.gpus for node in fitting)
     exclusive = whole if request.exclusive is None else request.exclusive
     mem = "0" if request.mem is None and exclusive else request.mem

@@ -22,6 +22,7 @@ import shlex
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,9 @@ def evaluation_command(folder: Path, options: Options, kinds: list[Node]) -> lis
     gpus, jobs = options.get("evaluate_gpus", min(options.get("gpus", 8), 1)), options.get("evaluate_jobs", 1)
     tasks = max(gpus, 1)
     exclusive = flag(options, "evaluate_exclusive")
-    request = Request(gpus, tasks, options.get("evaluate_cpus"), options.get("evaluate_mem"), exclusive)
+    request = Request(
+        gpus, tasks, options.get("evaluate_cpus"), options.get("evaluate_mem"), exclusive, prefix="evaluate_"
+    )
     log = "slurm-evaluate-%A_%a.log" if jobs > 1 else "slurm-evaluate-%j.log"
     command = ["sbatch", *shared_flags(options), "--kill-on-invalid-dep=yes", f"--output={folder / log}"]
     command += [f"--gpus-per-node={gpus}"] if gpus else []
@@ -229,7 +232,7 @@ def submit(command: list[str], environment: dict[str, str]) -> str:
 
 
 def record(folder: Path, job: str, command: list[str], env_file: Path | None) -> None:
-    """The commit, the command and the site's environment, with the run."""
+    """The commit, the command and which environment it was, with the run."""
 
     def git(*arguments: str) -> str | None:
         result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -238,7 +241,8 @@ def record(folder: Path, job: str, command: list[str], env_file: Path | None) ->
     state: dict[str, Any] = {"job": job, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "command": shlex.join(command)}
     state |= {"commit": git("rev-parse", "HEAD"), "changed": git("status", "--porcelain", "--untracked-files=no")}
     file = env_file or ROOT / "slurm/env.sh"
-    state["env"] = file.read_text() if file.is_file() else None
+    if file.is_file():  # not its text, where keys may stand
+        state["env"] = {"file": str(file), "sha256": sha256(file.read_bytes()).hexdigest()}
     (folder / f"slurm-{job}.json").write_text(json.dumps(state, indent=1) + "\n")
 
 

@@ -125,7 +125,7 @@ def test_a_site_environment_interfaces_and_caches(slurm: None, monkeypatch: pyte
     assert all(rank["arguments"][:2] == ["launch/pretrain.py", "config=tiny_sb"] for rank in probe.ranks)
     assert not any(argument.startswith(("env=", "srun=")) for argument in probe.ranks[0]["arguments"])
     assert not Path(scratch).exists()
-    assert json.loads((probe.run / f"slurm-{probe.number}.json").read_text())["env"] == site.read_text()
+    assert json.loads((probe.run / f"slurm-{probe.number}.json").read_text())["env"]["file"] == str(site)
 
 
 def queued() -> str:

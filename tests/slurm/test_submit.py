@@ -137,6 +137,8 @@ def test_what_a_job_asks_of_its_nodes(request_: Request, nodes: list[Node], flag
 def test_more_gpus_than_a_node_has() -> None:
     with pytest.raises(UserError, match=r"gpus=8: the nodes of this partition have at most 4; use gpus=4"):
         sbatch_flags(Request(8, 8), [Node(32, 0), Node(64, 4)])
+    with pytest.raises(UserError, match=r"^evaluate_gpus=8: .* use evaluate_gpus=4"):
+        sbatch_flags(Request(8, 8, prefix="evaluate_"), [Node(64, 4)])
 
 
 @pytest.mark.parametrize(
