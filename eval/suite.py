@@ -1,10 +1,7 @@
 """lm-eval's tasks by name, ours (eval/tasks/) and its own, run on our harness."""
 
-import difflib
 import logging
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest import mock
@@ -13,13 +10,12 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from eval.harness import PackedLM
-from eval.ruler import TASKS as RULER
-from eval.tasks.local.load import FILES, missing
+from eval.task_names import TASKS, check_tasks
+from eval.tasks.local.files import FILES
 from ssscale.errors import UserError
 
 logger = logging.getLogger("ssscale")
 
-TASKS = Path(__file__).parent / "tasks"
 BOOTSTRAP = 100  # resamplings for the standard error of metrics that are no mean; a mean's is exact
 
 
@@ -39,38 +35,22 @@ class TaskResult:
         return asdict(self)
 
 
-def find_tasks(names: list[str], metadata: dict[str, Any]) -> TaskManager:
+def find_tasks(names: list[str], metadata: dict[str, Any], option: str = "tasks") -> TaskManager:
     """A manager that knows all the names: ours over local files where these are there, else lm-eval's own.
 
     metadata: what custom data sets are made from: `eval_data`, the folder of local files; `cloze_items`, a file. Raises
-    UserError with the nearest names for one that is unknown, and for local files that are missing while this process keeps
-    off the network.
+    UserError as `check_tasks` does.
     """
-    ruler = [name for name in names if name in (*RULER, "ruler")]
-    if ruler:  # lm-eval's would download texts and a tokenizer
-        raise UserError(f"tasks={','.join(ruler)}: RULER's tasks have a command: launch/evaluate.py suite=ruler")
-    absent = {name: missing(name, metadata["eval_data"]) for name in names if name in FILES}
-    lacking = {name: file for name, file in absent.items() if file}
-    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
-    if lacking and offline:
-        files = "; ".join(f"{metadata['eval_data']}/{file} (a copy of {origin})" for file, origin in lacking.values())
-        raise UserError(
-            f"tasks={','.join(lacking)}: data is missing: {files}. Put it there as JSON lines (or .zst of them), name another "
-            "folder with eval_data=FOLDER, or let lm-eval download it with HF_HUB_OFFLINE=0"
-        )
-    paths = [str(TASKS / "cloze"), *([] if lacking else [str(TASKS / "local")])]
-    manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if not unknown:
-        return manager
-    ours = [*FILES, "cloze", *RULER]
+    others = check_tasks(names, metadata["eval_data"], option)
+    local = [] if set(others) & set(FILES) else [str(TASKS / "local")]
+    paths = [str(TASKS / "cloze"), *local]
+    if not others:
+        return TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     logger.warning("looking through lm-eval's thousands of tasks (up to a minute)")
     manager = TaskManager(include_path=paths, metadata=metadata)
-    for name in unknown:
+    for name in names:
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, ours, n=1) + difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = " or ".join(dict.fromkeys(near)) or f"one of ours ({', '.join(ours)}) or of lm-eval's"
-            raise UserError(f"tasks={name}: there is no such task; did you mean {hint}?")
+            raise UserError(f"{option}={name}: lm-eval has no such task")
     return manager
 
 

@@ -1,52 +1,49 @@
-"""Submit a training job:   python slurm/submit.py config=3b_sb nodes=16 [gpus=8] [time=24:00:00] [key=value ...] [--dry-run]
-
-Options of its own: nodes, gpus (a node), time, partition, account, cpus (a task), early (seconds between the early signal and
-the time limit), evaluate (tasks for a job that follows the training, or arguments of launch/evaluate.py as one text:
-evaluate="suite=stickbreaking_paper eval_data=DATA"), evaluate_jobs (which share them out), sbatch (further options of sbatch,
-as one text).
-Every other key=value goes to launch/pretrain.py. --dry-run prints the commands and the script.
-"""
+"""Submit a training job. Every key=value that is not an option of its own goes to launch/pretrain.py."""
 
 import json
 import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from launch.cli import run, take_options
-from launch.evaluate import CHANGEABLE
-from launch.evaluate import OPTIONS as EVALUATE_OPTIONS
+from launch.boot import EVERY_KEY, ROOT, Command, Option, run
+from launch.evaluate import COMMAND as EVALUATE
 from ssscale.config import load_config, validate
 from ssscale.errors import UserError
 from ssscale.train.run_folder import check_folder
 
-ROOT = Path(__file__).resolve().parents[1]
-OPTIONS = {
-    "nodes": int,
-    "gpus": int,
-    "time": str,
-    "partition": str,
-    "account": str,
-    "cpus": int,
-    "early": int,
-    "evaluate": str,
-    "evaluate_jobs": int,
-    "sbatch": str,
-}
+COMMAND = Command(
+    about=__doc__,
+    usage="python slurm/submit.py config=NAME nodes=N [key=value ...] [--dry-run]",
+    example="python slurm/submit.py config=3b_sb nodes=16 time=24:00:00 evaluate=cloze",
+    options=(
+        Option("nodes", int, "of the job", default=1, at_least=1),
+        Option("gpus", int, "per node; 0: one CPU task per node", default=8, at_least=0),
+        Option("time", str, "the job's time limit", metavar="24:00:00"),
+        Option("partition", str, "of the cluster", metavar="NAME"),
+        Option("account", str, "of the cluster", metavar="NAME"),
+        Option("cpus", int, "per task", at_least=1),
+        Option("early", int, "seconds between the early signal and the time limit", at_least=0),
+        Option(
+            "evaluate",
+            str,
+            "tasks for a job that follows the training, or arguments of launch/evaluate.py as one text: "
+            'evaluate="suite=stickbreaking_paper eval_data=DATA"',
+            metavar="TASKS",
+        ),
+        Option("evaluate_jobs", int, "jobs that share these tasks out", default=1, at_least=1),
+        Option("sbatch", str, "further options of sbatch, as one text"),
+        Option("--dry-run", bool, "print the commands and the script, and submit nothing"),
+    ),
+    keys=EVERY_KEY,
+)
 
 
 def main(argv: list[str]) -> None:
-    dry = "--dry-run" in argv
-    options, arguments = take_options([text for text in argv if text != "--dry-run"], OPTIONS)
-    nodes, gpus = options.get("nodes", 1), options.get("gpus", 8)
-    if nodes < 1 or gpus < 0:
-        raise UserError(f"nodes must be at least 1 and gpus 0 or more, not nodes={nodes} gpus={gpus}")
-    config = load_config(arguments, options=OPTIONS)
+    options, arguments = COMMAND.parse(argv)
+    nodes, gpus = options["nodes"], options["gpus"]
+    config = load_config(arguments, options=COMMAND.names)
     validate(config, world_size=nodes * max(gpus, 1), gpu=gpus > 0)
     folder = Path(config.folder)
     check_folder(folder, config)
@@ -59,8 +56,8 @@ def main(argv: list[str]) -> None:
     train += [f"--time={options['time']}"] if "time" in options else []
     train += [f"--signal=B:USR1@{options['early']}"] if "early" in options else []
     train += [f"--job-name={config.name}", "slurm/pretrain.sbatch", *arguments]
-    jobs = options.get("evaluate_jobs", 1)
-    if jobs < 1 or (jobs > 1 and "evaluate" not in options):
+    jobs = options["evaluate_jobs"]
+    if jobs > 1 and "evaluate" not in options:
         raise UserError(f"evaluate_jobs={jobs}: a number from 1 on of the jobs that do what evaluate= names")
     log_name = "slurm-evaluate-%A_%a.log" if jobs > 1 else "slurm-evaluate-%j.log"
     after = ["sbatch", *shared, "--kill-on-invalid-dep=yes", f"--output={folder / log_name}"]
@@ -68,7 +65,7 @@ def main(argv: list[str]) -> None:
     after += [f"--array=0-{jobs - 1}"] if jobs > 1 else []
     after += ["--dependency=afterok:{job}", "slurm/evaluate.sbatch", f"checkpoint={folder}"]
     after += evaluation(options.get("evaluate", ""))
-    if dry:
+    if "--dry-run" in options:
         print(shlex.join(train))
         if "evaluate" in options:
             print(shlex.join(after).replace("{job}", "JOB"))
@@ -88,10 +85,10 @@ def evaluation(text: str) -> list[str]:
     if "=" not in text:
         return [f"tasks={text}"]
     arguments = shlex.split(text)
-    _, rest = take_options(arguments, EVALUATE_OPTIONS)
-    unknown = [argument for argument in rest if not argument.startswith(CHANGEABLE)]
-    if unknown:
-        raise UserError(f"evaluate={text}: launch/evaluate.py takes no {unknown[0]!r}")
+    try:
+        EVALUATE.parse([*arguments, "checkpoint=RUN"])
+    except UserError as error:
+        raise UserError(f"evaluate={text}: {error}") from None
     return arguments
 
 
@@ -119,4 +116,4 @@ def record(folder: Path, job: str, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(COMMAND, main)

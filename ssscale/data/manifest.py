@@ -10,6 +10,7 @@ from ssscale.errors import UserError
 FORMAT = "ssscale-packed"
 VERSION = 1
 NAME = "manifest.json"
+PADDING = 128  # a model may round its vocabulary up to a multiple of this
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -26,6 +27,45 @@ def read(file: Path) -> dict[str, Any]:
     if _sha256(content) != manifest.get("checksum"):
         raise UserError(f"{file} is corrupt: its checksum does not match")
     return manifest
+
+
+def open_checked(
+    path: str, folder: Path, vocab_size: int | None = None, length: int | None = None, hint: str | None = None
+) -> dict[str, Any]:
+    """The manifest of the data folder `path`, whose files lie in `folder`.
+
+    vocab_size is the model's, length the run's. Raises UserError for a missing, unfinished or broken folder (with `hint`, how
+    to make it), and for one of another tokenizer or length.
+    """
+    file = folder / NAME
+    if not file.is_file():
+        empty = "is empty or unfinished" if folder.is_dir() else "does not exist"
+        raise UserError(f"data folder {path} {empty}: {hint or _how_to_make(path, length)}")
+    manifest = read(file)
+    have = manifest["tokenizer"]["vocab_size"]
+    if vocab_size is not None and not have <= vocab_size <= -(-have // PADDING) * PADDING:
+        raise UserError(
+            f"{path} was tokenized with a vocabulary of {have:,}, but model.vocab_size={vocab_size}:"
+            " the two must be of the same tokenizer"
+        )
+    if length is not None and length != manifest["length"]:
+        raise UserError(f"{path} was packed to rows of {manifest['length']} tokens, but data.length={length}")
+    return manifest
+
+
+def sources(manifest: dict[str, Any], path: str, split: str, hint: str | None = None) -> list[str]:
+    """The sources that have rows in a split. Raises UserError, with `hint`, where none has."""
+    found = [name for name, counts in manifest["splits"].get(split, {}).items() if counts["rows"]]
+    if not found:
+        raise UserError(f"{path} has no rows in its split {split!r}: {hint or _how_to_make(path, manifest['length'])}")
+    return found
+
+
+def _how_to_make(path: str, length: int | None) -> str:
+    return (
+        f"make it with `python -m data_prep pack --out {path} --length {length or 4096}"
+        " --tokenizer FILE --source NAME=PATH` (docs/data.md)"
+    )
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:

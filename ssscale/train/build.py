@@ -8,12 +8,12 @@ import torch
 
 from ssscale.config import change, validate
 from ssscale.data.stream import PackedData
-from ssscale.errors import UserError
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config, Precision
-from ssscale.train.checkpoint import CheckpointReader, list_checkpoints
-from ssscale.train.switch import load_switched, saved_config
+from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
+from ssscale.train.switch import load_switched
 
 logger = logging.getLogger("ssscale")
 
@@ -87,16 +87,6 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         groups.data_size,
         torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
     )
-
-
-def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
-    """A checkpoint folder, given itself or its run's folder (the newest one there). Raises UserError naming the option."""
-    if (path / "state.json").is_file():
-        return path
-    found = list_checkpoints(path / "checkpoints")
-    if not found:
-        raise UserError(f"{option}={path}: neither a checkpoint nor a run folder that has one")
-    return found[-1]
 
 
 def load_for_inference(

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launch.cli import take_options
 
 from launch import estimate as command
-from launch.cli import take_options
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.train.estimate import activation_bytes_per_token, estimate, logit_bytes, memory_per_gpu

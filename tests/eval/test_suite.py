@@ -16,7 +16,7 @@ from eval.harness import PackedLM
 from eval.paper import PAPER_2, SUITE, our_rows
 from eval.results import add_results, read_results
 from eval.suite import find_tasks
-from eval.tasks.local.load import FILES
+from eval.tasks.local.files import FILES
 from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
 from ssscale.config import to_yaml

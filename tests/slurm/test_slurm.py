@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ssscale.train.checkpoint import list_checkpoints, verify
-from ssscale.train.metrics import read_metrics
+from ssscale.train.checkpoint import verify
+from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.records import read_metrics
 from tests.train.conftest import ROOT, corpus  # noqa: F401 - a fixture
 from tests.train.ranks import SMALL, Ranks
 

@@ -37,6 +37,7 @@ def _rank(arguments: list[str], environment: dict[str, str], log: str, plant: Ca
 
     torch.set_num_threads(1)
     from launch.cli import run
+
     from launch.pretrain import main
 
     sys.argv = ["launch/pretrain.py", *arguments]
@@ -85,7 +86,7 @@ class Ranks:
         assert set(codes) == {0}, f"{codes}:\n{self.output()}"
 
     def records(self) -> list[dict[str, Any]]:
-        from ssscale.train.metrics import read_metrics
+        from ssscale.train.records import read_metrics
 
         return read_metrics(self.run_dir / "metrics.jsonl")
 
