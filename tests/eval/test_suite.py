@@ -309,7 +309,7 @@ def test_missing_data_is_named(suite_run, eval_data, tmp_path) -> None:
     ):
         evaluate([f"checkpoint={run}", "suite=stickbreaking_paper", f"eval_data={tmp_path}"])
     for arguments, words in [
-        (["suite=paper"], "suite=paper: there are stickbreaking_paper and ruler"),
+        (["suite=paper"], "suite must be stickbreaking_paper or ruler, not 'paper'"),
         (["limit=0"], "limit must be at least 1"),
         (["tasks=gsm8k", f"eval_data={eval_data}", "length=200", "valid=false"], "the task generates 256 tokens"),
     ]:

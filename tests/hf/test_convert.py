@@ -198,7 +198,7 @@ def test_bad_input(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None
             export_main(arguments)
     assert not (tmp_path / "hf").exists()
     export_main([run, out])
-    with pytest.raises(UserError, match="folder= is missing"):
+    with pytest.raises(UserError, match="folder=FOLDER is missing"):
         import_main([out])
     config = tmp_path / "hf" / "config.json"
     text = config.read_text()
