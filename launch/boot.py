@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from launch.process import rank_environment
+from launch.process import WORKER, rank_environment
 from ssscale.errors import OUT_OF_MEMORY, STALLED, Stop, UserError
 from ssscale.options import EVERY_KEY, Command, Option
 
@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
+EXIT_CODES = "SSSCALE_EXIT_CODES"  # the variable that names a file for the codes with which ranks end
+ALONE = (2, OUT_OF_MEMORY)  # codes with which a rank ends while others are inside a collective with it
 INTERRUPTED = 130  # as a shell says of a command that Ctrl-C has ended
 
 
@@ -59,8 +61,8 @@ def log(level: int = logging.INFO, force: bool = True) -> None:
 
 
 def note_code(code: int) -> None:
-    """Tell slurm/pretrain.sbatch, whose srun answers with the code of ranks that it killed."""
-    file = os.environ.get("SSSCALE_EXIT_CODES")
+    """Tell slurm/pretrain.sbatch, whose srun answers with the code of ranks that it killed, or launch/workers.py."""
+    file = os.environ.get(EXIT_CODES)
     if file:
         with open(file, "a") as opened:
             opened.write(f"{code}\n")
@@ -93,6 +95,8 @@ def leave(code: int) -> NoReturn:
     """Exit; with process groups up, without the interpreter's shutdown: they would warn, or hang without their peers."""
     if code:
         note_code(code)
+    if code in ALONE and WORKER in os.environ:
+        time.sleep(60)  # launch/workers.py kills the other ranks first, then this one
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         logging.shutdown()

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-from launch.boot import ROOT, Option
+from launch.boot import ALONE, EXIT_CODES, ROOT, Option
 from launch.process import WORKER
 from ssscale.errors import DIVERGED, SAVED, STALLED, UNEQUAL, UserError
 
@@ -29,7 +30,7 @@ GPU = "gpu"  # WORKER's value where each rank has a GPU
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TOGETHER = (0, SAVED, DIVERGED, UNEQUAL)  # codes with which all ranks end, each when it has finished
 PATIENCE_S = 30.0  # for the others after one has failed: they may be inside a collective with it, and say why
-MISTAKE_S = 2.0  # after bad input there is nothing to save
+POLL_S = 0.05
 
 
 def gpus_here() -> int:
@@ -79,29 +80,30 @@ class Workers:
         """Run a command of ours as so many ranks, pass signals on to them, and return their exit code.
 
         The first rank that fails decides the code; a rank that was killed makes it 76. Where ranks end together (a signal,
-        losses that stay NaN), each is waited for. saves: the ranks enter StopSignals, and a signal waits until they have.
+        losses that stay NaN), each is waited for. After a mistake the others are killed while the rank that said it is still
+        there, as a lost connection would have them add tracebacks to its sentence. saves: the ranks enter StopSignals, and a
+        signal waits until they have.
         """
-        with _passing_on() as (children, received):
-            port = _free_port()
+        with _passing_on() as (children, received), TemporaryDirectory() as temporary:
+            port, noted = _free_port(), Path(temporary) / "codes"
             with _blocked() if saves else nullcontext():
                 for rank in range(self.count):
                     command = [sys.executable, str(ROOT / script), *arguments]
-                    children.append(subprocess.Popen(command, env=self._environment(rank, port)))
+                    children.append(subprocess.Popen(command, env=self._environment(rank, port, noted)))
             try:
-                return _wait(children, received)
+                return _wait(children, received, noted)
             finally:
-                for child in children:
-                    child.kill()
-                    child.wait()
+                _kill(children)
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _environment(self, rank: int, port: int, noted: Path) -> dict[str, str]:
         places: dict[str, Any] = {
             "RANK": rank,
             "LOCAL_RANK": rank,
             "WORLD_SIZE": self.count,
             "LOCAL_WORLD_SIZE": self.count,
         }
-        places |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, WORKER: GPU if self.gpu else "cpu"}
+        places |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        places |= {WORKER: GPU if self.gpu else "cpu", EXIT_CODES: noted}
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | {key: str(value) for key, value in places.items()}
         return environment if self.gpu else environment | {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -140,31 +142,34 @@ def _passing_on() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
             signal.signal(number, handler)
 
 
-def _wait(children: list[subprocess.Popen[bytes]], received: list[int]) -> int:
-    """Until all have ended, or until PATIENCE_S after the first one failed alone."""
-    first: int | None = None
-    end = float("inf")
+def _kill(children: list[subprocess.Popen[bytes]]) -> None:
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # all stand still before the first one's connections break
+        for child in children:
+            child.send_signal(number)
+    for child in children:
+        child.wait()
+
+
+def _wait(children: list[subprocess.Popen[bytes]], received: list[int], noted: Path) -> int:
+    """The exit code, once all have ended, one has noted a mistake, or PATIENCE_S after one has failed otherwise."""
+    first, end = 0, float("inf")
     while True:
         codes = [child.poll() for child in children]
-        failed = next((code for code in codes if code), None)
-        if first is None and failed is not None:
-            first = failed
-            if first not in TOGETHER:
-                end = time.monotonic() + (MISTAKE_S if first == 2 else PATIENCE_S)
-                for child in children:
-                    child.terminate()
+        mistakes = [int(text) for text in noted.read_text().split() if int(text) in ALONE] if noted.is_file() else []
+        if mistakes:
+            return mistakes[0]
+        first = first or next((code for code in codes if code), 0)
+        if first not in TOGETHER and end == float("inf"):
+            end = time.monotonic() + PATIENCE_S
+            for child in children:
+                child.terminate()
         if None not in codes or time.monotonic() > end:
             break
-        time.sleep(0.05)
-    if first is None:
-        return 0
+        time.sleep(POLL_S)
     if -first in received:
         return 128 - first
     if first < 0:
-        name = signal.Signals(-first).name
-        print(
-            f"stopped: rank {codes.index(first)} was killed ({name}): the same command goes on from the newest checkpoint",
-            file=sys.stderr,
-        )
+        killed = f"rank {codes.index(first)} was killed ({signal.Signals(-first).name})"
+        print(f"stopped: {killed}: the same command goes on from the newest checkpoint", file=sys.stderr)
         return STALLED
     return first
