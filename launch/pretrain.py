@@ -5,6 +5,7 @@ without any of these one process trains. Exit codes: 0 finished, 2 bad input, 75
 76 a step took too long or a rank is gone, 77 losses stay NaN, 78 out of memory; 75 and 76 call for the same command again.
 """
 
+import logging
 import os
 import warnings
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from ssscale.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from ssscale.schema import Config
+
+logger = logging.getLogger("ssscale")
 
 COMMAND = Command(
     about=__doc__,
@@ -60,6 +63,8 @@ def checked(arguments: list[str], world_size: int, gpu: bool) -> "Config":
 
 def pretrain(config: "Config", signals: StopSignals) -> None:
     boot.log()
+    if "RANK" not in os.environ and workers.gpus_here() > 1:
+        logger.warning("one of %d GPUs trains: gpus=%d takes them all", workers.gpus_here(), workers.gpus_here())
     warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # about parts that we do not use
     import torch
 

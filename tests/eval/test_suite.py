@@ -16,6 +16,7 @@ from eval.harness import PackedLM
 from eval.paper import PAPER_2, SUITE, our_rows
 from eval.results import add_results, read_results
 from eval.suite import find_tasks
+from eval.task_names import defined, lm_eval_tasks
 from eval.tasks.local.files import FILES
 from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
@@ -315,3 +316,10 @@ def test_missing_data_is_named(suite_run, eval_data, tmp_path) -> None:
     ]:
         with pytest.raises(UserError, match=words):
             evaluate([f"checkpoint={run}", *arguments])
+
+
+@pytest.mark.slow
+def test_every_name_of_lm_eval_is_found_without_importing_it() -> None:
+    found = defined([lm_eval_tasks()])
+    assert len(found) > 10_000
+    assert [name for name in TaskManager().all_tasks if name not in found] == []
