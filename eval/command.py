@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ssscale.errors import UserError
+from ssscale.options import Command
 
 
 @contextmanager
-def sentences() -> Iterator[None]:
-    """A UserError becomes its sentence on stderr and exit code 2."""
+def sentences(command: Command | None = None) -> Iterator[None]:
+    """A UserError becomes its sentence on stderr and exit code 2. --help prints the command's options."""
+    if command is not None:
+        command.help_if_asked(sys.argv[1:])
     try:
         yield
     except UserError as error:

@@ -35,7 +35,7 @@ class TaskEvaluation:
         self.items = Path(config.folder) / FOLDER / "cloze.jsonl"
         self.names, self.limit = train.tasks, train.task_limit
         metadata = {"eval_data": train.task_data, "cloze_items": str(self.items)}
-        self.manager = find_tasks(self.names, metadata, train.task_include)
+        self.manager = find_tasks(self.names, metadata, train.task_include, "train.tasks")
         self._items_of: tuple[str, int] | None = None  # the data and the length that the items were made for
 
     def __call__(self, trainer: Trainer) -> dict[str, float]:

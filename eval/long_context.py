@@ -31,7 +31,8 @@ from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import initialize
-from ssscale.train.build import find_checkpoint, load_for_inference
+from ssscale.train.build import load_for_inference
+from ssscale.train.checkpoint_folder import find_checkpoint
 
 CHANGEABLE = ("model.attention.", "model.position.")
 BINS = 200  # of a window, at most

@@ -36,7 +36,8 @@ from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import extend, prefill
 from ssscale.parallel.groups import initialize
-from ssscale.train.build import find_checkpoint, load_for_inference
+from ssscale.train.build import load_for_inference
+from ssscale.train.checkpoint_folder import find_checkpoint
 
 CITIES = """Tokyo Paris London Berlin Madrid Rome Vienna Prague Warsaw Lisbon Dublin Oslo Stockholm Helsinki Copenhagen Brussels
 Amsterdam Zurich Geneva Athens Budapest Istanbul Cairo Nairobi Lagos Casablanca Dubai Mumbai Delhi Bangkok Singapore Jakarta

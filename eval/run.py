@@ -9,8 +9,8 @@ from eval.results import newest_results
 from ssscale.config import from_yaml
 from ssscale.errors import UserError
 from ssscale.schema import Config
-from ssscale.train.checkpoint import list_checkpoints
-from ssscale.train.metrics import read_metrics
+from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.records import read_metrics
 
 LAST = 5  # training records whose mean is the final training loss: one alone is noisy
 

@@ -1,11 +1,8 @@
 """lm-eval's tasks by name, ours (eval/tasks/) and its own, run on our harness."""
 
-import difflib
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lm_eval.api.group import Group
@@ -13,35 +10,36 @@ from lm_eval.api.task import Task
 
 from eval.harness import PackedLM
 from eval.own_tasks import OwnTasks, TaskManager, first_line, group_folders, leads_to
-from eval.ruler import TASKS as RULER
 from eval.scoring import Scored, TaskResult, agree, first_document, make_result, same_or_none, score_task, sentence
-from eval.tasks.local.load import FILES, missing
+from eval.task_names import TASKS, check_tasks
+from eval.tasks.local.files import FILES
 from ssscale.errors import UserError
 
 logger = logging.getLogger("ssscale")
 
-TASKS = Path(__file__).parent / "tasks"
-
 Samples = list[dict[str, Any]]
 
 
-def find_tasks(names: list[str], metadata: dict[str, Any], include: Sequence[str] = ()) -> TaskManager:
+def find_tasks(
+    names: list[str], metadata: dict[str, Any], include: Sequence[str] = (), option: str = "tasks"
+) -> TaskManager:
     """A manager that knows all the names: the user's own, ours over local files where these are there, else lm-eval's own.
 
     names: of tasks and groups, or YAML files. metadata: what custom data sets are made from: `eval_data`, the folder of local
-    files; `cloze_items`, a file. include: folders of the user's YAML files. Raises UserError with the nearest names for one
-    that is unknown, and for local files that are missing while this process keeps off the network.
+    files; `cloze_items`, a file. include: folders of the user's YAML files. Raises UserError as `check_tasks` does, and for
+    definitions of the user's that are broken.
     """
     own = OwnTasks([*include, *group_folders(names)])
     theirs = [str(folder) for folder in own.folders]
     wanted = leads_to(names, TaskManager(include_path=theirs, include_defaults=False).task_index)
     own.check(wanted)
     others = [name for name in wanted if name not in own.files]
-    ruler = [name for name in others if name in (*RULER, "ruler")]
-    if ruler:  # lm-eval's would download texts and a tokenizer
-        raise UserError(f"tasks={','.join(ruler)}: RULER's tasks have a command: launch/evaluate.py suite=ruler")
-    complete = check_local_data([name for name in others if name in FILES], metadata["eval_data"])
-    paths = [str(TASKS / "cloze"), *([str(TASKS / "local")] if complete else []), *theirs]
+    try:
+        elsewhere = check_tasks(others, metadata["eval_data"], option, own.folders)
+    except UserError as error:
+        raise UserError("; ".join([str(error), *own.broken])) from None
+    local = [] if set(elsewhere) & set(FILES) else [str(TASKS / "local")]
+    paths = [str(TASKS / "cloze"), *local, *theirs]
     manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     if all(name in manager.all_tasks for name in wanted):
         return manager
@@ -49,29 +47,8 @@ def find_tasks(names: list[str], metadata: dict[str, Any], include: Sequence[str
     manager = TaskManager(include_path=paths, metadata=metadata)
     for name in leads_to(names, manager.task_index):
         if name not in manager.all_tasks:
-            raise UserError(no_such_task(name, manager, own))
+            raise UserError("; ".join([f"{option}={name}: lm-eval has no such task", *own.broken]))
     return manager
-
-
-def check_local_data(names: list[str], eval_data: str) -> bool:
-    """Whether the files of all these tasks are there. Raises UserError while this process keeps off the network."""
-    absent = {name: missing(name, eval_data) for name in names}
-    lacking = {name: file for name, file in absent.items() if file}
-    if lacking and os.environ.get("HF_HUB_OFFLINE") == "1":
-        files = "; ".join(f"{eval_data}/{file} (a copy of {origin})" for file, origin in lacking.values())
-        raise UserError(
-            f"tasks={','.join(lacking)}: data is missing: {files}. Put it there as JSON lines (or .zst of them), name another "
-            "folder with eval_data=FOLDER, or let lm-eval download it with HF_HUB_OFFLINE=0"
-        )
-    return not lacking
-
-
-def no_such_task(name: str, manager: TaskManager, own: OwnTasks) -> str:
-    ours = [*own.files, *FILES, "cloze", *RULER]
-    near = difflib.get_close_matches(name, ours, n=1) + difflib.get_close_matches(name, manager.all_tasks, n=3)
-    hint = " or ".join(dict.fromkeys(near)) or f"one of ours ({', '.join(ours)}) or of lm-eval's"
-    broken = "".join(f"; {problem}" for problem in own.broken)
-    return f"tasks={name}: there is no such task; did you mean {hint}?{broken}"
 
 
 @dataclass

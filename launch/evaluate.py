@@ -1,53 +1,24 @@
-"""Evaluate a checkpoint:   python launch/evaluate.py checkpoint=RUN [tasks=cloze,...] [valid=false] [baseline=false]
-
-checkpoint: a run folder (its newest checkpoint) or a checkpoint folder
-tasks:      lm-eval tasks by name: cloze (from the held-out documents), any of lm-eval's own or of include's, or the path of a
-            YAML file; tasks=none for none
-include:    folders of your own lm-eval tasks as YAML, with commas between
-suite:      stickbreaking_paper: the tasks of the paper's Tables 2 to 4 (or those of them that tasks= names), printed beside it;
-            ruler: RULER's 13 tasks (or those of them that tasks= names)
-eval_data:  the folder of local copies of tasks' data (data/eval)
-num_fewshot: examples before each document, in place of what the tasks say
-limit:      of the first examples of each task (all; of RULER's tasks 500 at each length)
-length:     tokens of a text that the model is given at most (the training length; for RULER's tasks each of `lengths`)
-lengths:    of RULER's samples, such as 4096,8192,16384 (length, or the training length)
-stand_in:   texts for RULER's samples in place of what they are made from: essays:FILE,squad:FILE,hotpotqa:FILE
-part:       I/N: every N-th task from the I-th on, counted from 0, as a job of several takes them (RULER's are one; the first
-            part has the validation loss)
-tensor:     tensor-parallel processes (1); under torchrun or srun the others share the work out
-valid:      loss over the whole validation split (true)
-baseline:   the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)
-samples:    true writes every example with its prompts, log-likelihoods or texts, target and metrics to
-            RUN/eval/step-XXXXXXXX-samples/TASK.jsonl (false)
-out:        a folder in place of RUN/eval, or a .json file
-data:       the data folder, where it is no longer the one that the run was trained on from here
-model.*:    keys to change for this evaluation, such as model.position.rope_base=500000, model.position.window=512 or
-            model.attention.core=ssmax on a softmax run; the checkpoint stays as it is
+"""Evaluate a checkpoint: lm-eval's tasks, and the loss over the whole validation split beside a bigram's.
 
 Prints a table and adds it to RUN/eval/step-XXXXXXXX.json; results with limit, length, num_fewshot or changed keys have a
 folder named after them, such as RUN/eval/limit=100/. A task that cannot be scored is named with its document, the others
-go on, and the exit code is 2. Needs no GPU.
-`torchrun --nproc_per_node=8 launch/evaluate.py ...` writes the same file as one process.
+go on, and the exit code is 2. Needs no GPU. Several processes (gpus=, torchrun or srun) write the same file as one.
 """
 
 import logging
 import os
 import re
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # started as a script: imports start at the repository's root, not in launch/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from rich.console import Console
 
-from eval.environment import prepare
-from launch.cli import run, take_options
-from launch.process import rank_environment
+from launch import boot, workers
+from launch.boot import Command, Option
 from ssscale.errors import UserError
+from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
 
 if TYPE_CHECKING:
     from eval.ruler.run import Ruler
@@ -60,26 +31,80 @@ if TYPE_CHECKING:
     from ssscale.schema import Config
 
 SUITES = ("stickbreaking_paper", "ruler")
+DATA_HINT = "name the folder that the run was trained on with data=FOLDER"
 CHANGEABLE = ("model.attention.", "model.position.")
-OPTIONS = {
-    "checkpoint": str,
-    "tasks": str,
-    "include": str,
-    "suite": str,
-    "eval_data": str,
-    "num_fewshot": int,
-    "limit": int,
-    "length": int,
-    "lengths": str,
-    "stand_in": str,
-    "part": str,
-    "tensor": int,
-    "valid": str,
-    "baseline": str,
-    "samples": str,
-    "out": str,
-    "data": str,
-}
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/evaluate.py checkpoint=RUN [tasks=NAME,...] [suite=NAME] [gpus=N] [key=value ...]",
+    example="python launch/evaluate.py checkpoint=runs/3b_sb tasks=cloze,hellaswag eval_data=data/eval",
+    options=(
+        Option(
+            "checkpoint",
+            str,
+            "a run folder (its newest checkpoint) or a checkpoint folder",
+            metavar="RUN",
+            required=True,
+        ),
+        Option(
+            "tasks",
+            str,
+            "lm-eval tasks by name: cloze (from the held-out documents; the default), any of lm-eval's own or of include's, or "
+            "the path of a YAML file; none for none",
+            metavar="NAME,...",
+        ),
+        Option("include", str, "folders of your own lm-eval tasks as YAML", metavar="FOLDER,..."),
+        Option(
+            "suite",
+            str,
+            "stickbreaking_paper: the tasks of the paper's Tables 2 to 4 (or those of them that tasks= names), printed "
+            "beside it; ruler: RULER's 13 tasks (or those of them that tasks= names)",
+            choices=SUITES,
+        ),
+        Option("eval_data", str, "the folder of local copies of tasks' data", default="data/eval", metavar="FOLDER"),
+        Option("num_fewshot", int, "examples before each document, in place of what the tasks say", at_least=0),
+        Option(
+            "limit", int, "of the first examples of each task (all; of RULER's tasks 500 at each length)", at_least=1
+        ),
+        Option(
+            "length",
+            int,
+            "tokens of a text that the model is given at most (the training length; for RULER's tasks each of lengths=)",
+            at_least=1,
+        ),
+        Option("lengths", str, "of RULER's samples (length=, or the training length)", metavar="4096,8192"),
+        Option(
+            "stand_in",
+            str,
+            "texts for RULER's samples in place of what they are made from",
+            metavar="essays:FILE,squad:FILE,hotpotqa:FILE",
+        ),
+        Option(
+            "part",
+            str,
+            "every N-th task from the I-th on, counted from 0, as a job of several takes them (RULER's are one; the first "
+            "part has the validation loss)",
+            metavar="I/N",
+            default="0/1",
+        ),
+        Option("tensor", int, "tensor-parallel processes; the others share the work out", default=1, at_least=1),
+        Option("valid", bool, "loss over the whole validation split (true without suite=)"),
+        Option(
+            "baseline",
+            bool,
+            "the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)",
+        ),
+        Option(
+            "samples",
+            bool,
+            "write every example with its prompts, log-likelihoods or texts, target and metrics to "
+            "RUN/eval/step-XXXXXXXX-samples/TASK.jsonl",
+        ),
+        Option("out", str, "a folder in place of RUN/eval, or a .json file", metavar="PATH"),
+        Option("data", str, "the data folder, where it is not the one that the run was trained on", metavar="FOLDER"),
+        *workers.OPTIONS,
+    ),
+    keys=CHANGEABLE,
+)
 # In Settings as they are given.
 KEPT = ("eval_data", "num_fewshot", "limit", "length", "lengths", "stand_in", "tensor", "out", "data")
 KEYED = ("limit", "length", "num_fewshot")  # results with these have a file of their own
@@ -119,14 +144,6 @@ class Settings:
         return [*self.changes, *(f"{key}={value}" for key, value in keyed.items() if value is not None)]
 
 
-def flag(options: dict[str, Any], key: str) -> bool | None:
-    """true or false, None where it is not given."""
-    text = options.get(key)
-    if text not in (None, "true", "false"):
-        raise UserError(f"{key} must be true or false, not {text!r}")
-    return None if text is None else text == "true"
-
-
 def parse_part(text: str) -> tuple[int, int]:
     """(I, N) of `I/N`. Raises UserError."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -137,52 +154,62 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def main(argv: list[str]) -> None:
-    options, rest = take_options(argv, OPTIONS)
-    unknown = [text for text in rest if not text.startswith(CHANGEABLE)]
-    if unknown:
-        known = ", ".join([*(f"{key}=" for key in OPTIONS), *(f"{key}*=" for key in CHANGEABLE)])
-        raise UserError(f"unknown argument {unknown[0]!r}: this command takes {known}")
-    if not options.get("checkpoint"):
-        raise UserError("checkpoint=RUN is missing: name a run folder or a checkpoint folder")
-    suite = options.get("suite")
-    if suite not in (None, *SUITES):
-        raise UserError(f"suite={suite}: there are {' and '.join(SUITES)}")
-    for key in ("limit", "length", "tensor"):
-        if options.get(key, 1) < 1:
-            raise UserError(f"{key} must be at least 1, not {options[key]}")
-    if options.get("num_fewshot", 0) < 0:
-        raise UserError(f"num_fewshot must be 0 or more, not {options['num_fewshot']}")
-    valid, baseline, samples = (flag(options, key) for key in ("valid", "baseline", "samples"))
-    os.environ |= rank_environment(os.environ)
-    prepare()
+    options, changes = COMMAND.parse(argv)
+    settings = settings_of(options, changes)
+    several = workers.Workers.of(options)
+    checkpoint = checked(options, settings)
+    if several is not None:
+        own = [text for text in argv if text.partition("=")[0] not in ("gpus", "processes")]
+        boot.leave(several.run("launch/evaluate.py", own, saves=False))
+    boot.join_ranks()
+    from eval.environment import prepare
 
+    prepare()
+    boot.log(logging.WARNING, force=False)
+    evaluate(checkpoint, settings, Console(quiet=boot.rank() != 0))
+
+
+def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
+    """What the options ask for. Raises UserError."""
     from eval.paper import SUITE
     from eval.ruler import TASKS
-    from ssscale.train.build import find_checkpoint
 
+    suite = options.get("suite")
     whole = {"stickbreaking_paper": ",".join(SUITE), "ruler": "ruler", None: "cloze"}
     tasks = options.get("tasks", whole[suite])
     names = [name for name in tasks.split(",") if name and name != "none"]
     ruler = list(TASKS) if "ruler" in names else [name for name in names if name in TASKS]
     names = [name for name in names if name not in (*ruler, "ruler")]
-    index, count = parse_part(options.get("part", "0/1"))
+    index, count = parse_part(options["part"])
     if not ruler and (options.get("lengths") or options.get("stand_in")):
         raise UserError("lengths and stand_in are for RULER's tasks: name some in tasks=, or all with suite=ruler")
-    settings = Settings(
+    return Settings(
         names=names[index::count],
         ruler=ruler if len(names) % count == index else [],
         suite=suite,
-        valid=index == 0 and (valid is not False if suite is None else valid is True),
-        baseline=baseline,
-        samples=samples is True,
+        valid=index == 0 and options.get("valid", suite is None),
+        baseline=options.get("baseline"),
+        samples=options.get("samples", False),
         include=tuple(folder for folder in options.get("include", "").split(",") if folder),
-        changes=tuple(rest),
+        changes=tuple(changes),
         **{key: options[key] for key in KEPT if key in options},
     )
+
+
+def checked(options: dict[str, Any], settings: Settings) -> Path:
+    """The checkpoint. Raises UserError for what can be seen without torch and lm-eval, which take seconds to import."""
+    from eval.task_names import check_request
+    from ssscale.config import change, validate
+    from ssscale.train.early import check_data
+
     checkpoint = find_checkpoint(Path(options["checkpoint"]))
-    main_rank = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.WARNING if main_rank else logging.ERROR, format="%(message)s")
-    evaluate(checkpoint, settings, Console(quiet=not main_rank))
+    config = change(saved_config(checkpoint), list(settings.changes))
+    validate(config)
+    check_request(settings.names, settings.eval_data, include=settings.include)
+    if settings.valid or "cloze" in settings.names:
+        check_data(config, settings.data, "valid", hint=DATA_HINT)
+    check_results(checkpoint, settings)
+    return checkpoint
 
 
 def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
@@ -190,6 +217,8 @@ def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
 
     Raises UserError, when all else is done, where a task failed.
     """
+    import torch
+
     from eval.results import add_results, read_results, results_file
     from eval.suite import Outcome
     from eval.tables import show
@@ -197,8 +226,8 @@ def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_for_inference
 
+    workers.check_device(torch.cuda.is_available())
     changes = list(settings.changes)
-    check_results(checkpoint, settings)
     file = results_file(checkpoint, settings.folder_names, settings.out)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(settings.tensor, local_rank, TIMEOUT_MINUTES, distributed="RANK" in os.environ)
@@ -285,7 +314,7 @@ def open_data(config: "Config", split: str, path: str | None) -> "PackedData":
     """A split of the run's data folder, checked against the run. Raises UserError."""
     from ssscale.train import build
 
-    return build.open_data(config, split, path, hint="name the folder that the run was trained on with data=FOLDER")
+    return build.open_data(config, split, path, hint=DATA_HINT)
 
 
 def evaluate_tasks(
@@ -359,4 +388,4 @@ def evaluate_losses(
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    boot.run(COMMAND, main)

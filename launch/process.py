@@ -1,4 +1,4 @@
-"""What a process learns from whoever started it: torchrun, Slurm's srun, or nobody."""
+"""What a process learns from whoever started it: torchrun, Slurm's srun, launch/workers.py, or nobody."""
 
 import ctypes
 import os
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from ssscale.errors import UserError
 
 PR_SET_PDEATHSIG = 1
+WORKER = "SSSCALE_WORKER"  # set in processes that launch/workers.py has started
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -46,6 +47,6 @@ def first_host(nodes: str) -> str:
 
 
 def follow_launcher() -> None:
-    """Under torchrun: get SIGTERM when it dies. A launcher that is killed alone would leave its workers training on."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    """Get SIGTERM when the launcher dies. One that is killed alone would leave its workers training on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or WORKER in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

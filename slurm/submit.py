@@ -1,20 +1,4 @@
-"""Submit a training job:   python slurm/submit.py config=3b_sb nodes=16 [gpus=8] [time=24:00:00] [key=value ...] [--dry-run]
-
-nodes, gpus          nodes (1) and GPUs per node (8), one rank each; gpus=0: one rank per node, on CPUs
-time, partition, account                    as Slurm takes them
-cpus                 CPUs per rank (the rank's share of the node)
-mem, exclusive       memory per node, and whether no other job shares the nodes (true, and all memory, for whole nodes)
-early                seconds between the early signal and the time limit (300)
-interface            network interface between the nodes, for NCCL and gloo
-env                  a file sourced in place of slurm/env.sh
-srun, sbatch         further flags, as one text: srun="--container-image=IMAGE"
-evaluate             tasks for a job that follows the training, or arguments of launch/evaluate.py as one text:
-                     evaluate="suite=stickbreaking_paper eval_data=DATA"
-evaluate_jobs        jobs that share these (1)
-evaluate_gpus, evaluate_time, evaluate_cpus, evaluate_mem, evaluate_exclusive       of each of them (1 GPU)
-
-Every other key=value goes to launch/pretrain.py. --dry-run prints the commands and the script.
-"""
+"""Submit a training job. Every key=value that is not an option of its own goes to launch/pretrain.py."""
 
 import json
 import os
@@ -26,49 +10,57 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from launch.cli import run, take_options
+from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from slurm.environment import check_environment, split_flags
 from slurm.nodes import Node, Request, nodes_of, sbatch_flags
 from ssscale.config import load_config, validate
 from ssscale.errors import UserError
 from ssscale.schema import Config
 
-ROOT = Path(__file__).resolve().parents[1]
-OPTIONS = {
-    "nodes": int,
-    "gpus": int,
-    "time": str,
-    "partition": str,
-    "account": str,
-    "cpus": int,
-    "mem": str,
-    "exclusive": str,
-    "early": int,
-    "interface": str,
-    "env": str,
-    "srun": str,
-    "sbatch": str,
-    "evaluate": str,
-    "evaluate_jobs": int,
-    "evaluate_gpus": int,
-    "evaluate_time": str,
-    "evaluate_cpus": int,
-    "evaluate_mem": str,
-    "evaluate_exclusive": str,
-}
+COMMAND = Command(
+    about=__doc__,
+    usage="python slurm/submit.py config=NAME [nodes=N] [gpus=N] [time=LIMIT] [key=value ...] [--dry-run]",
+    example="python slurm/submit.py config=3b_sb nodes=16 time=24:00:00 evaluate=cloze",
+    options=(
+        Option("nodes", int, "of the job", default=1, at_least=1),
+        Option("gpus", int, "GPUs per node, one rank each; 0: one rank per node, on CPUs", default=8, at_least=0),
+        Option("time", str, "the job's time limit", metavar="24:00:00"),
+        Option("partition", str, "of the cluster", metavar="NAME"),
+        Option("account", str, "of the cluster", metavar="NAME"),
+        Option("cpus", int, "CPUs per rank (the rank's share of the node)", at_least=1),
+        Option("mem", str, "memory per node (all of it for whole nodes)", metavar="SIZE"),
+        Option("exclusive", bool, "whether no other job shares the nodes (true for whole nodes)"),
+        Option("early", int, "seconds between the early signal and the time limit (300)", at_least=1),
+        Option("interface", str, "network interface between the nodes, for NCCL and gloo", metavar="NAME"),
+        Option("env", str, "a file sourced in place of slurm/env.sh", metavar="FILE"),
+        Option("srun", str, 'further flags of srun, as one text: srun="--container-image=IMAGE"'),
+        Option("sbatch", str, "further flags of sbatch, as one text"),
+        Option(
+            "evaluate",
+            str,
+            "tasks for a job that follows the training, or arguments of launch/evaluate.py as one text: "
+            'evaluate="suite=stickbreaking_paper eval_data=DATA"',
+            metavar="TASKS",
+        ),
+        Option("evaluate_jobs", int, "jobs that share these tasks (1)", at_least=1),
+        Option("evaluate_gpus", int, "GPUs of each of them (1)", at_least=0),
+        Option("evaluate_time", str, "time limit of each of them", metavar="LIMIT"),
+        Option("evaluate_cpus", int, "CPUs per rank of each of them", at_least=1),
+        Option("evaluate_mem", str, "memory per node of each of them", metavar="SIZE"),
+        Option("evaluate_exclusive", bool, "whether each of them shares its node with no other job"),
+        Option("--dry-run", bool, "print the commands and the script, and submit nothing"),
+    ),
+    keys=EVERY_KEY,
+)
 Options = dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
     environment = dict(os.environ)  # of the jobs: importing torch adds to it
-    dry = "--dry-run" in argv
-    options, arguments = take_options([text for text in argv if text != "--dry-run"], OPTIONS)
-    check_numbers(options)
-    nodes, gpus = options.get("nodes", 1), options.get("gpus", 8)
-    config = load_config(arguments, options=OPTIONS)
+    options, arguments = COMMAND.parse(argv)
+    check_options(options)
+    nodes, gpus = options["nodes"], options["gpus"]
+    config = load_config(arguments, options=COMMAND.names)
     check_world(config, options, arguments)
     if config.data.cache is None and any("://" in path for path in data_paths(config)):
         arguments.append("data.cache=auto")
@@ -83,7 +75,7 @@ def main(argv: list[str]) -> None:
     check_folder(folder, config)
     if not kinds:
         print("sinfo does not answer here: CPUs, memory and exclusive use are left to Slurm", file=sys.stderr)
-    if dry:
+    if "--dry-run" in options:
         print(shlex.join(train))
         if after:
             print(shlex.join(after).replace("{job}", "JOB"))
@@ -104,25 +96,15 @@ def main(argv: list[str]) -> None:
         print(f"job {follower} evaluates when it has finished")
 
 
-def check_numbers(options: Options) -> None:
-    nodes, gpus, jobs = options.get("nodes", 1), options.get("gpus", 8), options.get("evaluate_jobs", 1)
-    if nodes < 1 or gpus < 0:
-        raise UserError(f"nodes must be at least 1 and gpus 0 or more, not nodes={nodes} gpus={gpus}")
-    for key in ("cpus", "early", "evaluate_cpus"):
-        if options.get(key, 1) < 1:
-            raise UserError(f"{key} must be at least 1, not {options[key]}")
-    if options.get("evaluate_gpus", 0) < 0:
-        raise UserError(f"evaluate_gpus must be 0 or more, not {options['evaluate_gpus']}")
+def check_options(options: Options) -> None:
     for key in options:
-        if key.startswith("evaluate_") and "evaluate" not in options and key != "evaluate_jobs":
+        if key.startswith("evaluate_") and "evaluate" not in options:
             raise UserError(f"{key}={options[key]} is of the job that evaluate= adds: name its tasks there")
-    if jobs < 1 or (jobs > 1 and "evaluate" not in options):
-        raise UserError(f"evaluate_jobs={jobs}: a number from 1 on of the jobs that do what evaluate= names")
 
 
 def check_world(config: Config, options: Options, arguments: list[str]) -> None:
     """Validate the run on its ranks. Raises UserError, with a command that works where only their number is in the way."""
-    nodes, gpus = options.get("nodes", 1), options.get("gpus", 8)
+    nodes, gpus = options["nodes"], options["gpus"]
 
     def problem(count: int) -> UserError | None:
         try:
@@ -139,20 +121,12 @@ def check_world(config: Config, options: Options, arguments: list[str]) -> None:
     works = next((count for count in near if problem(count) is None), None)
     if works is None:
         raise error
-    given = [f"{key}={value}" for key, value in (options | {"nodes": works}).items()]
+    given = [f"{key}={value}" for key, value in (options | {"nodes": works}).items() if key != "--dry-run"]
     raise UserError(f"{error}; or: {shlex.join(['python', 'slurm/submit.py', *arguments, *given])}")
 
 
 def data_paths(config: Config) -> list[str]:
     return [config.data.path, *(stage.data_path for stage in config.train.stages if stage.data_path)]
-
-
-def flag(options: Options, key: str) -> bool | None:
-    """true or false; None where it is not given."""
-    text = options.get(key)
-    if text not in (None, "true", "false"):
-        raise UserError(f"{key} must be true or false, not {text!r}")
-    return None if text is None else text == "true"
 
 
 def shared_flags(options: Options) -> list[str]:
@@ -171,9 +145,9 @@ def script_options(options: Options) -> list[str]:
 def training_command(
     config: Config, folder: Path, options: Options, arguments: list[str], kinds: list[Node]
 ) -> list[str]:
-    nodes, gpus = options.get("nodes", 1), options.get("gpus", 8)
+    nodes, gpus = options["nodes"], options["gpus"]
     tasks = max(gpus, 1)
-    request = Request(gpus, tasks, options.get("cpus"), options.get("mem"), flag(options, "exclusive"))
+    request = Request(gpus, tasks, options.get("cpus"), options.get("mem"), options.get("exclusive"))
     command = ["sbatch", *shared_flags(options), f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
     command += [f"--output={folder / 'slurm-%j.log'}"]
     command += [f"--gpus-per-node={gpus}"] if gpus else []
@@ -188,9 +162,9 @@ def evaluation_command(folder: Path, options: Options, kinds: list[Node]) -> lis
     """Empty where nothing is to be evaluated; `{job}` stands for the training's number."""
     if "evaluate" not in options:
         return []
-    gpus, jobs = options.get("evaluate_gpus", min(options.get("gpus", 8), 1)), options.get("evaluate_jobs", 1)
+    gpus, jobs = options.get("evaluate_gpus", min(options["gpus"], 1)), options.get("evaluate_jobs", 1)
     tasks = max(gpus, 1)
-    exclusive = flag(options, "evaluate_exclusive")
+    exclusive = options.get("evaluate_exclusive")
     request = Request(
         gpus, tasks, options.get("evaluate_cpus"), options.get("evaluate_mem"), exclusive, prefix="evaluate_"
     )
@@ -209,14 +183,13 @@ def evaluation(text: str) -> list[str]:
     """launch/evaluate.py's arguments, from them or from tasks alone. Raises UserError, now rather than after the training."""
     if "=" not in text:
         return [f"tasks={text}"]
-    from launch.evaluate import CHANGEABLE
-    from launch.evaluate import OPTIONS as EVALUATE_OPTIONS
+    from launch.evaluate import COMMAND as EVALUATE
 
     arguments = split_flags("evaluate", text)
-    _, rest = take_options(arguments, EVALUATE_OPTIONS)
-    unknown = [argument for argument in rest if not argument.startswith(CHANGEABLE)]
-    if unknown:
-        raise UserError(f"evaluate={text}: launch/evaluate.py takes no {unknown[0]!r}")
+    try:
+        EVALUATE.parse([*arguments, "checkpoint=RUN"])
+    except UserError as error:
+        raise UserError(f"evaluate={text}: {error}") from None
     return arguments
 
 
@@ -247,4 +220,4 @@ def record(folder: Path, job: str, command: list[str], env_file: Path | None) ->
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(COMMAND, main)

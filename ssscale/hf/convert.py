@@ -27,8 +27,8 @@ from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
 from ssscale.train.build import build_model
 from ssscale.train.checkpoint import CheckpointReader, TrainState, verify
+from ssscale.train.checkpoint_folder import check_empty, saved_config
 from ssscale.train.save import save_checkpoint
-from ssscale.train.switch import saved_config
 
 SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,8 +57,7 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: weights are written as {', '.join(DTYPES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={out} exists and is not empty")
+    check_empty(out)
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
     problem = verify(checkpoint)
@@ -172,8 +171,7 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     Its optimizer is left behind: the checkpoint is step 0 of a run that nothing has trained. Returns the checkpoint. Raises
     UserError where the folder is broken or of another kind of model, or `out` holds something.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={out} exists and is not empty")
+    check_empty(out)
     content = _read_json(folder / "config.json")
     if content.get("model_type") != "ssscale":
         raise UserError(f"{folder / 'config.json'} is of a model_type {content.get('model_type')!r}, not 'ssscale'")

@@ -9,12 +9,12 @@ import torch
 from ssscale.config import change, validate
 from ssscale.data.stream import PackedData
 from ssscale.environment import stack_note
-from ssscale.errors import UserError
 from ssscale.model.decoder import Decoder, padded_vocab
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config, ModelConfig, Precision
-from ssscale.train.checkpoint import CheckpointReader, list_checkpoints
-from ssscale.train.switch import load_switched, saved_config
+from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
+from ssscale.train.switch import load_switched
 
 logger = logging.getLogger("ssscale")
 
@@ -109,16 +109,6 @@ def log_vocabulary(model: ModelConfig, entries: int) -> None:
     if model.vocab_size > padded_vocab(entries, 1):
         saved = spare * model.hidden_size * (1 if model.tie_embeddings else 2)
         logger.warning("model.vocab_size=%d would save %s parameters: no text has these ids", entries, f"{saved:,}")
-
-
-def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
-    """A checkpoint folder, given itself or its run's folder (the newest one there). Raises UserError naming the option."""
-    if (path / "state.json").is_file():
-        return path
-    found = list_checkpoints(path / "checkpoints")
-    if not found:
-        raise UserError(f"{option}={path}: neither a checkpoint nor a run folder that has one")
-    return found[-1]
 
 
 def load_for_inference(

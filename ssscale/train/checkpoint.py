@@ -11,7 +11,6 @@ A checkpoint is a folder `step-00001000` (docs/checkpoints.md gives the format):
 
 import json
 import logging
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +26,12 @@ from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_part, local_ranges, split_dim
+from ssscale.train.checkpoint_folder import list_checkpoints
 
 logger = logging.getLogger("ssscale")
 
 FORMAT = 2
 CHUNK = 2**26  # bytes read or written at once
-NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,6 @@ class TrainState:
     data_fingerprint: str = ""
     valid_loss: float | None = None  # where this step was evaluated
     skipped: tuple[tuple[int, int], ...] = ()  # (step, rows passed over after it)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and (path / "state.json").is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def verify(path: Path, rank: int = 0, world_size: int = 1) -> str | None:

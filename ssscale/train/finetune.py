@@ -15,8 +15,9 @@ from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.errors import SAVED, Stop, UserError
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config, ScheduleConfig, ScheduleKind, StageConfig
-from ssscale.train.build import build_model, choose_dtype, find_checkpoint, log_choices
+from ssscale.train.build import build_model, choose_dtype, log_choices
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights, newest_whole
+from ssscale.train.checkpoint_folder import find_checkpoint
 from ssscale.train.metrics import Metrics, Stopwatch
 from ssscale.train.run_folder import check_folder, claim_folder
 from ssscale.train.save import CheckpointWriter, Retention

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import statistics
 import time
 from collections import deque
@@ -24,32 +23,10 @@ from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
+from ssscale.train.records import keep_until
 from ssscale.train.schedule import stage_at
 
 logger = logging.getLogger("ssscale")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line that a crash cut short is left out."""
-    records = []
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-    return records
-
-
-def keep_until(path: Path, step: int) -> None:
-    """Drop the records after a step: the run resumes there and will write them again, each once."""
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 class Metrics:

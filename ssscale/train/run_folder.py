@@ -1,19 +1,22 @@
-"""The folder of a run: who may write to it, and whether a configuration continues what lies there."""
+"""The folder of a run: who may write to it, and whether a configuration continues what lies there.
+
+Imports no torch at its top, for `check_folder`.
+"""
 
 import json
 import os
 from dataclasses import fields, replace
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from ssscale.config import from_yaml, to_yaml
 from ssscale.errors import UserError
-from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
-from ssscale.train.checkpoint import TrainState
-from ssscale.train.lock import RunLock
-from ssscale.train.save import write_file
+
+if TYPE_CHECKING:
+    from ssscale.parallel.groups import Groups
+    from ssscale.train.checkpoint import TrainState
+    from ssscale.train.lock import RunLock
 
 # A run cannot change these between a stop and its continuation: its weights or its data order would not fit.
 FIXED = ("model", "data.length", "data.one_document", "data.shuffle_seed", "train.batch_size", "train.seed")
@@ -61,11 +64,15 @@ def _check_folder(folder: Path, config: Config) -> None:
         raise UserError(f"run_dir={folder} holds something that is not a run; name an empty or a new folder")
 
 
-def claim_folder(folder: Path, config: Config, groups: Groups, slurm_job: str | None = None) -> RunLock | None:
+def claim_folder(folder: Path, config: Config, groups: "Groups", slurm_job: str | None = None) -> "RunLock | None":
     """Make the run's folder, lock it and record the merged configuration; `check_folder` has allowed it on every rank.
 
     Returns the main rank's lock. Raises UserError where another run is using the folder or it cannot be written.
     """
+    import torch.distributed as dist  # which takes seconds: `check_folder` answers before that
+
+    from ssscale.train.lock import RunLock
+
     dist.barrier()  # no rank writes before all have checked
     lock = None
     if groups.is_main:
@@ -83,15 +90,17 @@ def claim_folder(folder: Path, config: Config, groups: Groups, slurm_job: str | 
     return lock
 
 
-def write_rollback(folder: Path, state: TrainState) -> None:
+def write_rollback(folder: Path, state: "TrainState") -> None:
     """Remember which rows a run passes over from now on, until a later checkpoint does."""
+    from ssscale.train.save import write_file
+
     file = folder / "rollback.json"
     text = json.dumps({"step": state.step, "skipped": state.skipped})
     write_file(file.with_suffix(".tmp"), [memoryview(text.encode())])
     os.replace(file.with_suffix(".tmp"), file)
 
 
-def read_rollback(folder: Path, state: TrainState) -> TrainState:
+def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
     """The state of a checkpoint, with the rows that were passed over after it was written."""
     file = folder / "rollback.json"
     if not file.is_file():

@@ -18,7 +18,8 @@ from torch import Tensor
 from ssscale.engine.base import Engine
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_ranges, split_dim
-from ssscale.train.checkpoint import CHUNK, FORMAT, TrainState, checksum, list_checkpoints
+from ssscale.train.checkpoint import CHUNK, FORMAT, TrainState, checksum
+from ssscale.train.checkpoint_folder import list_checkpoints
 
 logger = logging.getLogger("ssscale")
 

@@ -23,17 +23,17 @@ from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config
-from ssscale.train.build import build_model, choose_compile, choose_dtype, find_checkpoint, log_choices, open_data
+from ssscale.train.build import build_model, choose_compile, choose_dtype, log_choices, open_data
 from ssscale.train.checkpoint import (
     CheckpointReader,
     TrainState,
     check_shapes,
-    list_checkpoints,
     load_training_state,
     load_weights,
     newest_whole,
     verify,
 )
+from ssscale.train.checkpoint_folder import find_checkpoint, list_checkpoints
 from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
 from ssscale.train.guard import check_copies, listed, without_gradient
 from ssscale.train.metrics import Metrics, Stopwatch, speed, step_record, sums_by_source

@@ -16,7 +16,8 @@ from eval.harness import PackedLM
 from eval.paper import PAPER_2, SUITE, our_rows
 from eval.results import add_results, read_results
 from eval.suite import find_tasks
-from eval.tasks.local.load import FILES
+from eval.task_names import defined, lm_eval_tasks
+from eval.tasks.local.files import FILES
 from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
 from ssscale.config import to_yaml
@@ -311,9 +312,16 @@ def test_missing_data_is_named(suite_run, eval_data, tmp_path) -> None:
     ):
         evaluate([f"checkpoint={run}", "suite=stickbreaking_paper", f"eval_data={tmp_path}"])
     for arguments, words in [
-        (["suite=paper"], "suite=paper: there are stickbreaking_paper and ruler"),
+        (["suite=paper"], "suite must be stickbreaking_paper or ruler, not 'paper'"),
         (["limit=0"], "limit must be at least 1"),
         (["tasks=gsm8k", f"eval_data={eval_data}", "length=200", "valid=false"], "the task generates 256 tokens"),
     ]:
         with pytest.raises(UserError, match=words):
             evaluate([f"checkpoint={run}", *arguments])
+
+
+@pytest.mark.slow
+def test_every_name_of_lm_eval_is_found_without_importing_it() -> None:
+    found = defined([lm_eval_tasks()])
+    assert len(found) > 10_000
+    assert [name for name in TaskManager().all_tasks if name not in found] == []

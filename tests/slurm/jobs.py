@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ssscale.train.metrics import read_metrics
+from ssscale.train.records import read_metrics
 from tests.train.conftest import ROOT
 from tests.train.ranks import SMALL
 

@@ -47,9 +47,9 @@ def test_an_evaluation_follows_as_one_job_or_several(capsys, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["evaluate=suit=stickbreaking_paper"], "launch/evaluate.py takes no 'suit=stickbreaking_paper'"),
+        (["evaluate=suit=stickbreaking_paper"], "unknown argument 'suit=stickbreaking_paper': did you mean suite="),
         (["evaluate=limit=many tasks=piqa"], "limit must be a whole number"),
-        (["evaluate=piqa", "evaluate_jobs=0"], "evaluate_jobs=0: a number from 1 on"),
+        (["evaluate=piqa", "evaluate_jobs=0"], "evaluate_jobs must be at least 1, not 0"),
         (["evaluate_jobs=2"], "evaluate_jobs=2: a number from 1 on of the jobs that do what evaluate= names"),
         (["evaluate_gpus=2"], "evaluate_gpus=2 is of the job that evaluate= adds"),
         (["evaluate=piqa", "evaluate_gpus=-1"], "evaluate_gpus must be 0 or more, not -1"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssscale.train.checkpoint import list_checkpoints
+from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.faults import SpikeDetector
 from ssscale.train.watchdog import Watchdog
 from tests.train.ranks import Ranks, running, state_of

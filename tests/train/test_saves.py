@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ssscale.train.checkpoint import list_checkpoints, verify
+from ssscale.train.checkpoint import verify
+from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import Retention
 from tests.train.ranks import Ranks, state_of
 

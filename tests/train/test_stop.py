@@ -14,7 +14,7 @@ import pytest
 
 from launch.process import rank_environment
 from ssscale.errors import UserError
-from ssscale.train.checkpoint import list_checkpoints
+from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.lock import RunLock
 from tests.train.ranks import SMALL, Ranks, free_port, running, state_of
 
