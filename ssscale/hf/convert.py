@@ -26,7 +26,7 @@ from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
 from ssscale.train.build import build_model
-from ssscale.train.checkpoint import CheckpointReader, TrainState, verify
+from ssscale.train.checkpoint import CheckpointReader, TrainState
 from ssscale.train.save import save_checkpoint
 from ssscale.train.switch import saved_config
 
@@ -53,7 +53,8 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
     """Write a checkpoint of any parallel layout as a folder for transformers.
 
     bos_id, eos_id: the tokens that bound a document; the tokenizer begins every text with BOS, as in training. Reads one
-    weight after the other. Raises UserError where the checkpoint is broken, has no tokenizer, or `out` holds something.
+    weight after the other; whoever calls has compared its files with their checksums (`reading`). Raises UserError where
+    the checkpoint has no tokenizer, or `out` holds something.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: weights are written as {', '.join(DTYPES)}")
@@ -61,9 +62,6 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
         raise UserError(f"out={out} exists and is not empty")
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
-    problem = verify(checkpoint)
-    if problem:
-        raise UserError(problem)
     config = saved_config(checkpoint)
     out.mkdir(parents=True, exist_ok=True)
     _write_weights(_whole_weights(CheckpointReader(checkpoint), config, DTYPES[dtype]), out)

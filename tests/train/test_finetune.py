@@ -18,9 +18,10 @@ from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.schema import Config, DataConfig, ModelConfig
 from ssscale.train.build import load_for_inference
-from ssscale.train.checkpoint import TrainState, list_checkpoints
+from ssscale.train.checkpoint import TrainState
 from ssscale.train.finetune import FineTuning, epoch_order, finetuning_config
 from ssscale.train.save import save_checkpoint
+from ssscale.train.whole import list_checkpoints
 
 SQUAD = {
     "data": [

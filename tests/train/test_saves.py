@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ssscale.train.checkpoint import list_checkpoints, verify
 from ssscale.train.save import Retention
+from ssscale.train.whole import list_checkpoints, verify
 from tests.train.ranks import Ranks, state_of
 
 
@@ -23,7 +23,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "flipped": ("rank-00000.safetensors", flip, "is broken: its checksum is another"),
     "empty": ("rank-00001.json", lambda file: file.write_bytes(b""), "has 0 bytes, not"),
     "gone": ("config.yaml", lambda file: file.unlink(), "is missing"),
-    "no list": ("checksums.json", lambda file: file.write_bytes(b"{"), "cannot be read"),
+    "no list": ("checksums.json", lambda file: file.write_bytes(b"{"), "is broken"),
+    "empty list": ("checksums.json", lambda file: file.write_bytes(b"{}"), "does not name state.json"),
+    "list gone": ("checksums.json", lambda file: file.unlink(), "is missing"),
 }
 
 
@@ -88,6 +90,7 @@ def test_retention(tmp_path: Path) -> None:
     for step, loss in losses.items():
         path = tmp_path / f"step-{step:08d}"
         path.mkdir()
+        (path / "checksums.json").touch()
         (path / "state.json").write_text(f'{{"step": {step}, "valid_loss": {"null" if loss is None else loss}}}')
     found = list_checkpoints(tmp_path)
 

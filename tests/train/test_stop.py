@@ -14,8 +14,8 @@ import pytest
 
 from launch.process import first_host, rank_environment
 from ssscale.errors import UserError
-from ssscale.train.checkpoint import list_checkpoints
 from ssscale.train.lock import RunLock
+from ssscale.train.whole import list_checkpoints
 from tests.train.ranks import SMALL, Ranks, free_port, running, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
