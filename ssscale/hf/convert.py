@@ -63,15 +63,23 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
     config = saved_config(checkpoint)
+    made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    _write_weights(_whole_weights(CheckpointReader(checkpoint), config, DTYPES[dtype]), out)
-    _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
-    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
-    _write_json(out / "generation_config.json", ids)
-    for name in CODE:
-        shutil.copyfile(Path(__file__).with_name(name), out / name)
-    # Last: a folder without it is no model.
-    _write_json(out / "config.json", hf_config(config, dtype) | ids)
+    try:
+        _write_weights(_whole_weights(CheckpointReader(checkpoint), config, DTYPES[dtype]), out)
+        _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
+        ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
+        _write_json(out / "generation_config.json", ids)
+        for name in CODE:
+            shutil.copyfile(Path(__file__).with_name(name), out / name)
+        # Last: a folder without it is no model.
+        _write_json(out / "config.json", hf_config(config, dtype) | ids)
+    except BaseException:  # the same command can be given again
+        for file in out.iterdir():
+            file.unlink()
+        if made:
+            out.rmdir()
+        raise
 
 
 def hf_config(config: Config, dtype: str) -> dict[str, Any]:

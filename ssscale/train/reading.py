@@ -27,6 +27,12 @@ from ssscale.train.whole import (
 logger = logging.getLogger("ssscale")
 
 
+GONE = (
+    "{} was deleted or replaced while it was read: run the same command again, or keep more checkpoints of a run that "
+    "trains (train.keep)"
+)
+
+
 class Gone(Exception):  # noqa: N818 - what happened, not a mistake
     """The checkpoint has been deleted or replaced since it was opened."""
 
@@ -124,10 +130,7 @@ def reading(given: Path, groups: Groups, option: str = "checkpoint") -> Iterator
             raise
         hold.check()
     except Gone as gone:
-        raise UserError(
-            f"{hold.path} was deleted or replaced by its run while it was read: run the same command again, or keep more "
-            "checkpoints (train.keep)"
-        ) from gone
+        raise UserError(GONE.format(hold.path)) from gone
     finally:
         hold.close()
 
@@ -143,7 +146,7 @@ def _open(given: Path, groups: Groups, option: str) -> _Hold:
         before = found
         for path in reversed(found):
             hold = _hold_together(path, groups)
-            problem = f"{path} has just been deleted"
+            problem = GONE.format(path)
             if hold is not None:
                 problem = _inspect_held(hold, groups) or ""
                 if not problem:
@@ -178,6 +181,10 @@ def _inspect_held(hold: _Hold, groups: Groups) -> str | None:
     problem: str | None = "not read"
     try:
         problem = inspect_together(hold.path, groups)
+        if problem is not None:
+            hold.check()
+    except Gone:
+        problem = GONE.format(hold.path)
     finally:
         if problem is not None:
             hold.close()

@@ -25,7 +25,7 @@ from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config
 from ssscale.train.build import build_model, choose_compile, choose_dtype, log_choices, open_data
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
-from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
+from ssscale.train.faults import Rollback, SpikeDetector, explain, open_events, write_event
 from ssscale.train.guard import check_copies, listed, without_gradient
 from ssscale.train.metrics import Metrics, Stopwatch, speed, step_record, sums_by_source
 from ssscale.train.observe import StepParts, observe, profiled
@@ -73,6 +73,7 @@ class Trainer:
         self.state = read_rollback(self.folder, self.reader.state) if self.reader else TrainState()
         self.saved_step, self.spikes = self.state.step, SpikeDetector(config.train.spike_z)
         self.skipped_in_a_row = self.held = 0
+        self.events = open_events(self.folder)
         self.part = self.plan.at(self.state.step)
         self.config = self.plan.configs[self.part.stage]  # of the stage that is trained
         last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
@@ -145,6 +146,7 @@ class Trainer:
             raise stop from error
         finally:
             self.watchdog.close()
+            self.events.close()
             self.place.release()
 
     def _run(self) -> None:
@@ -169,6 +171,7 @@ class Trainer:
                     record = self._record(step, sums, lr, result.grad_norm)
                     record |= speed(self.watch.lap(self.state.tokens), self.config, self.groups)
                     metrics.write(record | self.parts.lap(step - logged))
+                    self.events.write(b"")  # what a full disk may not have taken
                     logged = step
                 metrics.advance(step)
                 self._check_step(result.skipped)
@@ -239,7 +242,7 @@ class Trainer:
         self.skipped_in_a_row += 1
         if self.groups.is_main:
             event = {"event": "skipped", "step": self.state.step, "in_a_row": self.skipped_in_a_row}
-            write_event(self.folder, event)
+            write_event(self.events, event)
         logger.warning("step %d has NaN or Inf in its gradients and changes nothing", self.state.step)
         if self.skipped_in_a_row >= self.run_config.train.max_skipped:
             raise Rollback
@@ -267,7 +270,7 @@ class Trainer:
         self.state = replace(state, skipped=(*state.skipped, (state.step, rows)))
         if self.groups.is_main:
             write_rollback(self.folder, self.state)
-            write_event(self.folder, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
+            write_event(self.events, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
         logger.warning("NaN up to step %d: back to step %d, passing over %d rows", step, state.step, rows)
         self.part = self.plan.at(state.step)
         self.config = self.plan.configs[self.part.stage]
@@ -313,7 +316,7 @@ class Trainer:
         if self.last_targets and self.groups.is_main:
             loss /= self.groups.tensor_size * self.last_targets
             rows = range(self.state.samples - self.part.batch_size, self.state.samples)
-            self.spikes.look(self.folder, self.state.step, loss, rows, self.order)
+            self.spikes.look(self.events, self.state.step, loss, rows, self.order)
         self.held = torch.cuda.memory_allocated() if self.groups.device.type == "cuda" else 0
         if written == self.groups.world_size:
             with self.watch.paused():
@@ -389,4 +392,4 @@ class Trainer:
     def _saved(self, saved: Saved | None) -> None:
         if saved is not None:
             self.saved_step = saved.step
-            self.metrics.write({"step": self.state.step, **saved.record(), "save_dip": self.watch.dip()})
+            self.metrics.write({"step": saved.step, **saved.record(), "save_dip": self.watch.dip()})
