@@ -145,7 +145,8 @@ def test_a_disk_that_stays_full_changes_no_exit_code(corpus: Path, tmp_path: Pat
     """Its log lies there too, as under Slurm."""
     arguments = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=0", "train.max_steps=100"]
     with disks.small_disk(tmp_path / "small", "2m") as disk:
-        with running(arguments, disk / "run", size=1, log=disk / "log") as ranks:
+        alone = functools.partial(disks.start_again, {})  # a process whose streams the interpreter closes
+        with running(arguments, disk / "run", size=1, plant=alone, log=disk / "log") as ranks:
             ranks.wait_for_step(5)
             fill(disk)
             assert ranks.wait() == [0], ranks.output()
