@@ -47,7 +47,7 @@ class _Hold:
         """Raises Gone, or OSError where the file cannot be read."""
         self.path = path
         try:
-            self.descriptor = os.open(path / MANIFEST, os.O_RDONLY)
+            self.descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)  # never waits for a pipe
         except FileNotFoundError:
             raise Gone from None
         with suppress(OSError):

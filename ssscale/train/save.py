@@ -102,7 +102,7 @@ class CheckpointWriter:
         self.error: OSError | None = None
         self.written_s = self.blocked_s = 0.0
         if groups.is_main:
-            for left in folder.glob("*.partial"):
+            for left in folder.glob("step-*.partial"):
                 shutil.rmtree(left, ignore_errors=True)
         dist.barrier()  # nobody writes before that
 

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ CHUNK = 2**26  # bytes read at once
 NAME = re.compile(r"step-([0-9]{8,})")
 MANIFEST = "checksums.json"
 FIRST_SAVE = "first_save.json"  # in the run's folder: a checkpoint of it has been committed once
-GONE = (errno.ENOENT, errno.ENOTDIR)
+MISSING = (errno.ENOENT, errno.ENOTDIR)
+DAMAGED = (errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # no other attempt will find a file there
 
 T = TypeVar("T")
 
@@ -124,9 +126,10 @@ def inspect(path: Path, names: Iterable[str] | None = None, rank: int = 0, world
         name = MANIFEST
         missing = _missing(path, entries)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in MISSING:
             return Finding(Condition.BROKEN, f"{path / name} is missing", name)
-        return Finding(Condition.UNREADABLE, f"{path / name} cannot be read: {error.strerror}", name)
+        condition = Condition.BROKEN if error.errno in DAMAGED else Condition.UNREADABLE
+        return Finding(condition, f"{path / name} cannot be read: {error.strerror}", name)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return Finding(Condition.BROKEN, f"{path / name} is broken: {error}", name)
     if missing is not None:
@@ -141,6 +144,8 @@ def verify(path: Path) -> str | None:
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     """Raises OSError or, for what a writer would not have written, ValueError."""
+    if not stat.S_ISREG(os.stat(path / MANIFEST).st_mode):
+        raise ValueError("it is not a file")  # a pipe would be waited for
     entries: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_bytes())
     if not isinstance(entries, dict):
         raise ValueError("it holds no table of files")
@@ -163,9 +168,12 @@ def retry_seconds() -> float:
     """How long something unreadable is tried again: SSSCALE_READ_RETRY_S, 30 seconds where it is not set."""
     text = os.environ.get("SSSCALE_READ_RETRY_S", "30")
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        raise UserError(f"SSSCALE_READ_RETRY_S={text} is not a number of seconds") from None
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise UserError(f"SSSCALE_READ_RETRY_S={text} is not a number of seconds")
+    return seconds
 
 
 def patiently(call: Callable[[], T], what: Path) -> T:
@@ -221,13 +229,13 @@ def list_together(run: Path, groups: Groups) -> list[Path]:
                 raise UserError(
                     f"{run} has saved checkpoints before ({FIRST_SAVE}) and {folder} has none now: {_how_to_begin_again(run)}"
                 )
-            answer = json.dumps([path.name for path in found])
+            answer = json.dumps([[path.name for path in found], None])
         except UserError as error:
-            answer = str(error)
-    answer = from_main(answer, groups)
-    if not answer.startswith("["):
-        raise UserError(answer)
-    return [folder / name for name in json.loads(answer)]
+            answer = json.dumps([[], str(error)])
+    names, problem = json.loads(from_main(answer, groups))
+    if problem is not None:
+        raise UserError(problem)
+    return [folder / name for name in names]
 
 
 def inspect_together(path: Path, groups: Groups) -> str | None:
@@ -274,7 +282,7 @@ def share(mine: Finding, groups: Groups) -> list[Finding]:
 
 def from_main(text: str, groups: Groups) -> str:
     """The main rank's text on all ranks."""
-    data = bytearray(text.encode())
+    data = bytearray(text.encode(errors="backslashreplace"))  # a path need not be UTF-8
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0)
     if not int(size):
@@ -295,7 +303,7 @@ def put_aside(checkpoints: Iterable[Path]) -> None:
         )
         aside = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
         os.replace(path, aside)
-        logger.error("%s is broken and put aside as %s; the next save deletes it", path, aside.name)
+        logger.error("%s is broken and put aside as %s; a save of its step or a later one deletes it", path, aside.name)
 
 
 def superseded(folder: Path, step: int) -> list[Path]:
