@@ -148,8 +148,10 @@ class CheckpointReader:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(piece.file, framework="pt")
             return self._open[piece.file].get_slice(piece.key)[first:last]
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise UserError(f"{piece.file} cannot be read: {error}") from error
+        except SafetensorError as error:
+            raise UserError(f"{piece.file} is broken: {error}") from error
 
 
 def new_weights(reader: CheckpointReader, model: nn.Module) -> set[str]:

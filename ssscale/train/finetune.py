@@ -101,7 +101,7 @@ class FineTuning:
             load_weights(reader, model, groups)
         else:
             assert config.init_from is not None
-            with reading(Path(config.init_from), groups, "from") as source:
+            with reading(Path(config.init_from), groups, "from", newest=True) as source:
                 load_switched(CheckpointReader(source), model, config.model, groups)
         self.engine = DeepSpeedEngine(model, config, groups)
         if reader is not None:

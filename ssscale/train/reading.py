@@ -115,13 +115,14 @@ def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
 
 
 @contextmanager
-def reading(given: Path, groups: Groups, option: str = "checkpoint") -> Iterator[Path]:
+def reading(given: Path, groups: Groups, option: str = "checkpoint", newest: bool = False) -> Iterator[Path]:
     """A checkpoint, or a run's newest whole one, that is whole for all that is read inside; all ranks call it alike.
 
-    Its files have been compared with its checksums; a broken one is named and, in a run, the one before it taken. Raises
-    UserError naming the option where there is none, and where the checkpoint was deleted while it was read.
+    Its files have been compared with its checksums; a broken one is named and, in a run, the one before it taken, or with
+    `newest` none. Raises UserError naming the option where there is none, and where the checkpoint was deleted while it
+    was read.
     """
-    hold = _open(given, groups, option)
+    hold = _open(given, groups, option, newest)
     try:
         try:
             yield hold.path
@@ -135,7 +136,7 @@ def reading(given: Path, groups: Groups, option: str = "checkpoint") -> Iterator
         hold.close()
 
 
-def _open(given: Path, groups: Groups, option: str) -> _Hold:
+def _open(given: Path, groups: Groups, option: str, newest: bool) -> _Hold:
     before: list[Path] = []
     problem = ""
     while True:
@@ -144,14 +145,14 @@ def _open(given: Path, groups: Groups, option: str) -> _Hold:
         if found == before:
             break
         before = found
-        for path in reversed(found):
+        for path in found[:-2:-1] if newest else reversed(found):
             hold = _hold_together(path, groups)
             problem = GONE.format(path)
             if hold is not None:
                 problem = _inspect_held(hold, groups) or ""
                 if not problem:
                     return hold
-            if groups.is_main and path != found[0]:
+            if groups.is_main and path != found[0] and not newest:
                 logger.warning("%s; the checkpoint before it is taken", problem)
         # A run that trains may have saved and deleted meanwhile: look once more.
     if problem:

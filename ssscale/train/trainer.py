@@ -100,7 +100,7 @@ class Trainer:
         if self.reader is None:
             initialize_weights(model, config.model, groups, config.train.seed)
             if config.init_from is not None:
-                with reading(Path(config.init_from), groups, "init_from") as source:
+                with reading(Path(config.init_from), groups, "init_from", newest=True) as source:
                     load_switched(CheckpointReader(source), model, config.model, groups)
                 logger.info("weights from %s, a new optimizer", source)
         else:

@@ -78,10 +78,10 @@ def test_retention_never_counts_a_broken_checkpoint(
     other = [*arguments, "train.save_every=5", "train.keep=1", "train.max_steps=5"]
     ranks = Ranks(other, copy, size=1)
     ranks.finish()
+    assert names(copy) == ["step-00000005", "step-00000006.broken"]
     assert f"checkpoints/step-00000006/{sentence}" in ranks.output()
     assert "step-00000006 is broken and put aside as step-00000006.broken" in ranks.output()
     assert f"resumed from {copy / 'checkpoints/step-00000004'} (step 4)" in ranks.output()
-    assert names(copy) == ["step-00000005", "step-00000006.broken"]
     again = Ranks([*arguments, "train.max_steps=8"], copy, size=1)
     again.finish()
     assert "(step 5)" in again.output()
