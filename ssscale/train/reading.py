@@ -145,7 +145,7 @@ def _open(given: Path, groups: Groups, option: str, newest: bool) -> _Hold:
     while True:
         alone = from_main("yes" if _on_all(lambda: is_checkpoint(given), given, groups) else "", groups)
         found = [given] if alone else list_together(given, groups)
-        if found == before:
+        if not found or found == before:
             break  # else a run that trains has saved and deleted meanwhile
         before, problems = found, []
         for path in found[-1:] if newest else found[::-1]:
