@@ -14,6 +14,7 @@ from ssscale.data.batch import Batch, Row, collate
 from ssscale.data.order import Mix, Order
 from ssscale.data.shards import INDEX, Place, RowStore
 from ssscale.errors import UserError
+from ssscale.names import leads_out
 
 
 class PackedData:
@@ -104,6 +105,8 @@ class PackedData:
         """The tokenizer.json the rows were made with. Raises UserError if it is missing or another one."""
         entry = self.manifest["tokenizer"]
         file = self.place.fetch(entry["file"])
+        if leads_out(file, self.place.local):  # it is copied into every checkpoint
+            raise UserError(f"{file} is a link that leads out of the data folder: put the file in its place")
         if not file.is_file() or sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
             raise UserError(f"{file} is missing or corrupt: it has not the fingerprint that the manifest gives")
         return str(file)
