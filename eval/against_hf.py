@@ -88,7 +88,8 @@ class Backends:
         from ssscale.hf.convert import export_checkpoint
         from ssscale.parallel.groups import initialize
         from ssscale.schema import Precision
-        from ssscale.train.build import load_for_inference
+        from ssscale.train.build import load_model
+        from ssscale.train.reading import reading
 
         register()
         self.dtype, self.folder = dtype, folder
@@ -96,9 +97,10 @@ class Backends:
         if dtype == "float32":
             precision, changes = Precision.fp32, ["model.attention.skip_below=0"]
         groups = initialize()
-        model, config = load_for_inference(checkpoint, groups, precision, changes)
-        tokenizer = TextTokenizer.of_checkpoint(checkpoint)
-        export_checkpoint(checkpoint, folder, tokenizer.bos_id, tokenizer.eos_id)
+        with reading(checkpoint, groups):
+            model, config = load_model(checkpoint, groups, precision, changes)
+            tokenizer = TextTokenizer.of_checkpoint(checkpoint)
+            export_checkpoint(checkpoint, folder, tokenizer.bos_id, tokenizer.eos_id)
         self.device, self.length = torch.device(groups.device), length or config.data.length
         self.ours = PackedLM(model, tokenizer, self.length)
         self.name = f"{config.name}, {model.num_parameters():,} parameters"
@@ -165,7 +167,7 @@ def main(argv: list[str]) -> None:
 
     from eval.command import write
     from eval.suite import find_tasks
-    from ssscale.train.build import find_checkpoint
+    from ssscale.train.reading import find_checkpoint
 
     if dtype == "bfloat16" and not torch.cuda.is_available():
         raise UserError("dtype=bfloat16 needs a GPU: take dtype=float32 here")

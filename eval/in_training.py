@@ -60,7 +60,11 @@ class TaskEvaluation:
             return {}
         tasks = {result.task: result.to_json() for result in results}
         content = {"prefix": "BOS before every document", "tasks": tasks}
-        add_results(Path(config.folder) / FOLDER / f"step-{trainer.state.step:08d}.json", content)
+        file = Path(config.folder) / FOLDER / f"step-{trainer.state.step:08d}.json"
+        try:
+            add_results(file, content)
+        except OSError as error:  # training goes on over a full disk, and metrics.jsonl has the values
+            logger.error("%s cannot be written: %s", file, error.strerror)
         return {
             f"{result.task}/{name.split(',')[0]}": value for result in results for name, value in means(result.metrics)
         }

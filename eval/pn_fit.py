@@ -21,7 +21,9 @@ from eval.figures import BASELINE, COLOURS, DPI
 from eval.run import Run
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
+from ssscale.parallel.groups import initialize
 from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.reading import reading
 
 
 class Fit(NamedTuple):
@@ -69,12 +71,13 @@ def learned_pn(run: Run) -> np.ndarray:
     """p_n of the newest checkpoint, in fp32."""
     if run.checkpoint is None:
         raise UserError(f"{run.folder} has no checkpoint")
-    reader = CheckpointReader(run.checkpoint)
-    if "pn" not in reader.weights:
-        raise UserError(
-            f"{run.checkpoint} has no p_n: the run needs model.attention.core=ssmax model.attention.ssmax=pn"
-        )
-    return reader.whole("pn", "weight").numpy().astype(np.float64)
+    with reading(run.folder, initialize()) as checkpoint:
+        reader = CheckpointReader(checkpoint)
+        if "pn" not in reader.weights:
+            raise UserError(
+                f"{checkpoint} has no p_n: the run needs model.attention.core=ssmax model.attention.ssmax=pn"
+            )
+        return reader.whole("pn", "weight").numpy().astype(np.float64)
 
 
 def draw(p: np.ndarray, fit: Fit, title: str, file: Path) -> None:

@@ -9,8 +9,9 @@ from eval.results import newest_results
 from ssscale.config import from_yaml
 from ssscale.errors import UserError
 from ssscale.schema import Config
-from ssscale.train.checkpoint import list_checkpoints
 from ssscale.train.metrics import read_metrics
+from ssscale.train.reading import find_checkpoint
+from ssscale.train.whole import list_checkpoints
 
 LAST = 5  # training records whose mean is the final training loss: one alone is noisy
 
@@ -24,7 +25,7 @@ class Run:
     training: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     results: dict[str, Any]
-    checkpoint: Path | None  # the newest
+    checkpoint: Path | None  # the newest whose files are all there
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
@@ -36,14 +37,14 @@ class Run:
         training = [record for record in records if "loss" in record]
         if not training:
             raise UserError(f"{folder} has no training loss in its metrics.jsonl yet")
-        checkpoints = list_checkpoints(folder / "checkpoints")
+        has_any = list_checkpoints(folder / "checkpoints")
         return cls(
             folder,
             from_yaml(saved.read_text(), str(saved)),
             training,
             [record for record in records if "valid_loss" in record],
             newest_results(folder),
-            checkpoints[-1] if checkpoints else None,
+            find_checkpoint(folder, "RUN") if has_any else None,
         )
 
     @property

@@ -26,8 +26,8 @@ from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters
 from ssscale.schema import TrainConfig
-from ssscale.train.checkpoint import list_checkpoints, verify
 from ssscale.train.metrics import read_metrics
+from ssscale.train.whole import list_checkpoints, verify
 
 OPTIONS = {
     "of": str,

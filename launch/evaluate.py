@@ -129,7 +129,6 @@ def main(argv: list[str]) -> None:
 
     from eval.paper import SUITE
     from eval.ruler import TASKS
-    from ssscale.train.build import find_checkpoint
 
     whole = {"stickbreaking_paper": ",".join(SUITE), "ruler": "ruler", None: "cloze"}
     tasks = options.get("tasks", whole[suite])
@@ -148,28 +147,29 @@ def main(argv: list[str]) -> None:
         changes=tuple(rest),
         **{key: options[key] for key in KEPT if key in options},
     )
-    checkpoint = find_checkpoint(Path(options["checkpoint"]))
     main_rank = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.WARNING if main_rank else logging.ERROR, format="%(message)s")
-    evaluate(checkpoint, settings, Console(quiet=not main_rank))
+    evaluate(Path(options["checkpoint"]), settings, Console(quiet=not main_rank))
 
 
-def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
-    """Everything that was asked for, printed and added to the results file of the checkpoint."""
+def evaluate(path: Path, settings: Settings, console: Console) -> None:
+    """Everything that was asked for, printed and added to the results file of the checkpoint. path: it, or its run."""
     from eval.results import add_results, read_results, results_file
     from eval.text import TextTokenizer
     from ssscale.parallel.groups import initialize
-    from ssscale.train.build import load_for_inference
+    from ssscale.train.build import load_model
+    from ssscale.train.reading import reading
 
     changes = list(settings.changes)
-    file = results_file(checkpoint, changes)
-    read_results(file)  # a broken file is better said before the work than after it
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(settings.tensor, local_rank, TIMEOUT_MINUTES, distributed="RANK" in os.environ)
-    model, config = load_for_inference(checkpoint, groups, changes=changes)
-    needed = settings.valid or "cloze" in settings.names
-    held_out = open_data(config, "valid", settings.data) if needed else None
-    tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
+    with reading(path, groups) as checkpoint:
+        file = results_file(checkpoint, changes)
+        read_results(file)  # a broken file is better said before the work than after it
+        model, config = load_model(checkpoint, groups, changes=changes)
+        needed = settings.valid or "cloze" in settings.names
+        held_out = open_data(config, "valid", settings.data) if needed else None
+        tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
     results: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "parameters": model.num_parameters(),

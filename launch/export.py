@@ -8,6 +8,7 @@ AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it wi
 `python launch/import_hf.py` is the way back.
 """
 
+import logging
 import sys
 from pathlib import Path
 
@@ -32,14 +33,17 @@ def main(argv: list[str]) -> None:
         if not options.get(key):
             raise UserError(f"{key}={hint}")
     prepare()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
     from eval.text import TextTokenizer
     from ssscale.hf.convert import export_checkpoint
-    from ssscale.train.build import find_checkpoint
+    from ssscale.parallel.groups import initialize
+    from ssscale.train.reading import reading
 
-    checkpoint, out = find_checkpoint(Path(options["checkpoint"])), Path(options["out"])
-    tokenizer = TextTokenizer.of_checkpoint(checkpoint)
-    export_checkpoint(checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options.get("dtype", "float32"))
+    out = Path(options["out"])
+    with reading(Path(options["checkpoint"]), initialize()) as checkpoint:
+        tokenizer = TextTokenizer.of_checkpoint(checkpoint)
+        export_checkpoint(checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options.get("dtype", "float32"))
     print(f"{checkpoint} → {out}")
 
 

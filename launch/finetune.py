@@ -44,8 +44,8 @@ def main(argv: list[str]) -> None:
         from ssscale.config import change, validate
         from ssscale.data.questions import make_example, read_squad
         from ssscale.parallel.groups import initialize, shutdown
-        from ssscale.train.build import find_checkpoint
         from ssscale.train.finetune import FineTuning, finetuning_config
+        from ssscale.train.reading import find_checkpoint
         from ssscale.train.switch import saved_config
 
         main_rank = os.environ.get("RANK", "0") == "0"

@@ -27,7 +27,7 @@ from ssscale.names import is_plain, leads_out
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
 from ssscale.train.build import build_model
-from ssscale.train.checkpoint import CheckpointReader, TrainState, verify
+from ssscale.train.checkpoint import CheckpointReader, TrainState
 from ssscale.train.save import save_checkpoint
 from ssscale.train.switch import saved_config
 
@@ -54,7 +54,8 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
     """Write a checkpoint of any parallel layout as a folder for transformers.
 
     bos_id, eos_id: the tokens that bound a document; the tokenizer begins every text with BOS, as in training. Reads one
-    weight after the other. Raises UserError where the checkpoint is broken, has no tokenizer, or `out` holds something.
+    weight after the other; whoever calls has compared its files with their checksums (`reading`). Raises UserError where
+    the checkpoint has no tokenizer, or `out` holds something.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: weights are written as {', '.join(DTYPES)}")
@@ -63,20 +64,25 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
     _check_link(checkpoint / "tokenizer.json", checkpoint)
-    problem = verify(checkpoint)
-    if problem:
-        raise UserError(problem)
     config = saved_config(checkpoint)
+    made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    _write_weights(_whole_weights(CheckpointReader(checkpoint), config, DTYPES[dtype]), out)
-    _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
-    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
-    spare = _ids_without_token(checkpoint / "tokenizer.json", config.model.vocab_size)
-    _write_json(out / "generation_config.json", ids | ({"suppress_tokens": spare} if spare else {}))
-    for name in CODE:
-        shutil.copyfile(Path(__file__).with_name(name), out / name)
-    # Last: a folder without it is no model.
-    _write_json(out / "config.json", hf_config(config, dtype) | ids)
+    try:
+        _write_weights(_whole_weights(CheckpointReader(checkpoint), config, DTYPES[dtype]), out)
+        _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
+        ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
+        spare = _ids_without_token(checkpoint / "tokenizer.json", config.model.vocab_size)
+        _write_json(out / "generation_config.json", ids | ({"suppress_tokens": spare} if spare else {}))
+        for name in CODE:
+            shutil.copyfile(Path(__file__).with_name(name), out / name)
+        # Last: a folder without it is no model.
+        _write_json(out / "config.json", hf_config(config, dtype) | ids)
+    except BaseException:  # the same command can be given again
+        for file in out.iterdir():
+            file.unlink()
+        if made:
+            out.rmdir()
+        raise
 
 
 def hf_config(config: Config, dtype: str) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import torch
 from ssscale.config import change, validate
 from ssscale.data.stream import PackedData
 from ssscale.environment import stack_note
-from ssscale.errors import UserError
 from ssscale.model.decoder import Decoder, padded_vocab
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config, ModelConfig, Precision
-from ssscale.train.checkpoint import CheckpointReader, list_checkpoints
+from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.reading import reading
 from ssscale.train.switch import load_switched, saved_config
 
 logger = logging.getLogger("ssscale")
@@ -109,26 +109,23 @@ def log_vocabulary(model: ModelConfig, entries: int) -> None:
         logger.warning("model.vocab_size=%d would save %s parameters: no text has these ids", entries, f"{saved:,}")
 
 
-def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
-    """A checkpoint folder, given itself or its run's folder (the newest one there). Raises UserError naming the option."""
-    if (path / "state.json").is_file():
-        return path
-    found = list_checkpoints(path / "checkpoints")
-    if not found:
-        raise UserError(f"{option}={path}: neither a checkpoint nor a run folder that has one")
-    return found[-1]
-
-
 def load_for_inference(
     path: Path, groups: Groups, precision: Precision = Precision.auto, changes: Sequence[str] = ()
 ) -> tuple[Decoder, Config]:
-    """The model of a checkpoint (or of a run's newest one) in eval mode, and its configuration. Raises UserError.
+    """The model of a checkpoint (or of a run's newest whole one) in eval mode, and its configuration. Raises UserError.
 
     changes: `model.position.rope_base=500000` and the like, in place of what the checkpoint's configuration says.
     """
-    path = find_checkpoint(path)
-    config = change(saved_config(path), list(changes))
+    with reading(path, groups) as checkpoint:
+        return load_model(checkpoint, groups, precision, changes)
+
+
+def load_model(
+    checkpoint: Path, groups: Groups, precision: Precision = Precision.auto, changes: Sequence[str] = ()
+) -> tuple[Decoder, Config]:
+    """`load_for_inference` for whoever reads more of the checkpoint and has it open (`reading`)."""
+    config = change(saved_config(checkpoint), list(changes))
     validate(config)
     model = build_model(config, groups, choose_dtype(precision, groups.device))
-    load_switched(CheckpointReader(path), model, config.model, groups)
+    load_switched(CheckpointReader(checkpoint), model, config.model, groups)
     return model.eval().requires_grad_(False), config

@@ -6,20 +6,18 @@ A checkpoint is a folder `step-00001000` (docs/checkpoints.md gives the format):
   state.json              step, tokens, samples, fingerprints, world layout
   config.yaml             the merged configuration; tokenizer.json: the tokenizer of the data
   checksums.json       bytes and XXH3-128 of every other file
-`ssscale.train.save` writes it to `step-00001000.partial` and renames it once every rank has flushed its files.
+`ssscale.train.save` writes it to `step-00001000.partial` and renames it once every rank has flushed its files;
+`ssscale.train.whole` says which checkpoints are whole.
 """
 
 import json
 import logging
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -31,8 +29,6 @@ from ssscale.parallel.megatron import global_shape, local_part, local_ranges, sp
 logger = logging.getLogger("ssscale")
 
 FORMAT = 2
-CHUNK = 2**26  # bytes read or written at once
-NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -46,62 +42,6 @@ class TrainState:
     data_fingerprint: str = ""
     valid_loss: float | None = None  # where this step was evaluated
     skipped: tuple[tuple[int, int], ...] = ()  # (step, rows passed over after it)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and (path / "state.json").is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def verify(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None where it is whole.
-
-    Of several ranks each reads its share of the large files.
-    """
-    try:
-        entries = json.loads((path / "checksums.json").read_text())
-        missing = [name for name in entries if not (path / name).is_file()]
-        if missing:
-            return f"{path / missing[0]} is missing"
-        sizes = [name for name, entry in entries.items() if (path / name).stat().st_size != entry["bytes"]]
-        if sizes:
-            return (
-                f"{path / sizes[0]} has {(path / sizes[0]).stat().st_size:,} bytes, not {entries[sizes[0]]['bytes']:,}"
-            )
-        for name in sorted(entries)[rank::world_size]:
-            if checksum(path / name) != entries[name]["xxh3"]:
-                return f"{path / name} is broken: its checksum is another"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path / 'checksums.json'} cannot be read: {error}"
-    return None
-
-
-def checksum(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(file, "rb", buffering=0) as opened:
-        while chunk := opened.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def newest_whole(folder: Path, groups: Groups) -> "CheckpointReader | None":
-    """The newest checkpoint that is whole, found by all ranks together; a broken one is named and passed over.
-
-    Raises UserError where there are checkpoints and none is whole.
-    """
-    found = list_checkpoints(folder)
-    for path in reversed(found):
-        problem = verify(path, groups.rank, groups.world_size)
-        broken = torch.tensor(problem is not None, dtype=torch.int32)
-        dist.all_reduce(broken)
-        if not broken:
-            return CheckpointReader(path)
-        if problem is not None:
-            logger.error("%s; the checkpoint before it is taken", problem)
-    if found:
-        raise UserError(f"{folder} has no whole checkpoint left: remove its folders to start anew")
-    return None
 
 
 @dataclass(frozen=True)
@@ -127,7 +67,7 @@ class CheckpointReader:
             self.state = replace(self.state, skipped=tuple((step, rows) for step, rows in self.state.skipped))
             self.ranks: int = state["ranks"]
             indices = [json.loads((path / f"rank-{rank:05d}.json").read_text()) for rank in range(self.ranks)]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not a whole checkpoint: {error}") from error
         self.tensor_size: int = indices[0]["tensor_size"]
         self.weights: dict[str, dict[str, Any]] = {}
@@ -208,7 +148,9 @@ class CheckpointReader:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(piece.file, framework="pt")
             return self._open[piece.file].get_slice(piece.key)[first:last]
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
+            raise UserError(f"{piece.file} cannot be read: {error}") from error
+        except SafetensorError as error:
             raise UserError(f"{piece.file} is broken: {error}") from error
 
 

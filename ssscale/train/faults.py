@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ssscale.data.order import Order
 from ssscale.errors import OUT_OF_MEMORY, STALLED, Stop
 from ssscale.schema import Config
+from ssscale.train.appender import Appender
 
 logger = logging.getLogger("ssscale")
 
@@ -49,7 +50,7 @@ class SpikeDetector:
         self.losses.append(loss)
         return found
 
-    def look(self, folder: Path, step: int, loss: float, samples: range, order: Order) -> None:
+    def look(self, events: Appender, step: int, loss: float, samples: range, order: Order) -> None:
         """Note a loss that stands out, with the rows that made it."""
         z = self.score(loss)
         if z is not None:
@@ -57,13 +58,16 @@ class SpikeDetector:
             for sample in map(order.__getitem__, samples):
                 rows.setdefault(order.names[sample.source], []).append(sample.row)
             logger.warning("step %d: loss %.4g is a spike (z = %.1f); its rows are in events.jsonl", step, loss, z)
-            write_event(folder, {"event": "loss_spike", "step": step, "loss": loss, "z": z, "rows": rows})
+            write_event(events, {"event": "loss_spike", "step": step, "loss": loss, "z": z, "rows": rows})
 
 
-def write_event(folder: Path, event: dict[str, Any]) -> None:
-    """Append to events.jsonl, which no resuming cuts back."""
-    with open(folder / "events.jsonl", "a") as file:
-        file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S"), **event}) + "\n")
+def open_events(folder: Path) -> Appender:
+    """The run's events.jsonl, which no resuming cuts back."""
+    return Appender(folder / "events.jsonl")
+
+
+def write_event(events: Appender, event: dict[str, Any]) -> None:
+    events.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S"), **event}).encode() + b"\n")
 
 
 def explain(error: RuntimeError, config: Config, rank: int, step: int, phase: str, held: int) -> Stop | None:

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,39 +17,63 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from ssscale.data.batch import IGNORE, Batch
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
+from ssscale.train.appender import Appender
+from ssscale.train.event_file import EventFile
 from ssscale.train.schedule import stage_at
+from ssscale.train.whole import write_file
 
 logger = logging.getLogger("ssscale")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line that a crash cut short is left out."""
-    records = []
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-    return records
+    """The records of a metrics file. What is not one is left out: a damaged line, or a last one that a crash cut short."""
+    data = path.read_bytes() if path.is_file() else b""
+    return [record for line in data.split(b"\n") if (record := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the records after a step: the run resumes there and will write them again, each once."""
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Drop the records after a step: the run resumes there and will write them again, each once.
+
+    Lines that cannot be read are moved to metrics.damaged.jsonl beside it. Raises OSError.
+    """
+    data = path.read_bytes() if path.is_file() else b""
+    *lines, last = data.split(b"\n")
+    records = [(line, _parse(line)) for line in lines if line.strip()]
+    if _parse(last) is not None:
+        records.append((last, _parse(last)))
+    kept = b"".join(line + b"\n" for line, record in records if record is not None and record["step"] <= step)
+    damaged = [line for line, record in records if record is None]
+    if damaged:
+        aside = path.with_name("metrics.damaged.jsonl")
+        logger.warning("%s: %d lines cannot be read and are moved to %s", path, len(damaged), aside.name)
+        with open(aside, "ab") as file:
+            file.writelines(line + b"\n" for line in damaged)
+            file.flush()
+            os.fsync(file.fileno())
+    if data == kept:
+        return
+    if data.startswith(kept):  # the usual case, which takes no room on a full disk
+        with open(path, "r+b") as file:
+            file.truncate(len(kept))
+            os.fsync(file.fileno())
+    else:
+        temporary = path.with_name(path.name + ".tmp")
+        write_file(temporary, [memoryview(kept)])
+        os.replace(temporary, path)
 
 
 class Metrics:
@@ -62,9 +86,13 @@ class Metrics:
         if use_wandb:
             self.wandb = _wandb(folder)
         path = folder / "metrics.jsonl"
-        keep_until(path, first_step)
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115
-        self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        try:
+            keep_until(path, first_step)
+        except OSError as error:
+            raise UserError(f"{path} cannot be cut back to step {first_step}: {error.strerror}") from error
+        self.file = Appender(path)
+        self.tensorboard = EventFile(folder / "tensorboard", first_step + 1)
+        self.newest = first_step
         self.console = Console(soft_wrap=True)
         columns = (
             TextColumn("training"),
@@ -103,16 +131,11 @@ class Metrics:
         """
         if not self.is_main:
             return
-        self.file.write(json.dumps(record | {"time": round(time.time(), 3)}) + "\n")
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                self.tensorboard.add_scalar(name, value, record["step"])
-            elif isinstance(value, list):
-                for layer, entry in enumerate(value):
-                    mean = statistics.fmean(entry) if isinstance(entry, list) else entry
-                    self.tensorboard.add_scalar(f"{name}/layer{layer:02d}", mean, record["step"])
+        self.file.write(json.dumps(record | {"time": round(time.time(), 3)}).encode() + b"\n")
+        self.tensorboard.write(_scalars(record), record["step"])
+        self.newest = max(self.newest, record["step"])
         if self.wandb is not None:
-            self.wandb.log(record, step=record["step"])
+            self.wandb.log(record, step=self.newest)  # it takes no step twice; a save belongs to an earlier one
         shown = {
             name: value
             for name, value in record.items()
@@ -120,7 +143,20 @@ class Metrics:
         }
         if shown.keys() - {"step", "tokens"}:
             line = "  ".join(f"{name} {_short(value)}" for name, value in shown.items())
-            self.progress.console.print(line, highlight=False)
+            with suppress(OSError):  # the log of the job may lie on the full disk too
+                self.progress.console.print(line, highlight=False)
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a record by name, lists by layer."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, int | float) and name != "step":
+            found[name] = value
+        elif isinstance(value, list):
+            for layer, entry in enumerate(value):
+                found[f"{name}/layer{layer:02d}"] = statistics.fmean(entry) if isinstance(entry, list) else entry
+    return found
 
 
 def _wandb(folder: Path) -> Any:

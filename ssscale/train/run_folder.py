@@ -1,7 +1,10 @@
 """The folder of a run: who may write to it, and whether a configuration continues what lies there."""
 
 import json
+import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,7 +16,9 @@ from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.lock import RunLock
-from ssscale.train.save import write_file
+from ssscale.train.whole import from_main, newest_whole, put_aside, record_first_save, step_of, write_file
+
+logger = logging.getLogger("ssscale")
 
 # A run cannot change these between a stop and its continuation: its weights or its data order would not fit.
 FIXED = ("model", "data.length", "data.one_document", "data.shuffle_seed", "train.batch_size", "train.seed")
@@ -61,34 +66,99 @@ def _check_folder(folder: Path, config: Config) -> None:
         raise UserError(f"run_dir={folder} holds something that is not a run; name an empty or a new folder")
 
 
-def claim_folder(folder: Path, config: Config, groups: Groups, slurm_job: str | None = None) -> RunLock | None:
-    """Make the run's folder, lock it and record the merged configuration; `check_folder` has allowed it on every rank.
+class RunFolder:
+    """A run's folder while a process trains there: locked, with the checkpoint that the run goes on from.
 
-    Returns the main rank's lock. Raises UserError where another run is using the folder or it cannot be written.
+    Made by all ranks together. A folder that exists is locked before anything in it is read, and nothing but the lock is
+    written before `take`. Raises UserError where the folder is not the configuration's run, is in use, or has lost its
+    checkpoints.
     """
-    dist.barrier()  # no rank writes before all have checked
-    lock = None
-    if groups.is_main:
-        saved = folder / "config.yaml"
+
+    def __init__(self, path: Path, config: Config, groups: Groups, slurm_job: str | None = None) -> None:
+        self.path, self.groups, self.slurm_job = path, groups, slurm_job
+        self.lock: RunLock | None = None
+        check_folder(path, config)
+        with self.opening():
+            self._lock(create=False)
+            self.choice = newest_whole(path, groups)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Release the lock where something inside fails."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = RunLock(folder, slurm_job)
-            lock.acquire()
-            temporary = saved.with_name("config.yaml.tmp")
-            temporary.write_text(to_yaml(config))
-            os.replace(temporary, saved)
-        except OSError as error:
-            raise UserError(f"run_dir={folder} cannot be written: {error.strerror}") from error
-    dist.barrier()
-    return lock
+            yield
+        except BaseException:
+            self.release()
+            raise
+
+    def _lock(self, create: bool) -> None:
+        dist.barrier()  # no rank writes before all have checked
+
+        def lock() -> None:
+            if self.lock is None and (create or self.path.is_dir()):
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock = RunLock(self.path, self.slurm_job)
+                lock.acquire()
+                self.lock = lock
+
+        self._on_main(lock)
+
+    def take(self, config: Config) -> None:
+        """Begin to write: record the merged configuration, put broken checkpoints aside. Raises UserError."""
+        self._lock(create=True)
+
+        def take() -> None:
+            record_config(self.path, config)
+            put_aside(self.choice.broken)
+            if self.choice.path is not None:
+                record_first_save(self.path, step_of(self.choice.path))
+
+        self._on_main(take)
+
+    def _on_main(self, write: Callable[[], None]) -> None:
+        """Call `write` on the main rank; where it fails, all ranks raise the same UserError."""
+        problem = ""
+        if self.groups.is_main:
+            try:
+                write()
+            except OSError as error:
+                problem = f"run_dir={self.path} cannot be written: {error.strerror}"
+            except UserError as error:
+                problem = str(error)
+        problem = from_main(problem, self.groups)
+        if problem:
+            raise UserError(problem)
+
+    def find_again(self) -> Path | None:
+        """The newest whole checkpoint as it is now; broken ones are put aside. Raises UserError."""
+        self.choice = newest_whole(self.path, self.groups)
+        self._on_main(lambda: put_aside(self.choice.broken))
+        return self.choice.path
+
+    def release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+
+def record_config(folder: Path, config: Config) -> None:
+    """Write the merged configuration to a folder that is locked. Raises OSError."""
+    temporary = folder / "config.yaml.tmp"
+    write_file(temporary, [memoryview(to_yaml(config).encode())])
+    os.replace(temporary, folder / "config.yaml")
 
 
 def write_rollback(folder: Path, state: TrainState) -> None:
-    """Remember which rows a run passes over from now on, until a later checkpoint does."""
+    """Remember which rows a run passes over from now on, until a later checkpoint does.
+
+    On a full disk that is said and training goes on: a run that is stopped before its next save rolls back once more.
+    """
     file = folder / "rollback.json"
     text = json.dumps({"step": state.step, "skipped": state.skipped})
-    write_file(file.with_suffix(".tmp"), [memoryview(text.encode())])
-    os.replace(file.with_suffix(".tmp"), file)
+    try:
+        write_file(file.with_suffix(".tmp"), [memoryview(text.encode())])
+        os.replace(file.with_suffix(".tmp"), file)
+    except OSError as error:
+        logger.error("%s cannot be written: %s", file, error.strerror)
 
 
 def read_rollback(folder: Path, state: TrainState) -> TrainState:

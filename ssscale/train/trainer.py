@@ -23,30 +23,14 @@ from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config
-from ssscale.train.build import (
-    build_model,
-    choose_compile,
-    choose_dtype,
-    find_checkpoint,
-    log_choices,
-    log_vocabulary,
-    open_data,
-)
-from ssscale.train.checkpoint import (
-    CheckpointReader,
-    TrainState,
-    check_shapes,
-    list_checkpoints,
-    load_training_state,
-    load_weights,
-    newest_whole,
-    verify,
-)
-from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
+from ssscale.train.build import build_model, choose_compile, choose_dtype, log_choices, log_vocabulary, open_data
+from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
+from ssscale.train.faults import Rollback, SpikeDetector, explain, open_events, write_event
 from ssscale.train.guard import check_copies, listed, without_gradient
 from ssscale.train.metrics import Metrics, Stopwatch, speed, step_record, sums_by_source
 from ssscale.train.observe import StepParts, observe, profiled
-from ssscale.train.run_folder import check_folder, claim_folder, read_rollback, write_rollback
+from ssscale.train.reading import reading
+from ssscale.train.run_folder import RunFolder, read_rollback, write_rollback
 from ssscale.train.save import CheckpointWriter, Retention, Saved
 from ssscale.train.schedule import learning_rate
 from ssscale.train.signals import StopSignals
@@ -54,6 +38,7 @@ from ssscale.train.stages import Part, Plan
 from ssscale.train.switch import load_switched
 from ssscale.train.validation import validation_losses
 from ssscale.train.watchdog import Watchdog
+from ssscale.train.whole import checkpoint_path
 
 logger = logging.getLogger("ssscale")
 
@@ -77,19 +62,25 @@ class Trainer:
         self.started = time.perf_counter()
         self.run_config, self.groups, self.signals, self.tasks = config, groups, signals, tasks
         self.folder = Path(config.folder)
-        check_folder(self.folder, config)
         self.plan = Plan(config)
-        self.reader = newest_whole(self.folder / "checkpoints", groups)
+        self.place = RunFolder(self.folder, config, groups, slurm_job)
+        with self.place.opening():
+            self._open(config)
+
+    def _open(self, config: Config) -> None:
+        found = self.place.choice.path
+        self.reader = CheckpointReader(found) if found else None
         self.state = read_rollback(self.folder, self.reader.state) if self.reader else TrainState()
         self.saved_step, self.spikes = self.state.step, SpikeDetector(config.train.spike_z)
         self.skipped_in_a_row = self.held = 0
+        self.events = open_events(self.folder)
         self.part = self.plan.at(self.state.step)
         self.config = self.plan.configs[self.part.stage]  # of the stage that is trained
         last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
         self._open_data(self.state.data_fingerprint or None if last == self.config.data.path else None)
-        self.lock = claim_folder(self.folder, config, groups, slurm_job)
+        self.place.take(config)
         retention = Retention(config.train.keep, config.train.keep_every, config.train.keep_best)
-        self.writer = CheckpointWriter(self.folder / "checkpoints", groups, retention)
+        self.writer = CheckpointWriter(self.folder / "checkpoints", self.groups, retention, run=self.folder)
         self._build()
 
     def _open_data(self, trained_on: str | None) -> None:
@@ -110,11 +101,8 @@ class Trainer:
         if self.reader is None:
             initialize_weights(model, config.model, groups, config.train.seed)
             if config.init_from is not None:
-                source = find_checkpoint(Path(config.init_from), "init_from")
-                problem = verify(source, groups.rank, groups.world_size)
-                if problem is not None:
-                    raise UserError(f"init_from={config.init_from}: {problem}")
-                load_switched(CheckpointReader(source), model, config.model, groups)
+                with reading(Path(config.init_from), groups, "init_from", newest=True) as source:
+                    load_switched(CheckpointReader(source), model, config.model, groups)
                 logger.info("weights from %s, a new optimizer", source)
         else:
             check_shapes(self.reader, model, groups, VOCAB_WEIGHTS)
@@ -141,7 +129,7 @@ class Trainer:
         """
         self.watchdog = Watchdog(self.folder, self.groups.rank, self.groups.world_size, self.run_config.train.watchdog)
         try:
-            if self.plan.total_steps == 0 and not list_checkpoints(self.folder / "checkpoints"):
+            if self.plan.total_steps == 0 and self.place.choice.path is None:
                 self._start_save()  # the weights that the run begins with are what was asked for
                 if self.writer.wait() is None:
                     raise UserError(f"the weights could not be saved in {self.folder}: make room there")
@@ -159,8 +147,8 @@ class Trainer:
             raise stop from error
         finally:
             self.watchdog.close()
-            if self.lock is not None:
-                self.lock.release()
+            self.events.close()
+            self.place.release()
 
     def _run(self) -> None:
         train = self.run_config.train
@@ -184,6 +172,7 @@ class Trainer:
                     record = self._record(step, sums, lr, result.grad_norm)
                     record |= speed(self.watch.lap(self.state.tokens), self.config, self.groups)
                     metrics.write(record | self.parts.lap(step - logged))
+                    self.events.write(b"")  # what a full disk may not have taken
                     logged = step
                 metrics.advance(step)
                 self._check_step(result.skipped)
@@ -254,7 +243,7 @@ class Trainer:
         self.skipped_in_a_row += 1
         if self.groups.is_main:
             event = {"event": "skipped", "step": self.state.step, "in_a_row": self.skipped_in_a_row}
-            write_event(self.folder, event)
+            write_event(self.events, event)
         logger.warning("step %d has NaN or Inf in its gradients and changes nothing", self.state.step)
         if self.skipped_in_a_row >= self.run_config.train.max_skipped:
             raise Rollback
@@ -264,9 +253,10 @@ class Trainer:
         step, self.skipped_in_a_row = self.state.step, 0
         if self.writer.active:
             self.writer.wait()
-        reader = newest_whole(self.folder / "checkpoints", self.groups)
-        if reader is None:
+        found = self.place.find_again()
+        if found is None:
             raise Stop(f"losses are NaN up to step {step} and there is no checkpoint to go back to", DIVERGED)
+        reader = CheckpointReader(found)
         state, passed = reader.state, self.state.skipped
         if passed and passed[-1][0] == state.step:  # from memory: the main rank may have written its file already
             state = replace(state, skipped=passed)
@@ -281,7 +271,7 @@ class Trainer:
         self.state = replace(state, skipped=(*state.skipped, (state.step, rows)))
         if self.groups.is_main:
             write_rollback(self.folder, self.state)
-            write_event(self.folder, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
+            write_event(self.events, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
         logger.warning("NaN up to step %d: back to step %d, passing over %d rows", step, state.step, rows)
         self.part = self.plan.at(state.step)
         self.config = self.plan.configs[self.part.stage]
@@ -295,8 +285,14 @@ class Trainer:
             self._open_data(None)
         if self.config.model != before.model:
             self._save_now()
-            logger.info("stage %s changes the model", self.config.train.stages[part.stage].name)
-            self._rebuild(CheckpointReader(list_checkpoints(self.folder / "checkpoints")[-1]))
+            stage = self.config.train.stages[part.stage].name
+            if self.saved_step != self.state.step:
+                raise UserError(
+                    f"stage {stage} changes the model, and step {self.state.step} could not be saved in {self.folder}: make "
+                    f"room there; the same command trains again from step {self.saved_step}"
+                )
+            logger.info("stage %s changes the model", stage)
+            self._rebuild(CheckpointReader(checkpoint_path(self.folder / "checkpoints", self.state.step)))
         self.engine.set_batch_size(part.batch_size, self.config.train.microbatch)
 
     def _rebuild(self, reader: CheckpointReader) -> None:
@@ -321,7 +317,7 @@ class Trainer:
         if self.last_targets and self.groups.is_main:
             loss /= self.groups.tensor_size * self.last_targets
             rows = range(self.state.samples - self.part.batch_size, self.state.samples)
-            self.spikes.look(self.folder, self.state.step, loss, rows, self.order)
+            self.spikes.look(self.events, self.state.step, loss, rows, self.order)
         self.held = torch.cuda.memory_allocated() if self.groups.device.type == "cuda" else 0
         if written == self.groups.world_size:
             with self.watch.paused():
@@ -397,4 +393,4 @@ class Trainer:
     def _saved(self, saved: Saved | None) -> None:
         if saved is not None:
             self.saved_step = saved.step
-            self.metrics.write({"step": self.state.step, **saved.record(), "save_dip": self.watch.dip()})
+            self.metrics.write({"step": saved.step, **saved.record(), "save_dip": self.watch.dip()})

@@ -18,11 +18,11 @@ from ssscale.train.checkpoint import (
     CheckpointReader,
     TrainState,
     check_shapes,
-    list_checkpoints,
     load_training_state,
     load_weights,
 )
 from ssscale.train.save import save_checkpoint
+from ssscale.train.whole import list_checkpoints
 
 LENGTH, ROWS, VOCAB = 24, 4, 300
 

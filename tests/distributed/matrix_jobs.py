@@ -29,8 +29,9 @@ from ssscale.schema import (
     SSMaxVariant,
     TrainConfig,
 )
-from ssscale.train.checkpoint import CheckpointReader, TrainState, list_checkpoints, load_training_state, load_weights
+from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
 from ssscale.train.save import save_checkpoint
+from ssscale.train.whole import list_checkpoints
 from tests.distributed.jobs import regroup
 from tests.distributed.matrix import CONTEXT, Layout
 

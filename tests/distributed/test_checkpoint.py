@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ssscale.errors import UserError
-from ssscale.train.checkpoint import CheckpointReader, list_checkpoints
+from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.whole import list_checkpoints
 from tests.distributed.matrix import Layout
 from tests.distributed.test_training import MODELS, TRAIN
 from tests.pool import Pool

@@ -21,7 +21,8 @@ def scores(checkpoint: str, names: list[str], eval_data: str, tensor: int) -> di
     from eval.harness import PackedLM
     from eval.suite import find_tasks
     from eval.text import TextTokenizer
-    from ssscale.train.build import find_checkpoint, load_for_inference
+    from ssscale.train.build import load_for_inference
+    from ssscale.train.reading import find_checkpoint
 
     model, config = load_for_inference(Path(checkpoint), regroup(tensor))
     lm = PackedLM(model, TextTokenizer.of_checkpoint(find_checkpoint(Path(checkpoint))), config.data.length)

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from ssscale.train.checkpoint import list_checkpoints, verify
 from ssscale.train.metrics import read_metrics
+from ssscale.train.whole import list_checkpoints, verify
 from tests.train.conftest import ROOT, corpus  # noqa: F401 - a fixture
 from tests.train.ranks import SMALL, Ranks
 

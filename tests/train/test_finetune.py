@@ -18,9 +18,10 @@ from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.schema import Config, DataConfig, ModelConfig
 from ssscale.train.build import load_for_inference
-from ssscale.train.checkpoint import TrainState, list_checkpoints
+from ssscale.train.checkpoint import TrainState
 from ssscale.train.finetune import FineTuning, epoch_order, finetuning_config
 from ssscale.train.save import save_checkpoint
+from ssscale.train.whole import list_checkpoints
 
 SQUAD = {
     "data": [
@@ -136,7 +137,7 @@ def test_a_step_is_plain_torchs(pretrained, tmp_path, groups):
     assert loss == pytest.approx(float(total) / tokens, rel=1e-5)
     for (name, exact), weight in zip(decoder.named_parameters(), run.engine.module.parameters(), strict=True):
         torch.testing.assert_close(weight, exact, atol=1e-5, rtol=1e-4, msg=name)
-    run.lock.release()
+    run.place.release()
 
 
 def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):

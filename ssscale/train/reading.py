@@ -1,0 +1,192 @@
+"""Reading a checkpoint of a run that may be training: it stays until it is read, or one sentence says that it is gone."""
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ssscale.errors import UserError
+from ssscale.parallel.groups import Groups
+from ssscale.train.whole import (
+    MANIFEST,
+    Condition,
+    Finding,
+    from_main,
+    inspect,
+    inspect_together,
+    list_checkpoints,
+    list_together,
+    patiently,
+    share,
+)
+
+logger = logging.getLogger("ssscale")
+
+
+GONE = (
+    "{} was deleted or replaced while it was read: run the same command again, or keep more checkpoints of a run that "
+    "trains (train.keep)"
+)
+
+
+class Gone(Exception):  # noqa: N818 - what happened, not a mistake
+    """The checkpoint has been deleted or replaced since it was opened."""
+
+
+class _Hold:
+    """A shared lock on a checkpoint's checksums.json, which its run tries to lock alone before it deletes.
+
+    The kernel ends it with the process. Where a file system has no locks, `check` still notices the deletion.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises Gone, or OSError where the file cannot be read."""
+        self.path = path
+        try:
+            self.descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)  # never waits for a pipe
+        except FileNotFoundError:
+            raise Gone from None
+        with suppress(OSError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_SH)
+        try:
+            self.check()
+        except Gone:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raises Gone where the path no longer leads to the file that was opened."""
+        try:
+            now = os.stat(self.path / MANIFEST)
+        except FileNotFoundError:
+            raise Gone from None
+        if not os.path.samestat(now, os.fstat(self.descriptor)):
+            raise Gone
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+@contextmanager
+def unread(path: Path) -> Iterator[bool]:
+    """Whether nobody reads the checkpoint. While True nobody begins to, either, except where there are no locks."""
+    try:
+        descriptor = os.open(path / MANIFEST, os.O_RDWR)
+    except OSError:
+        yield True
+        return
+    try:
+        free = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError:
+            pass  # no locks here
+        yield free
+    finally:
+        os.close(descriptor)
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or (path / "state.json").is_file()
+
+
+def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
+    """A checkpoint folder, given itself or its run's folder (the newest one there whose files are all there).
+
+    Says which broken ones it passes over; sizes are compared, contents are not read. Raises UserError naming the option.
+    """
+    if is_checkpoint(path):
+        return path
+    folder = path / "checkpoints"
+    problem = ""
+    for checkpoint in reversed(patiently(lambda: list_checkpoints(folder), folder)):
+        finding = inspect(checkpoint, names=())
+        if finding.condition is not Condition.BROKEN:
+            return checkpoint
+        logger.warning("%s; the checkpoint before it is taken", finding.problem)
+        problem = problem or f": {finding.problem}"
+    raise UserError(f"{option}={path}: neither a checkpoint nor a run folder that has one{problem}")
+
+
+@contextmanager
+def reading(given: Path, groups: Groups, option: str = "checkpoint", newest: bool = False) -> Iterator[Path]:
+    """A checkpoint, or a run's newest whole one, that is whole for all that is read inside; all ranks call it alike.
+
+    Its files have been compared with its checksums; a broken one is named and, in a run, the one before it taken, or with
+    `newest` none. Raises UserError naming the option where there is none, and where the checkpoint was deleted while it
+    was read.
+    """
+    hold = _open(given, groups, option, newest)
+    try:
+        try:
+            yield hold.path
+        except (UserError, OSError, SafetensorError):
+            hold.check()  # else what was said is true
+            raise
+        hold.check()
+    except Gone as gone:
+        raise UserError(GONE.format(hold.path)) from gone
+    finally:
+        hold.close()
+
+
+def _open(given: Path, groups: Groups, option: str, newest: bool) -> _Hold:
+    before: list[Path] = []
+    problem = ""
+    while True:
+        alone = from_main("yes" if is_checkpoint(given) else "", groups)
+        found = [given] if alone else list_together(given, groups)
+        if found == before:
+            break
+        before = found
+        for path in found[:-2:-1] if newest else reversed(found):
+            hold = _hold_together(path, groups)
+            problem = GONE.format(path)
+            if hold is not None:
+                problem = _inspect_held(hold, groups) or ""
+                if not problem:
+                    return hold
+            if groups.is_main and path != found[0] and not newest:
+                logger.warning("%s; the checkpoint before it is taken", problem)
+        # A run that trains may have saved and deleted meanwhile: look once more.
+    if problem:
+        raise UserError(f"{option}={given}: {problem}")
+    raise UserError(f"{option}={given}: neither a checkpoint nor a run folder that has one")
+
+
+def _hold_together(path: Path, groups: Groups) -> _Hold | None:
+    """None where the checkpoint is gone. Raises UserError on every rank where one of them cannot read it."""
+    mine, hold = Finding(), None
+    try:
+        hold = patiently(lambda: _Hold(path), path)
+    except Gone:
+        mine = Finding(Condition.BROKEN)
+    except UserError as error:
+        mine = Finding(Condition.UNREADABLE, str(error))
+    worst = max(share(mine, groups), key=lambda finding: finding.condition)
+    if hold is not None and worst.condition is not Condition.WHOLE:
+        hold.close()
+    if worst.condition is Condition.UNREADABLE:
+        raise UserError(worst.problem)
+    return hold if worst.condition is Condition.WHOLE else None
+
+
+def _inspect_held(hold: _Hold, groups: Groups) -> str | None:
+    """What is wrong with a checkpoint, which is let go then."""
+    problem: str | None = "not read"
+    try:
+        problem = inspect_together(hold.path, groups)
+        if problem is not None:
+            hold.check()
+    except Gone:
+        problem = GONE.format(hold.path)
+    finally:
+        if problem is not None:
+            hold.close()
+    return problem
