@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from ssscale.errors import OUT_OF_MEMORY, STALLED, Stop, UserError
+from ssscale.errors import TOGETHER, Stop, UserError
 from ssscale.options import take_options
 
 __all__ = ["note_code", "run", "take_options"]
@@ -37,7 +37,7 @@ def run(main: Callable[[list[str]], None], usage: str | None = None) -> NoReturn
         note_code(2)
         sys.exit(2)
     except Stop as stop:
-        alone = stop.code in (STALLED, OUT_OF_MEMORY)  # not all ranks together
+        alone = stop.code not in TOGETHER
         if alone or os.environ.get("RANK", "0") == "0":
             print(f"stopped: {stop}", file=sys.stderr, flush=True)
         note_code(stop.code)

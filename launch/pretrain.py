@@ -1,8 +1,9 @@
 """Pretrain a model: torchrun --nproc_per_node=8 launch/pretrain.py config=3b_sb [key=value ...]
 
 The same command continues a run that was stopped. torchrun starts one process a GPU, as srun does with one task a GPU;
-plain python runs one process. Exit codes: 0 finished, 2 bad input, 75 a signal asked to stop and the step is saved,
-76 a step took too long or a rank is gone, 77 losses stay NaN, 78 out of memory; 75 and 76 call for the same command again.
+plain python runs one process. Exit codes: 0 finished, 2 bad input, 70 an error that nobody foresaw, 75 a signal asked to
+stop and the step is saved, 76 a step took too long or a rank is gone, 77 losses stay NaN, 78 out of memory; 75 and 76 call
+for the same command again.
 """
 
 import logging
@@ -35,7 +36,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     import torch
 
     from ssscale.config import load_config, validate
-    from ssscale.errors import DIVERGED, SAVED, UNEQUAL, Stop
+    from ssscale.errors import TOGETHER, Stop
     from ssscale.train.advice import learning_rate_advice
 
     config = load_config(argv)
@@ -76,7 +77,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
     try:
         Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID"), tasks=tasks).run()
     except Stop as stop:
-        if stop.code in (SAVED, DIVERGED, UNEQUAL):  # which all ranks find at the same step
+        if stop.code in TOGETHER:
             shutdown_together()
         raise
     shutdown()  # not after an error: the other ranks may be inside a collective, and the launcher ends them
