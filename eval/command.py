@@ -8,17 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssscale.errors import UserError
+from ssscale.errors import FAILED, UserError
+from ssscale.unforeseen import describe, describe_os_error
 
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """A UserError becomes its sentence on stderr and exit code 2."""
+    """A UserError becomes its sentence on stderr and exit code 2; what nobody foresaw one sentence and exit code 70."""
     try:
         yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:
+        refused = describe_os_error(error) if isinstance(error, OSError) else None
+        said = f"error: {refused}" if refused else f"failed: {describe(error, Path(sys.argv[0]).stem or 'python')}"
+        print(said, file=sys.stderr)
+        sys.exit(2 if refused else FAILED)
 
 
 def whole_numbers(text: str, flag: str, least: int = 1, most: int = 2**24) -> list[int]:

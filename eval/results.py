@@ -9,6 +9,7 @@ from typing import Any
 from ssscale.errors import UserError
 
 FOLDER = "eval"
+TASK, LOSS = {"metric", "value", "stderr", "chance", "items"}, {"nats_per_token", "bits_per_byte"}
 
 
 def run_folder(checkpoint: Path) -> Path:
@@ -31,10 +32,15 @@ def read_results(file: Path) -> dict[str, Any]:
         return {}
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is broken: {error}; remove it and evaluate again") from error
     if not isinstance(results, dict):
         raise UserError(f"{file} is broken: it holds no object; remove it and evaluate again")
+    tasks = results.get("tasks", {})
+    losses = [results[key] for key in ("valid", "baseline") if key in results]
+    whole = isinstance(tasks, dict) and all(isinstance(task, dict) and task.keys() >= TASK for task in tasks.values())
+    if not whole or not all(isinstance(loss, dict) and loss.keys() >= LOSS for loss in losses):
+        raise UserError(f"{file} is broken: it holds no results; remove it and evaluate again")
     return results
 
 

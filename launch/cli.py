@@ -4,10 +4,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from ssscale.errors import TOGETHER, Stop, UserError
+from ssscale.errors import FAILED, TOGETHER, Stop, UserError
 from ssscale.options import take_options
+from ssscale.unforeseen import describe, describe_os_error
 
 __all__ = ["note_code", "run", "take_options"]
 
@@ -18,6 +20,16 @@ def note_code(code: int) -> None:
     if file:
         with open(file, "a") as opened:
             opened.write(f"{code}\n")
+
+
+def end_of(error: Exception) -> int:
+    """Say one sentence about an error that is neither the user's nor an ending, and return the exit code."""
+    refused = describe_os_error(error) if isinstance(error, OSError) else None
+    if refused is not None:
+        print(f"error: {refused}", file=sys.stderr, flush=True)
+        return 2
+    print(f"failed: {describe(error, Path(sys.argv[0]).stem or 'python')}", file=sys.stderr, flush=True)
+    return FAILED
 
 
 def run(main: Callable[[list[str]], None], usage: str | None = None) -> NoReturn:
@@ -44,4 +56,9 @@ def run(main: Callable[[list[str]], None], usage: str | None = None) -> NoReturn
         if alone:
             os._exit(stop.code)  # process groups without their peers may hang in their destructors
         sys.exit(stop.code)
+    except Exception as error:
+        code = end_of(error)
+        note_code(code)
+        sys.stdout.flush()
+        os._exit(code)  # as above
     sys.exit(0)

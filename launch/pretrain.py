@@ -51,6 +51,8 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
         logging.getLogger("ssscale").warning("warning: %s", advice)
 
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together
+    from ssscale.train.build import memory_of
+    from ssscale.train.estimate import check_memory
     from ssscale.train.trainer import Trainer
 
     tasks = None
@@ -74,6 +76,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
         ulysses=parallel.ulysses,
         ring=parallel.ring,
     )
+    check_memory(config, groups.world_size, memory_of(groups.device))
     try:
         Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID"), tasks=tasks).run()
     except Stop as stop:

@@ -19,7 +19,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.cli import run, take_options
-from launch.evaluate import CHANGEABLE
+from launch.evaluate import CHANGEABLE, SUITES
 from launch.evaluate import OPTIONS as EVALUATE_OPTIONS
 from ssscale.config import load_config, validate
 from ssscale.errors import UserError
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     check_folder(folder, config)
     log = folder / "slurm-%j.log"
     shared = [f"--{key}={options[key]}" for key in ("partition", "account") if key in options]
-    shared += ["--parsable", f"--chdir={ROOT}", *shlex.split(options.get("sbatch", ""))]
+    shared += ["--parsable", f"--chdir={ROOT}", *words("sbatch", options.get("sbatch", ""))]
     train = ["sbatch", *shared, f"--nodes={nodes}", f"--ntasks-per-node={max(gpus, 1)}", f"--output={log}"]
     train += [f"--gpus-per-node={gpus}"] if gpus else []
     train += [f"--cpus-per-task={options['cpus']}"] if "cpus" in options else []
@@ -87,12 +87,22 @@ def evaluation(text: str) -> list[str]:
     """launch/evaluate.py's arguments, from them or from tasks alone. Raises UserError, now rather than after the training."""
     if "=" not in text:
         return [f"tasks={text}"]
-    arguments = shlex.split(text)
-    _, rest = take_options(arguments, EVALUATE_OPTIONS)
+    arguments = words("evaluate", text)
+    given, rest = take_options(arguments, EVALUATE_OPTIONS)
     unknown = [argument for argument in rest if not argument.startswith(CHANGEABLE)]
     if unknown:
         raise UserError(f"evaluate={text}: launch/evaluate.py takes no {unknown[0]!r}")
+    if given.get("suite") not in (None, *SUITES):
+        raise UserError(f"evaluate={text}: there are suite={' and suite='.join(SUITES)}")
     return arguments
+
+
+def words(option: str, text: str) -> list[str]:
+    """A text as the shell divides it. Raises UserError."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{option}={text}: {str(error).lower()}, the shell would not read it") from None
 
 
 def submit(command: list[str]) -> str:

@@ -128,7 +128,8 @@ def _microbatch_hint(train: TrainConfig, ranks: int) -> str:
 
 def near_divisors(number: int, near: int) -> str:
     """The divisors of `number` that lie nearest `near`, at most six, as words."""
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    lower = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = sorted({*lower, *(number // n for n in lower)})
     nearest = sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])
     return alternatives([str(n) for n in nearest])
 

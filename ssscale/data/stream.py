@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,6 +111,14 @@ class PackedData:
         if not file.is_file() or sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
             raise UserError(f"{file} is missing or corrupt: it has not the fingerprint that the manifest gives")
         return str(file)
+
+    @property
+    def tokenizer_text(self) -> str:
+        """What is in that file. Raises UserError."""
+        try:
+            return Path(self.tokenizer_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the tokenizer of {self.place.path} cannot be read: {error}") from error
 
     @property
     def bytes_per_target(self) -> float:

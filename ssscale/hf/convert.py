@@ -7,7 +7,7 @@ A folder holds config.json, generation_config.json, the weights as safetensors, 
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,15 +24,16 @@ from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.names import is_plain, leads_out
-from ssscale.parallel.groups import Groups
+from ssscale.parallel.groups import Groups, initialize
 from ssscale.schema import Config
 from ssscale.train.build import build_model
-from ssscale.train.checkpoint import CheckpointReader, TrainState
+from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes
 from ssscale.train.save import save_checkpoint
 from ssscale.train.switch import saved_config
 
 SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+META = torch.device("meta")
 CODE = ("configuration_ssscale.py", "modeling_ssscale.py")
 AUTO = {
     "AutoConfig": "configuration_ssscale.SSScaleConfig",
@@ -64,11 +65,14 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
     _check_link(checkpoint / "tokenizer.json", checkpoint)
-    config = saved_config(checkpoint)
+    config, reader = saved_config(checkpoint), CheckpointReader(checkpoint)
+    check_shapes(
+        reader, build_model(config, replace(initialize(), device=META), DTYPES[dtype]), initialize(), VOCAB_WEIGHTS
+    )
     made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        _write_weights(_whole_weights(CheckpointReader(checkpoint), config, DTYPES[dtype]), out)
+        _write_weights(_whole_weights(reader, config, DTYPES[dtype]), out)
         _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
         ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
         spare = _ids_without_token(checkpoint / "tokenizer.json", config.model.vocab_size)
@@ -117,7 +121,10 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> None:
 
     def flush() -> None:
         file = out / f"part-{len(files):05d}"
-        save_file(shard, file, metadata={"format": "pt"})
+        try:
+            save_file(shard, file, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full or read-only disk
+            raise UserError(f"{file} cannot be written: {error}") from error
         files.append({"file": file, "names": list(shard), "bytes": sum(w.nbytes for w in shard.values())})
         shard.clear()
 
@@ -271,13 +278,18 @@ def _fill(model: nn.Module, weights: dict[str, Any], folder: Path) -> None:
         where = "config.json describes" if name in ours else "the folder has"
         raise UserError(f"{folder} is not whole: only {where} {name}")
     for name, weight in ours.items():
-        value = weights[name].get_tensor(name)
+        try:
+            value = weights[name].get_tensor(name)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UserError(f"{folder}: {name} cannot be read: {error}") from error
         wanted = list(weight.shape)
         if name in VOCAB_WEIGHTS:
             wanted[0] = model.config.vocab_size
             weight.zero_()
         if list(value.shape) != wanted:
             raise UserError(f"{folder}: {name} is {list(value.shape)}, and config.json describes {wanted}")
+        if not value.isfinite().all():
+            raise UserError(f"{folder}: {name} has NaN or Inf")
         weight[: wanted[0]] = value
 
 

@@ -98,9 +98,9 @@ class RunLock:
             owner = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (ValueError, RecursionError):
             owner = None
-        if not isinstance(owner, dict) or not owner.keys() >= self.owner.keys() or not isinstance(owner["pid"], int):
+        if not isinstance(owner, dict) or not owner.keys() >= self.owner.keys() or type(owner["pid"]) is not int:
             raise UserError(f"{self.path} is broken: remove it if no run is using the folder")
         return owner
 

@@ -29,7 +29,7 @@ from ssscale.train.whole import from_main
 GATHER_S = 3.0  # in which the others say why they have failed
 GLOO = re.compile(r"gloo/transport/\w+/\w+\.cc:\d+\]")  # gloo's errors have no type of their own: where they come from
 # How often the same may happen at the same step: ranks that all found an error, or one that left without a word.
-SAME_ERROR, SAME_LOSS = 2, 3
+SAME_ERROR, SAME_LOSS = 2, 4
 
 
 class Where(NamedTuple):
@@ -123,7 +123,8 @@ class Peers:
         for rank in silent:
             if self._crashed(rank):
                 return Stop(f"{at}: rank {rank} has crashed: its stacks are in {self._crash(rank)}", FAILED)
-        same = [where.step, where.phase, type(error).__name__, re.sub(r"\[.*?\]|\d+", "", first), silent]
+        # Where a rank has left without a word, phase and text depend on when the others notice.
+        same = [where.step, silent] if silent else [where.step, where.phase, re.sub(r"\d+", "", first)]
         times = self._times(same)
         if times >= (SAME_LOSS if silent else SAME_ERROR):
             return Stop(

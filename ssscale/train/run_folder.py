@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ssscale.config import from_yaml, to_yaml
+from ssscale.config import read_yaml, to_yaml
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
@@ -54,7 +54,7 @@ def check_folder(folder: Path, config: Config) -> None:
 def _check_folder(folder: Path, config: Config) -> None:
     saved = folder / "config.yaml"
     if saved.is_file():
-        old = from_yaml(saved.read_text(), str(saved))
+        old = read_yaml(saved)
         for key in FIXED:
             difference = _first_difference(_value(old, key), _value(config, key), key)
             if difference:
@@ -109,6 +109,7 @@ class RunFolder:
 
         def take() -> None:
             record_config(self.path, config)
+            try_to_write(self.path / "checkpoints")
             put_aside(self.choice.broken)
             if self.choice.path is not None:
                 record_first_save(self.path, step_of(self.choice.path))
@@ -122,7 +123,8 @@ class RunFolder:
             try:
                 write()
             except OSError as error:
-                problem = f"run_dir={self.path} cannot be written: {error.strerror}"
+                where = f" ({error.filename})" if error.filename else ""
+                problem = f"run_dir={self.path} cannot be written: {error.strerror}{where}"
             except UserError as error:
                 problem = str(error)
         problem = from_main(problem, self.groups)
@@ -138,6 +140,14 @@ class RunFolder:
     def release(self) -> None:
         if self.lock is not None:
             self.lock.release()
+
+
+def try_to_write(folder: Path) -> None:
+    """Raise OSError now where no checkpoint could be written later."""
+    folder.mkdir(exist_ok=True)
+    trial = folder / ".trial.partial"  # which the next start removes, as all that is not committed
+    trial.mkdir(exist_ok=True)
+    trial.rmdir()
 
 
 def record_config(folder: Path, config: Config) -> None:
@@ -166,7 +176,13 @@ def read_rollback(folder: Path, state: TrainState) -> TrainState:
     file = folder / "rollback.json"
     if not file.is_file():
         return state
-    saved = json.loads(file.read_text())
-    if saved["step"] != state.step:
-        return state
-    return replace(state, skipped=tuple((step, rows) for step, rows in saved["skipped"]))
+    try:
+        saved = json.loads(file.read_bytes())
+        skipped = tuple((int(step), int(rows)) for step, rows in saved["skipped"])
+        return replace(state, skipped=skipped) if saved["step"] == state.step else state
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{file} is broken ({error}): it names rows to pass over after NaN; remove it to train on them again"
+        ) from error

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ssscale.config import from_yaml
+from ssscale.config import read_yaml
 from ssscale.errors import UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups
@@ -19,9 +19,8 @@ logger = logging.getLogger("ssscale")
 
 def saved_config(checkpoint: Path) -> Config:
     """The configuration with which a checkpoint was trained. Raises UserError."""
-    file = checkpoint / "config.yaml"
     try:
-        return from_yaml(file.read_text(), str(file))
+        return read_yaml(checkpoint / "config.yaml")
     except OSError as error:
         raise UserError(f"{checkpoint} is not a whole checkpoint: {error}") from error
 

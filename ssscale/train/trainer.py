@@ -90,6 +90,7 @@ class Trainer:
         """The stage's data. trained_on: the fingerprint that the checkpoint gives it."""
         data = self.config.data
         self.data = open_data(self.config, "train", fingerprint=None if data.accept_changed else trained_on)
+        self.tokenizer = self.data.tokenizer_text  # now rather than at the first save
         if trained_on not in (None, self.data.fingerprint):
             logger.warning("the data has changed since the checkpoint: going on at sample %d of it", self.state.samples)
         self.order = make_order(self.data, self.plan.mixes(data.path, self.state.skipped), data.shuffle_seed)
@@ -387,7 +388,7 @@ class Trainer:
         tokenizer = self.data.manifest["tokenizer"]
         files = {
             "config.yaml": to_yaml(self.config),
-            "tokenizer.json": Path(self.data.tokenizer_file).read_text(),
+            "tokenizer.json": self.tokenizer,
             "boundaries.json": json.dumps({key: tokenizer[key] for key in ("bos_id", "eos_id")}),
         }
         self.writer.start(self.engine, self.state, files)

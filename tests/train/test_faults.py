@@ -179,8 +179,8 @@ def on_every_rank(fault: str) -> None:
     [
         # Both ranks find the same error of their connections, twice at the same step: a mistake, not an accident.
         (functools.partial(on_every_rank, "backend"), [[76, 76], [70, 70]]),
-        # One leaves without a word, as when its node crashes. The third time at the same step ends the job.
-        (functools.partial(plant, "die", (3,)), [[76, 1], [76, 1], [70, 1]]),
+        # One leaves without a word, as when its node crashes. The fourth time at the same step ends the job.
+        (functools.partial(plant, "die", (3,)), [[76, 1], [76, 1], [76, 1], [70, 1]]),
     ],
 )
 def test_what_happens_again_at_the_same_step_ends_the_job(
