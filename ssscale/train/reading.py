@@ -3,9 +3,10 @@
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar, cast
 
 from safetensors import SafetensorError
 
@@ -26,6 +27,7 @@ from ssscale.train.whole import (
 
 logger = logging.getLogger("ssscale")
 
+T = TypeVar("T")
 
 GONE = (
     "{} was deleted or replaced while it was read: run the same command again, or keep more checkpoints of a run that "
@@ -61,10 +63,10 @@ class _Hold:
     def check(self) -> None:
         """Raises Gone where the path no longer leads to the file that was opened."""
         try:
-            now = os.stat(self.path / MANIFEST)
-        except FileNotFoundError:
-            raise Gone from None
-        if not os.path.samestat(now, os.fstat(self.descriptor)):
+            same = os.path.samestat(os.stat(self.path / MANIFEST), os.fstat(self.descriptor))
+        except OSError:  # ESTALE: deleted on another machine
+            same = False
+        if not same:
             raise Gone
 
     def close(self) -> None:
@@ -101,7 +103,7 @@ def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
 
     Says which broken ones it passes over; sizes are compared, contents are not read. Raises UserError naming the option.
     """
-    if is_checkpoint(path):
+    if patiently(lambda: is_checkpoint(path), path):
         return path
     folder = path / "checkpoints"
     problem = ""
@@ -137,44 +139,61 @@ def reading(given: Path, groups: Groups, option: str = "checkpoint", newest: boo
 
 
 def _open(given: Path, groups: Groups, option: str, newest: bool) -> _Hold:
-    before: list[Path] = []
-    problem = ""
+    """The checkpoint that `reading` takes, locked and compared with its checksums."""
+    before: list[Path] | None = None
+    problems: list[str] = []
     while True:
-        alone = from_main("yes" if is_checkpoint(given) else "", groups)
+        alone = from_main("yes" if _on_all(lambda: is_checkpoint(given), given, groups) else "", groups)
         found = [given] if alone else list_together(given, groups)
-        if found == before:
-            break
-        before = found
-        for path in found[:-2:-1] if newest else reversed(found):
+        if not found or found == before:
+            break  # else a run that trains has saved and deleted meanwhile
+        before, problems = found, []
+        for path in found[-1:] if newest else found[::-1]:
             hold = _hold_together(path, groups)
-            problem = GONE.format(path)
-            if hold is not None:
-                problem = _inspect_held(hold, groups) or ""
-                if not problem:
-                    return hold
+            if hold is None:
+                problems.append(inspect_together(path, groups) or GONE.format(path))
+            elif (problem := _inspect_held(hold, groups)) is None:
+                return hold
+            else:
+                problems.append(problem)
             if groups.is_main and path != found[0] and not newest:
-                logger.warning("%s; the checkpoint before it is taken", problem)
-        # A run that trains may have saved and deleted meanwhile: look once more.
-    if problem:
-        raise UserError(f"{option}={given}: {problem}")
+                logger.warning("%s; the checkpoint before it is taken", problems[-1])
+    if problems:
+        raise UserError(f"{option}={given}: {problems[0]}")
     raise UserError(f"{option}={given}: neither a checkpoint nor a run folder that has one")
 
 
-def _hold_together(path: Path, groups: Groups) -> _Hold | None:
-    """None where the checkpoint is gone. Raises UserError on every rank where one of them cannot read it."""
-    mine, hold = Finding(), None
+def _on_all(call: Callable[[], T], path: Path, groups: Groups) -> T:
+    """call() on this rank. Raises UserError on every rank where one of them cannot read what it reads."""
+    mine, answer = Finding(), None
     try:
-        hold = patiently(lambda: _Hold(path), path)
-    except Gone:
-        mine = Finding(Condition.BROKEN)
+        answer = patiently(call, path)
     except UserError as error:
         mine = Finding(Condition.UNREADABLE, str(error))
     worst = max(share(mine, groups), key=lambda finding: finding.condition)
-    if hold is not None and worst.condition is not Condition.WHOLE:
-        hold.close()
-    if worst.condition is Condition.UNREADABLE:
+    if worst.condition is not Condition.WHOLE:
+        if isinstance(answer, _Hold):
+            answer.close()
         raise UserError(worst.problem)
-    return hold if worst.condition is Condition.WHOLE else None
+    return cast(T, answer)
+
+
+def _hold_together(path: Path, groups: Groups) -> _Hold | None:
+    """None where the checkpoint is gone on a rank."""
+
+    def hold() -> _Hold | None:
+        try:
+            return _Hold(path)
+        except Gone:
+            return None
+
+    mine = _on_all(hold, path, groups)
+    everywhere = all(
+        finding.condition is Condition.WHOLE for finding in share(Finding(Condition(int(mine is None))), groups)
+    )
+    if mine is not None and not everywhere:
+        mine.close()
+    return mine if everywhere else None
 
 
 def _inspect_held(hold: _Hold, groups: Groups) -> str | None:

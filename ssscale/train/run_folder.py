@@ -94,14 +94,14 @@ class RunFolder:
     def _lock(self, create: bool) -> None:
         dist.barrier()  # no rank writes before all have checked
 
-        def lock() -> None:
+        def acquire() -> None:
             if self.lock is None and (create or self.path.is_dir()):
                 self.path.mkdir(parents=True, exist_ok=True)
                 lock = RunLock(self.path, self.slurm_job)
                 lock.acquire()
                 self.lock = lock
 
-        self._on_main(lock)
+        self._on_main(acquire)
 
     def take(self, config: Config) -> None:
         """Begin to write: record the merged configuration, put broken checkpoints aside. Raises UserError."""

@@ -369,3 +369,12 @@ def test_evaluation_takes_the_newest_whole_checkpoint_and_says_so(copy: Path) ->
     (results,) = (copy / "eval").glob("*.json")
     assert results.name == "step-00000004.json"
     assert json.loads(results.read_text())["checkpoint"].endswith("step-00000004")
+
+
+def test_an_evaluation_names_what_a_checkpoint_lacks(copy: Path) -> None:
+    for path in (copy / "checkpoints").iterdir():
+        (path / "checksums.json").unlink()
+    command = [sys.executable, "launch/evaluate.py", f"checkpoint={copy}", "tasks=none"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].endswith("checkpoints/step-00000006/checksums.json is missing")
