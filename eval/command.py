@@ -41,8 +41,11 @@ def whole_numbers(text: str, flag: str, least: int = 1, most: int = 2**24) -> li
 def begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """What an earlier call with the same settings has written, else the settings alone."""
     if file.is_file():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        if all(before.get(key) == value for key, value in settings.items()):
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file} is broken: {error}; remove it to begin again") from None
+        if isinstance(before, dict) and all(before.get(key) == value for key, value in settings.items()):
             return dict(before)
     return dict(settings)
 

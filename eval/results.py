@@ -44,6 +44,15 @@ def read_results(file: Path) -> dict[str, Any]:
     return results
 
 
+def check_writable(file: Path) -> None:
+    """Raise UserError, before the work, where results could not be written to a file after it."""
+    folder = next(parent for parent in file.absolute().parents if parent.is_dir())
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise UserError(
+            f"the results belong in {file}, and {folder} cannot be written: Permission denied, or read-only"
+        )
+
+
 def add_results(file: Path, results: dict[str, Any]) -> None:
     """Put results beside those of other evaluations of the same checkpoint, also while these run; tasks are merged by name."""
     file.parent.mkdir(parents=True, exist_ok=True)

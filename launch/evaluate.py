@@ -154,7 +154,7 @@ def main(argv: list[str]) -> None:
 
 def evaluate(path: Path, settings: Settings, console: Console) -> None:
     """Everything that was asked for, printed and added to the results file of the checkpoint. path: it, or its run."""
-    from eval.results import add_results, read_results, results_file
+    from eval.results import add_results, check_writable, read_results, results_file
     from eval.text import TextTokenizer
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_model
@@ -166,6 +166,8 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
     with reading(path, groups) as checkpoint:
         file = results_file(checkpoint, changes)
         read_results(file)  # a broken file is better said before the work than after it
+        if groups.is_main:
+            check_writable(file)
         model, config = load_model(checkpoint, groups, changes=changes)
         needed = settings.valid or "cloze" in settings.names
         held_out = open_data(config, "valid", settings.data) if needed else None
