@@ -5,8 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
-# One process a GPU where there are any, else two on the CPU.
-PROCESSES ?= $(shell gpus=$$({ nvidia-smi -L 2>/dev/null || true; } | wc -l); echo $$((gpus == 0 ? 2 : gpus > 2 ? 2 : gpus)))
+# One process per GPU, on two of them at most, where there are any, else two on the CPU.
+PROCESSES ?= $(shell gpus=$$({ nvidia-smi -L 2>/dev/null || true; } | wc -l); [ $$gpus = 0 ] && echo processes=2 || echo gpus=$$((gpus > 2 ? 2 : gpus)))
 RUN ?= runs/tiny_sb
 SLURM_TESTS ?=
 VENV ?= .venv
@@ -58,7 +58,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(if $(filter-out $(STACK),$(INSTALLED))
 
 pretrain: $(STAMP)  ## the main job: text → tokenizer → shards → training → evaluation → report (about 10 minutes)
 	@$(BIN)/python -m data_prep pack --config configs/corpus/stdlib.yaml --out data/stdlib
-	$(BIN)/torchrun --nproc_per_node=$(PROCESSES) launch/pretrain.py config=tiny_sb run_dir=$(RUN)
+	$(BIN)/python launch/pretrain.py config=tiny_sb run_dir=$(RUN) $(PROCESSES)
 	$(BIN)/python launch/evaluate.py checkpoint=$(RUN) tasks=cloze
 	$(BIN)/python launch/report.py $(RUN)
 

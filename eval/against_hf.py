@@ -1,13 +1,5 @@
 """Our harness beside lm-eval's `hf` backend on one device: values and speed of the same requests.
 
-    python -m eval.against_hf checkpoint=RUN [eval_data=data/eval] [tasks=hellaswag,piqa,...] [limit=1000]
-        [batch_sizes=8,32,64,128,auto] [dtype=bfloat16] [length=1024] [out=FILE.json]
-
-limit:       examples of a task; half as many texts are generated
-batch_sizes: of the hf backend; the fastest on a sample of each task is taken (auto: its own search, up to the largest here)
-dtype:       of both models and of everything they compute: bfloat16, or float32 (stick-breaking skips nothing then)
-length:      tokens of a text that both are given at most (the training length)
-
 The checkpoint is exported and loaded by transformers, in plain torch. Seconds are those of lm-eval's calls into a backend,
 tokenization included, the median of three where they are short; what is not: loading, lm-eval's making of requests and
 metrics (the same code for both), and one run of each over the sample before, in which kernels are compiled and batch sizes
@@ -30,21 +22,39 @@ from typing import Any
 from unittest import mock
 
 from eval.environment import prepare
+from eval.task_names import check_tasks
 from ssscale.errors import UserError
-from ssscale.options import take_options
+from ssscale.options import Command, Option
+from ssscale.train.checkpoint_folder import find_checkpoint
 
-OPTIONS = {
-    "checkpoint": str,
-    "eval_data": str,
-    "tasks": str,
-    "limit": int,
-    "batch_sizes": str,
-    "dtype": str,
-    "length": int,
-    "out": str,
-}
 TASKS = "hellaswag,piqa,winogrande,arc_easy,mmlu,mmlu_5shot,lambada_openai,wikitext,gsm8k"
-BATCH_SIZES = "8,32,64,128,auto"
+COMMAND = Command(
+    about=__doc__,
+    usage="python -m eval.against_hf checkpoint=RUN [key=value ...]",
+    example="python -m eval.against_hf checkpoint=runs/1b_sb tasks=hellaswag,piqa limit=200",
+    options=(
+        Option("checkpoint", str, "a run folder or a checkpoint folder", metavar="RUN", required=True),
+        Option("eval_data", str, "the folder of local copies of tasks' data", default="data/eval", metavar="FOLDER"),
+        Option("tasks", str, "lm-eval tasks by name", default=TASKS, metavar="NAME,..."),
+        Option("limit", int, "examples of a task; half as many texts are generated", default=1000, at_least=1),
+        Option(
+            "batch_sizes",
+            str,
+            "of the hf backend; the fastest on a sample of each task is taken (auto: its own search, up to the largest here)",
+            default="8,32,64,128,auto",
+            metavar="N,...",
+        ),
+        Option(
+            "dtype",
+            str,
+            "of both models and of all that they compute (stick-breaking skips nothing in float32)",
+            default="bfloat16",
+            choices=("bfloat16", "float32"),
+        ),
+        Option("length", int, "tokens of a text that both are given at most (the training length)", at_least=1),
+        Option("out", str, "for the results as JSON", metavar="FILE"),
+    ),
+)
 SAMPLE = 512  # requests, of all their examples, on which kernels are compiled and batch sizes tried
 SAMPLE_PAGES = 4  # of whole texts
 SAMPLE_NEW_TOKENS = 32
@@ -147,34 +157,25 @@ class Backends:
 
 
 def main(argv: list[str]) -> None:
-    options, rest = take_options(argv, OPTIONS)
-    if rest:
-        raise UserError(f"unknown argument {rest[0]!r}: this command takes {', '.join(f'{key}=' for key in OPTIONS)}")
-    if not options.get("checkpoint"):
-        raise UserError("checkpoint=RUN is missing: name a run folder or a checkpoint folder")
-    sizes = options.get("batch_sizes", BATCH_SIZES).split(",")
+    options, _ = COMMAND.parse(argv)
+    sizes = options["batch_sizes"].split(",")
     numbers = [int(size) for size in sizes if size.isdecimal() and int(size)]
     if len(numbers) + ("auto" in sizes) != len(sizes) or not numbers:
         raise UserError(f"batch_sizes must be whole numbers, and auto, with commas between, not {','.join(sizes)!r}")
-    dtype = options.get("dtype", "bfloat16")
-    if dtype not in ("bfloat16", "float32"):
-        raise UserError(f"dtype must be bfloat16 or float32, not {dtype!r}")
-    limit = options.get("limit", 1000)
-    if limit < 1 or options.get("length", 1) < 1:
-        raise UserError("limit and length must be at least 1")
+    dtype, limit = options["dtype"], options["limit"]
+    checkpoint = find_checkpoint(Path(options["checkpoint"]))
+    names = options["tasks"].split(",")
+    check_tasks(names, options["eval_data"])
     prepare()
 
     import torch
 
     from eval.command import write
     from eval.suite import find_tasks
-    from ssscale.train.reading import find_checkpoint
 
     if dtype == "bfloat16" and not torch.cuda.is_available():
         raise UserError("dtype=bfloat16 needs a GPU: take dtype=float32 here")
-    names = options.get("tasks", TASKS).split(",")
-    manager = find_tasks(names, {"eval_data": options.get("eval_data", "data/eval")})
-    checkpoint = find_checkpoint(Path(options["checkpoint"]))
+    manager = find_tasks(names, {"eval_data": options["eval_data"]})
     with tempfile.TemporaryDirectory() as temporary:
         began = time.perf_counter()
         backends = Backends(checkpoint, Path(temporary) / "hf", dtype, options.get("length"))
@@ -370,5 +371,5 @@ if __name__ == "__main__":
     from eval.command import sentences
 
     quiet()
-    with sentences():
+    with sentences(COMMAND):
         main(sys.argv[1:])

@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from ssscale.errors import FAILED, UserError
+from ssscale.options import Command
 from ssscale.unforeseen import describe, describe_os_error
 
 
 @contextmanager
-def sentences() -> Iterator[None]:
-    """A UserError becomes its sentence on stderr and exit code 2; what nobody foresaw one sentence and exit code 70."""
+def sentences(command: Command | None = None) -> Iterator[None]:
+    """A UserError becomes its sentence on stderr and exit code 2; what nobody foresaw one sentence and exit code 70.
+
+    --help prints the command's options.
+    """
+    if command is not None:
+        command.help_if_asked(sys.argv[1:])
     try:
         yield
     except UserError as error:

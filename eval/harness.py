@@ -12,11 +12,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from rich.progress import Progress
 from torch import Tensor
 
 from eval.batches import alike, batch_bounds, pack
 from eval.lockstep import lockstep
+from eval.progress import track
 from eval.questions import Question, pack_families, with_headers
 from eval.text import TextTokenizer
 from kernels.softmax import varied_documents
@@ -76,6 +76,7 @@ class PackedLM(TemplateLM):
         super().__init__()
         self.model, self.text, self.length, self.name, self.show = model, tokenizer, length, name, show
         self._in_step, self._alive = in_step, alive
+        self.in_passes = False  # whether an error is the model's or the machine's, not a task's
         self._device = model.groups.device
         bounds = batch_bounds(model)
         self.batch_tokens = max(length, batch_tokens or bounds.tokens)
@@ -106,15 +107,24 @@ class PackedLM(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Scored]:
         """(log-likelihood in nats, whether greedy decoding gives the continuation) of each (context, continuation)."""
         pairs = []
-        for context, continuation in (request.args for request in requests):
+        for request in requests:
+            context, continuation = request.args[:2]
+            if not isinstance(context, str) or not isinstance(continuation, str):
+                raise unscorable(request, f"{context!r:.40} and {continuation!r:.40} must both be texts")
             stripped = context.rstrip()
             pairs.append((stripped, stripped + context[len(stripped) :] + continuation))
         tokens = self._encode(itertools.chain.from_iterable(pairs))
         encoded: list[Encoded] = []
         for request, (context, whole) in zip(requests, pairs, strict=True):
             before = tokens[context]
-            encoded.append((request.args, before, tokens[whole][len(before) :]))
-        return self._loglikelihood_tokens(encoded)
+            after = tokens[whole][len(before) :]
+            if not 0 < len(after) <= self.length:
+                size = (
+                    f"{len(after):,} tokens, the model takes {self.length:,}" if len(after) else "no tokens of its own"
+                )
+                raise unscorable(request, f"the continuation {request.args[1][:40]!r} of {context[-40:]!r} has {size}")
+            encoded.append((("", ""), before, after))
+        return self._loglikelihood_tokens(encoded, name=named(requests, "log-likelihoods"))
 
     def _encode(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
         """Each text's document: BOS and the tokens. Choices share their context, so most texts come several times."""
@@ -127,26 +137,27 @@ class PackedLM(TemplateLM):
         """The log-likelihood of each whole text in nats, in windows of the model's length that score a token once."""
         windows: list[Encoded] = []
         owners: list[int] = []
+        for request in requests:
+            if not isinstance(request.args[0], str):
+                raise unscorable(request, f"{request.args[0]!r:.40} is not a text")
         texts = self.text.encode_batch([request.args[0] for request in requests])
         for owner, tokens in enumerate(texts):
             for pair in get_rolling_token_windows(tokens.tolist(), self.prefix_token_id, self.length, context_len=1):
                 windows.append((("", ""), *make_disjoint_window(pair)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
-        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+        values = self._loglikelihood_tokens(windows, name=named(requests, "log-likelihoods"))
+        for owner, (value, _) in zip(owners, values, strict=True):
             totals[owner] += value
         return totals
 
-    def _loglikelihood_tokens(self, requests: list[Encoded], disable_tqdm: bool = True, **_: Any) -> list[Scored]:
+    def _loglikelihood_tokens(
+        self, requests: list[Encoded], disable_tqdm: bool = True, *, name: str = "log-likelihoods", **_: Any
+    ) -> list[Scored]:
         # Requests by the tokens of their context: the choices of a question share one.
         groups: dict[bytes, Question] = {}
         answers: list[np.ndarray] = []
-        for index, ((context, continuation), before, after) in enumerate(requests):
-            if not 0 < len(after) <= self.length:
-                size = (
-                    f"{len(after):,} tokens, the model takes {self.length:,}" if len(after) else "no tokens of its own"
-                )
-                raise UserError(f"the continuation {continuation[:40]!r} of {context[-40:]!r} has {size}")
+        for index, (_pair, before, after) in enumerate(requests):
             answers.append(np.asarray(after, dtype=np.int32))
             room = self.length + 1 - len(after)
             beginning = np.asarray(before[-room:], dtype=np.int32)
@@ -170,7 +181,8 @@ class PackedLM(TemplateLM):
             slots = [question.slots(answers) for question in questions] if cached else None
             batches = pack(sizes, self.batch_tokens, rows, self.batch_rows, slots)
             jobs += [[questions[i] for i in batch] for batch in batches]
-        found = self._share_out("log-likelihoods", jobs, lambda job: self._score(job, answers), collect)
+        sizes = [sum(len(question.members) for question in job) for job in jobs]
+        found = self._share_out(name, jobs, sizes, lambda job: self._score(job, answers), collect)
         return [found[index] for index in range(len(requests))]
 
     @property
@@ -179,18 +191,28 @@ class PackedLM(TemplateLM):
         return self.model.config.position.rope_scaling != RopeScaling.dynamic_ntk
 
     def _share_out(
-        self, name: str, jobs: list[list[J]], work: Callable[[list[J]], P], collected: Callable[[list[P]], dict[int, R]]
+        self,
+        name: str,
+        jobs: list[list[J]],
+        sizes: list[int],
+        work: Callable[[list[J]], P],
+        collected: Callable[[list[P]], dict[int, R]],
     ) -> dict[int, R]:
         """The results of all jobs by request, each of them done by one of the ranks that hold the same weights.
+
+        sizes: the requests of each job.
 
         Whole batches are shared out, which are the same for any number of ranks: so are the results, to the last bit.
         collected: reads what `work` has left on the device, when all of it has been launched.
         """
         groups = self.model.groups
-        mine, parts = jobs[groups.replica_rank :: groups.replica_size], list[P]()
+        every = slice(groups.replica_rank, None, groups.replica_size)
+        mine, parts = jobs[every], list[P]()
+        unit = "requests" if groups.replica_size == 1 else "requests of this process"
         together = lockstep(self.model) if self._in_step else nullcontext()
-        with together, Progress(disable=not self.show, transient=True) as progress:
-            for job in progress.track(mine, description=name):
+        self.in_passes = True
+        with together:
+            for job in track(mine, name, len(mine), self.show, sizes[every], unit):
                 parts.append(work(job))
                 if self._alive is not None:
                     self._alive()
@@ -198,6 +220,7 @@ class PackedLM(TemplateLM):
         if groups.replica_size > 1:
             for part in gather_json(list(found.items()), groups.replica_group):
                 found |= {index: tuple(result) if isinstance(result, list) else result for index, result in part}
+        self.in_passes = False
         return found
 
     @torch.no_grad()
@@ -289,12 +312,15 @@ class PackedLM(TemplateLM):
         """Each context's continuation up to the first of its stop strings, the document's end or its token limit."""
         prompts, settings = [], []
         for request in requests:
-            context, given = request.args
+            context, given = request.args[:2]
+            if not isinstance(context, str):
+                raise unscorable(request, f"the prompt {context!r:.40} is not a text")
             options = normalize_gen_kwargs(given, DEFAULT_NEW_TOKENS)
             room = self.length - options["max_gen_toks"]
             if room < 1:
-                raise UserError(
-                    f"the task generates {options['max_gen_toks']:,} tokens, but the model takes {self.length:,} in all"
+                new = options["max_gen_toks"]
+                raise unscorable(
+                    request, f"the task generates {new:,} tokens, but the model takes {self.length:,} in all"
                 )
             prompts.append(self.tok_encode(context)[-room:])
             settings.append(options)
@@ -311,7 +337,7 @@ class PackedLM(TemplateLM):
         def merged(parts: list[dict[int, str]]) -> dict[int, str]:
             return {i: text for part in parts for i, text in part.items()}
 
-        found = self._share_out("generation", jobs, work, merged)
+        found = self._share_out(named(requests, "texts"), jobs, [len(job) for job in jobs], work, merged)
         return [found[index] for index in range(len(requests))]
 
     def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
@@ -337,6 +363,17 @@ class PackedLM(TemplateLM):
                 prefill_tokens=self.batch_tokens,
             )
         return [postprocess_generated_text(text, until, None) for text in self.text.decode_batch(texts)]
+
+
+def unscorable(request: Instance, reason: str) -> UserError:
+    """With the number of the document that the request is made from, where it has one."""
+    return UserError(reason if request.doc_id is None else f"document {request.doc_id}: {reason}")
+
+
+def named(requests: list[Instance], what: str) -> str:
+    """What progress is shown of: lm-eval asks for one task's requests at a time."""
+    task = requests[0].task_name if requests else None
+    return what if task is None else f"{task}, {what}"
 
 
 def collect(parts: list[Scores]) -> dict[int, Scored]:

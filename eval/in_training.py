@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from eval.cloze import build_items, write_items
 from eval.harness import PackedLM
-from eval.results import FOLDER, add_results
+from eval.results import FOLDER, add_results, results_file
 from eval.suite import find_tasks, run_tasks
 from eval.text import TextTokenizer, held_out
 from ssscale.schema import Config
 from ssscale.train.build import open_data
+from ssscale.train.checkpoint_folder import checkpoint_path
 from ssscale.train.trainer import Trainer
 
 logger = logging.getLogger("ssscale")
@@ -34,7 +35,8 @@ class TaskEvaluation:
         train = config.train
         self.items = Path(config.folder) / FOLDER / "cloze.jsonl"
         self.names, self.limit = train.tasks, train.task_limit
-        self.manager = find_tasks(self.names, {"eval_data": train.task_data, "cloze_items": str(self.items)})
+        metadata = {"eval_data": train.task_data, "cloze_items": str(self.items)}
+        self.manager = find_tasks(self.names, metadata, train.task_include, "train.tasks")
         self._items_of: tuple[str, int] | None = None  # the data and the length that the items were made for
 
     def __call__(self, trainer: Trainer) -> dict[str, float]:
@@ -50,23 +52,29 @@ class TaskEvaluation:
                 model,
                 tokenizer,
                 length,
-                batch_tokens=config.train.microbatch * length,
+                batch_tokens=config.train.microbatch_rows * length,
                 name=config.name,
                 in_step=config.parallel.zero_stage == 3,
                 alive=lambda: trainer.watchdog.mark("evaluation"),
             )
-            results = run_tasks(lm, self.names, self.manager, self.limit)
+            outcome = run_tasks(lm, self.names, self.manager, self.limit)
         if not trainer.groups.is_main:
             return {}
-        tasks = {result.task: result.to_json() for result in results}
+        for task, reason in outcome.failures.items():
+            logger.warning("train.tasks: %s failed: %s", task, reason)
+        tasks = {result.task: result.to_json() for result in outcome.results}
         content = {"prefix": "BOS before every document", "tasks": tasks}
-        file = Path(config.folder) / FOLDER / f"step-{trainer.state.step:08d}.json"
+        changes = [] if self.limit is None else [f"limit={self.limit}"]
+        checkpoint = checkpoint_path(Path(config.folder) / "checkpoints", trainer.state.step)
+        file = results_file(checkpoint, changes)
         try:
             add_results(file, content)
         except OSError as error:  # training goes on over a full disk, and metrics.jsonl has the values
             logger.error("%s cannot be written: %s", file, error.strerror)
         return {
-            f"{result.task}/{name.split(',')[0]}": value for result in results for name, value in means(result.metrics)
+            f"{result.task}/{name.split(',')[0]}": value
+            for result in outcome.results
+            for name, value in means(result.metrics)
         }
 
     def _write_items(self, trainer: Trainer, tokenizer: TextTokenizer) -> None:

@@ -53,7 +53,8 @@ def our_rows(tasks: Mapping[str, Mapping[str, Any]]) -> tuple[Row, Row, Row]:
     """This model's rows of the three tables, in per cent; None where a task was not run. tasks: metrics by task."""
 
     def value(task: str, metric: str) -> float | None:
-        return float(tasks[task][metric]) if task in tasks else None
+        found = tasks.get(task, {}).get(metric)  # a user's own task of the name may have other metrics
+        return None if found is None else float(found)
 
     def percent(columns: list[tuple[str, str, str]]) -> list[float | None]:
         found = [value(task, metric) for task, metric, _ in columns]

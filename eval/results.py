@@ -1,8 +1,9 @@
-"""The results of a run, one JSON file a checkpoint: RUN/eval/step-00001000.json."""
+"""The results of a run, one JSON file per checkpoint: RUN/eval/step-00001000.json, of all documents as a task says."""
 
 import fcntl
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,31 @@ def run_folder(checkpoint: Path) -> Path:
     return checkpoint.parent.parent if absolute.parent.name == "checkpoints" else checkpoint
 
 
-def results_file(checkpoint: Path, changes: list[str] | None = None) -> Path:
-    """Of the checkpoint as it was trained, or, in a folder named after them, with keys changed for the evaluation."""
-    folder = run_folder(checkpoint) / FOLDER
+def results_file(checkpoint: Path, changes: Sequence[str] = (), out: str | None = None) -> Path:
+    """Of the checkpoint as it was trained, or, in a folder named after them, with other settings for the evaluation.
+
+    changes: `key=value` of the model or of the evaluation, such as limit=100: results of different settings never replace each
+    other. out: a folder in place of RUN/eval, or a .json file for whatever settings.
+    """
+    if out is not None and out.endswith(".json"):
+        return Path(out)
+    folder = run_folder(checkpoint) / FOLDER if out is None else Path(out)
     if changes:
         folder /= ",".join(sorted(change.replace("/", "_") for change in changes))
     return folder / f"{checkpoint.resolve().name}.json"
+
+
+def check_same(file: Path, checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Raises UserError where a file that `out=` leads to holds results of another checkpoint or of other settings."""
+    before = read_results(file)
+    if "checkpoint" in before:
+        place = Path(before["checkpoint"]).parts[-3:]  # RUN/checkpoints/step-XXXXXXXX
+        if place[-1] != checkpoint.resolve().name or place[0] != checkpoint.resolve().parts[-len(place)]:
+            raise UserError(f"out: {file} holds results of {before['checkpoint']}; name another file or folder")
+    other = [key for key, value in settings.items() if before.get("settings", settings).get(key) != value]
+    if other:
+        had, now = (f"{other[0]}={found.get(other[0])}" for found in (before["settings"], settings))
+        raise UserError(f"out: {file} holds results with {had}, not {now}; name another file, or a folder")
 
 
 def read_results(file: Path) -> dict[str, Any]:

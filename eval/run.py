@@ -9,9 +9,8 @@ from eval.results import newest_results
 from ssscale.config import read_yaml
 from ssscale.errors import UserError
 from ssscale.schema import Config
-from ssscale.train.metrics import read_metrics
-from ssscale.train.reading import find_checkpoint
-from ssscale.train.whole import list_checkpoints
+from ssscale.train.checkpoint_folder import find_checkpoint, list_checkpoints
+from ssscale.train.records import read_metrics
 
 RECORD = {"step", "tokens", "stage", "loss", "lr", "tokens_per_second"}  # keys of a training record
 LAST = 5  # training records whose mean is the final training loss: one alone is noisy
@@ -45,7 +44,7 @@ class Run:
             training,
             [record for record in records if "valid_loss" in record],
             newest_results(folder),
-            find_checkpoint(folder, "RUN") if has_any else None,
+            find_checkpoint(folder, "RUN", quiet=True) if has_any else None,
         )
 
     @property

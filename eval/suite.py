@@ -1,117 +1,181 @@
 """lm-eval's tasks by name, ours (eval/tasks/) and its own, run on our harness."""
 
-import difflib
 import logging
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import fmean
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
-import lm_eval
-from lm_eval.tasks import TaskManager
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
 
 from eval.harness import PackedLM
-from eval.ruler import TASKS as RULER
-from eval.tasks.local.load import FILES, missing
+from eval.own_tasks import OwnTasks, TaskManager, first_line, group_folders, leads_to
+from eval.scoring import Scored, TaskResult, agree, first_document, make_result, same_or_none, score_task, sentence
+from eval.task_names import TASKS, check_tasks
+from eval.tasks.local.files import FILES
 from ssscale.errors import UserError
 
 logger = logging.getLogger("ssscale")
 
-TASKS = Path(__file__).parent / "tasks"
-BOOTSTRAP = 100  # resamplings for the standard error of metrics that are no mean; a mean's is exact
+Samples = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class TaskResult:
-    """A task's first metric with its standard error; `metrics` holds all. chance: of a guess, for multiple choice."""
+def find_tasks(
+    names: list[str], metadata: dict[str, Any], include: Sequence[str] = (), option: str = "tasks"
+) -> TaskManager:
+    """A manager that knows all the names: the user's own, ours over local files where these are there, else lm-eval's own.
 
-    task: str
-    metric: str
-    value: float
-    stderr: float | None
-    chance: float | None
-    items: int
-    metrics: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def find_tasks(names: list[str], metadata: dict[str, Any]) -> TaskManager:
-    """A manager that knows all the names: ours over local files where these are there, else lm-eval's own.
-
-    metadata: what custom data sets are made from: `eval_data`, the folder of local files; `cloze_items`, a file. Raises
-    UserError with the nearest names for one that is unknown, and for local files that are missing while this process keeps
-    off the network.
+    names: of tasks and groups, or YAML files. metadata: what custom data sets are made from: `eval_data`, the folder of local
+    files; `cloze_items`, a file. include: folders of the user's YAML files. Raises UserError as `check_tasks` does, and for
+    definitions of the user's that are broken.
     """
-    ruler = [name for name in names if name in (*RULER, "ruler")]
-    if ruler:  # lm-eval's would download texts and a tokenizer
-        raise UserError(f"tasks={','.join(ruler)}: RULER's tasks have a command: launch/evaluate.py suite=ruler")
-    absent = {name: missing(name, metadata["eval_data"]) for name in names if name in FILES}
-    lacking = {name: file for name, file in absent.items() if file}
-    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
-    if lacking and offline:
-        files = "; ".join(f"{metadata['eval_data']}/{file} (a copy of {origin})" for file, origin in lacking.values())
-        raise UserError(
-            f"tasks={','.join(lacking)}: data is missing: {files}. Put it there as JSON lines (or .zst of them), name another "
-            "folder with eval_data=FOLDER, or let lm-eval download it with HF_HUB_OFFLINE=0"
-        )
-    paths = [str(TASKS / "cloze"), *([] if lacking else [str(TASKS / "local")])]
+    own = OwnTasks([*include, *group_folders(names)])
+    theirs = [str(folder) for folder in own.folders]
+    wanted = leads_to(names, TaskManager(include_path=theirs, include_defaults=False).task_index)
+    own.check(wanted)
+    others = [name for name in wanted if name not in own.files]
+    try:
+        elsewhere = check_tasks(others, metadata["eval_data"], option, own.folders)
+    except UserError as error:
+        raise UserError("; ".join([str(error), *own.broken])) from None
+    local = [] if set(elsewhere) & set(FILES) else [str(TASKS / "local")]
+    paths = [str(TASKS / "cloze"), *local, *theirs]
     manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if not unknown:
+    if all(name in manager.all_tasks for name in wanted):
         return manager
-    ours = [*FILES, "cloze", *RULER]
     logger.warning("looking through lm-eval's thousands of tasks (up to a minute)")
     manager = TaskManager(include_path=paths, metadata=metadata)
-    for name in unknown:
+    for name in leads_to(names, manager.task_index):
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, ours, n=1) + difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = " or ".join(dict.fromkeys(near)) or f"one of ours ({', '.join(ours)}) or of lm-eval's"
-            raise UserError(f"tasks={name}: there is no such task; did you mean {hint}?")
+            raise UserError("; ".join([f"{option}={name}: lm-eval has no such task", *own.broken]))
     return manager
 
 
-def run_tasks(lm: PackedLM, names: list[str], manager: TaskManager, limit: int | None = None) -> list[TaskResult]:
-    """Every task, or every task of a group, in order. limit: of the first examples of each.
+@dataclass
+class Outcome:
+    """failures: one sentence for each task that could not be scored, by its name."""
 
-    Every rank of the model takes part; the first of a machine gets the results, the others none. Raises UserError where
-    a task's data cannot be reached.
+    results: list[TaskResult] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def check(self, kept: str) -> None:
+        """Raises UserError where a task failed. kept: where the others' results are."""
+        if self.failures:
+            reasons = "; ".join(f"{task}: {reason}" for task, reason in self.failures.items())
+            count = f"{len(self.failures)} of {len(self.failures) + len(self.results)} tasks failed"
+            others = f"; the results of the others are in {kept}" if self.results else ""
+            raise UserError(f"{count}: {reasons}{others}")
+
+
+def run_tasks(
+    lm: PackedLM,
+    names: list[str],
+    manager: TaskManager,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    done: Callable[[TaskResult, Samples], None] = lambda *_: None,
+    failed: Callable[[str, str], None] = lambda *_: None,
+) -> Outcome:
+    """Every task, or every task of a group and the group's means, in order. A task that cannot be scored leaves the others.
+
+    limit: of the first examples of each. num_fewshot: in place of the tasks' own. done: called with each result as it comes
+    and its documents as lm-eval logs them. failed: called with a task that failed and the reason. Every rank of the model
+    takes part; the first of a machine gets the results, the others none.
     """
-    try:
-        return run_lm_eval(lm, names, manager, limit)
-    except (ConnectionError, FileNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"tasks={','.join(names)}: the data cannot be reached ({reason}); "
-            "HF_HUB_OFFLINE=0 lets lm-eval download what the machine's cache does not have"
-        ) from error
+    outcome = Outcome()
+    metrics: dict[str, Any] = {}
+
+    def keep(result: TaskResult, samples: Samples) -> None:
+        outcome.results.append(result)
+        done(result, samples)
+
+    def fail(name: str, reason: str) -> None:
+        outcome.failures[name] = reason
+        failed(name, reason)
+
+    tasks, groups = load_tasks(names, manager, fail)
+    for name, task in tasks.items():
+        # A whole text has no examples before it.
+        if num_fewshot is not None and task.OUTPUT_TYPE != "loglikelihood_rolling":
+            task.set_config("num_fewshot", num_fewshot)
+        try:
+            scored = score_task(lm, task, limit)
+        except UserError as error:
+            fail(name, str(error))
+            continue
+        if scored is not None:
+            metrics[name] = scored.metrics
+            keep(scored.result, scored.samples)
+    for group in groups.values():
+        lacking = [task.task_name for task in group.get_all_tasks() if task.task_name in outcome.failures]
+        if group.has_aggregation and lacking:
+            fail(group.name, f"its task {lacking[0]} failed")
+        elif group.has_aggregation and metrics:
+            keep(group_result(group, metrics, outcome.results), [])
+    return outcome
+
+
+def load_tasks(
+    names: list[str], manager: TaskManager, fail: Callable[[str, str], None]
+) -> tuple[dict[str, Task], dict[str, Group]]:
+    """The tasks and groups with their data; those that cannot be loaded are left out on all ranks, and `fail` is told why.
+
+    Raises UserError where two of the names lead to the same task.
+    """
+    tasks: dict[str, Task] = {}
+    groups: dict[str, Group] = {}
+    origins: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        failure, loaded = None, None
+        try:
+            loaded = manager.load([name])
+        except Exception as error:  # whatever a task's YAML, its code and its data may raise
+            failure = not_loaded(error)
+        failure = agree(failure)
+        if failure is not None or loaded is None:
+            fail(name, failure or "")
+            continue
+        for task in loaded["tasks"]:
+            if task in origins:
+                raise UserError(f"tasks={','.join(names)}: {origins[task]} and {name} both have the task {task}")
+            origins[task] = name
+        tasks |= loaded["tasks"]
+        groups |= loaded["groups"]
+    return tasks, groups
+
+
+def not_loaded(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    document = first_document(error)
+    if document is None and isinstance(error, OSError):  # and so ConnectionError, FileNotFoundError
+        return (
+            f"the data cannot be reached ({first_line(error)}); HF_HUB_OFFLINE=0 lets lm-eval download what the machine's "
+            "cache does not have"
+        )
+    return sentence(error, document)
+
+
+def group_result(group: Group, metrics: dict[str, Any], results: list[TaskResult]) -> TaskResult:
+    """The group's means over its tasks."""
+    found = group.aggregate(metrics)
+    members = {task.task_name for task in group.get_all_tasks()}
+    results = [result for result in results if result.task in members]
+    return make_result(
+        group.name,
+        found,
+        chance=None,
+        items=found["sample_len"],
+        num_fewshot=same_or_none([result.num_fewshot for result in results]),
+        limit=results[0].limit,
+        length=results[0].length,
+    )
 
 
 def run_lm_eval(
-    lm: PackedLM, tasks: list[str] | list[dict[str, Any]], manager: TaskManager, limit: int | None = None
+    lm: PackedLM, tasks: Iterable[str | dict[str, Any]], manager: TaskManager, limit: int | None = None
 ) -> list[TaskResult]:
-    """As `run_tasks`, of tasks by name or by definition, and with lm-eval's own errors."""
-    with mock.patch("lm_eval.evaluator.add_env_info"):  # seconds of `pip list` for what nobody reads here
-        output = lm_eval.simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=BOOTSTRAP, limit=limit)
-    return [] if output is None else [_result(task, output) for task in output["samples"]]
-
-
-def _result(task: str, output: dict[str, Any]) -> TaskResult:
-    samples = output["samples"][task]
-    values = {key: value for key, value in output["results"][task].items() if "," in key}
-    metric = next(key for key in values if "_stderr" not in key)
-    name, kind = metric.split(",")
-    stderr = values.get(f"{name}_stderr,{kind}")
-    multiple_choice = output["configs"][task]["output_type"] == "multiple_choice"
-    return TaskResult(
-        task=task,
-        metric=name,
-        value=float(values[metric]),
-        stderr=float(stderr) if isinstance(stderr, int | float) else None,
-        chance=fmean(1 / len(sample["arguments"]) for sample in samples) if multiple_choice else None,
-        items=len({sample["doc_id"] for sample in samples}),  # each comes once for every filter of the task
-        metrics=values,
-    )
+    """As `run_tasks`, of tasks by name or by definition. Raises what loading raises, and UserError for a document."""
+    loaded = manager.load(list(tasks))["tasks"].values()
+    found: list[Scored | None] = [score_task(lm, task, limit) for task in loaded]
+    return [scored.result for scored in found if scored is not None]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import track
 
 from eval.kneser_ney import DISCOUNT, MAX_TRAINING_TOKENS, KneserNeyBigram, target_pairs
+from eval.progress import track
 from ssscale.data.batch import Batch
 from ssscale.data.stream import PackedData, valid_batches
 from ssscale.model.decoder import Decoder
@@ -45,13 +45,13 @@ def make_loss(total: float, targets: int, data: PackedData) -> Loss:
 
 @torch.no_grad()
 def model_loss(model: Decoder, data: PackedData, microbatch: int, one_document: bool, show: bool = False) -> Loss:
-    """The model's loss over every row of a split, shared out over the data-parallel ranks. `show`: a progress bar."""
+    """The model's loss over every row of a split, shared out over the data-parallel ranks. `show`: progress."""
     groups = model.groups
     rows = num_rows(data)
     batches = valid_batches(data, rows, microbatch, groups.data_rank, groups.data_size, one_document)
     sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
     steps = math.ceil(rows / (microbatch * groups.data_size))
-    for batch in track(batches, "validation loss", total=steps, disable=not show, transient=True):
+    for batch in track(batches, "validation loss", steps, show):
         batch = batch.to(groups.device)
         losses = model(batch.tokens, batch.layout, batch.labels)
         sums[0] += losses.double().sum()

@@ -1,8 +1,6 @@
-"""The stack's training step beside plain torch's, in one run on one GPU:
+"""The stack's training step beside plain torch's, in one run on one GPU.
 
-python launch/benchmark.py configs=1b_softmax,1b_ssmax data=FOLDER [microbatch=4] [accumulation=1,16] [steps=100,8] [...]
-
-Each row is a run of launch/pretrain.py through torchrun (real data, streaming, Megatron layers, DeepSpeed, metrics), or of
+Each row is a run of launch/pretrain.py (real data, streaming, Megatron layers, DeepSpeed, metrics), or of
 eval/plain_torch.py; the ratio is to plain torch at the same accumulation. Medians over the steps after the first four.
 """
 
@@ -15,35 +13,38 @@ import time
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from launch.cli import run, take_options
+from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from ssscale.config import load_config
-from ssscale.train.metrics import read_metrics
+from ssscale.errors import UserError
+from ssscale.train.records import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
-OPTIONS = {
-    "configs": str,
-    "data": str,
-    "microbatch": int,
-    "accumulation": str,
-    "steps": str,
-    "folder": str,
-    "plain": int,
-}
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/benchmark.py configs=NAME,... data=FOLDER [key=value ...]",
+    example="python launch/benchmark.py configs=1b_softmax,1b_ssmax data=data/pretrain accumulation=1,16 steps=100,8",
+    options=(
+        Option("configs", str, "run files", metavar="NAME,...", required=True),
+        Option("data", str, "a packed data folder", metavar="FOLDER", required=True),
+        Option("microbatch", int, "rows per microbatch", default=4, at_least=1),
+        Option("accumulation", str, "microbatches per step, one run each", default="1,16", metavar="N,..."),
+        Option("steps", str, "steps of each of these runs", default="100,8", metavar="N,..."),
+        Option("folder", str, "for the runs", default="runs", metavar="FOLDER"),
+        Option("plain", bool, "plain torch beside them", default=True),
+    ),
+    keys=EVERY_KEY,
+)
 COLUMNS = ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_s")
 
 
 def folder_of(name: str, options: dict[str, Any], accumulation: int) -> Path:
-    return Path(options.get("folder", "runs")) / f"benchmark_{name}_{accumulation}"
+    return Path(options["folder"]) / f"benchmark_{name}_{accumulation}"
 
 
 def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str]) -> dict[str, float]:
     """One run of the stack; its medians, or {} where it failed (its output is printed)."""
     folder = folder_of(name, options, accumulation)
     shutil.rmtree(folder, ignore_errors=True)
-    microbatch = options.get("microbatch", 4)
+    microbatch = options["microbatch"]
     keys = {
         "config": name,
         "run_dir": folder,
@@ -84,15 +85,20 @@ def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict
 
 
 def main(argv: list[str]) -> None:
-    options, extra = take_options(argv, OPTIONS)
-    accumulations = [int(text) for text in options.get("accumulation", "1,16").split(",")]
-    steps = [int(text) for text in options.get("steps", "100,8").split(",")]
+    from eval.command import whole_numbers
+
+    options, extra = COMMAND.parse(argv)
+    accumulations, steps = (whole_numbers(options[key], key) for key in ("accumulation", "steps"))
+    for name in options["configs"].split(","):
+        load_config([f"config={name}", *extra], options=COMMAND.names)
+    if not Path(options["data"]).is_dir():
+        raise UserError(f"data={options['data']}: there is no such folder")
     rows, plain = [], {}
     for name in options["configs"].split(","):
         shape = name.split("_")[0]
         for accumulation, count in zip(accumulations, steps):
-            if (shape, accumulation) not in plain and options.get("plain", 1):
-                arguments = (options.get("microbatch", 4), accumulation, min(count, 15))
+            if (shape, accumulation) not in plain and options["plain"]:
+                arguments = (options["microbatch"], accumulation, min(count, 15))
                 plain[shape, accumulation] = run_plain(f"{shape}_softmax", *arguments)
                 rows.append((f"plain torch {shape}", accumulation, plain[shape, accumulation], 1.0))
             result = run_stack(name, options, accumulation, count, extra)
@@ -108,4 +114,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(COMMAND, main)

@@ -1,16 +1,12 @@
-"""Parallel layouts on the GPUs of one machine, in runs of launch/pretrain.py on real text:
-
-python launch/benchmark_parallel.py part=losses gpus=4 data=FOLDER [config=1b_ssmax] [rows=16] [steps=50] [folder=runs] \
-    [only="ring 4,TP4"] [at_once=1] [...]
+"""Parallel layouts on the GPUs of one machine, in runs of launch/pretrain.py on real text.
 
 part=losses   the losses of each layout beside those of data parallelism, and of that in other orders of summation
 part=speed    tokens/s and peak memory of each layout, rows / data ranks in a microbatch, the memory beside the estimate's
 part=long     the layouts with context parallelism alone; for data of long rows
-part=weak     tokens/s a GPU on one GPU and on all, ZeRO-1, accumulation 1, rows / gpus on each
+part=weak     tokens/s per GPU on one GPU and on all, ZeRO-1, accumulation 1, rows / gpus on each
 part=skip     a ring of all GPUs with skip_below as configured and 0; give init_from=RUN of a trained model
 
-Medians of the steps after the fourth; a line for each run as it ends, and its output in FOLDER. `only` takes some of the
-layouts; `at_once` runs share the GPUs, for losses only, if their memory allows. What is left over is passed on to every run.
+Medians of the steps after the fourth; a line for each run as it ends, and its output in FOLDER.
 """
 
 import itertools
@@ -25,21 +21,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from launch.cli import run, take_options
+from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.train.estimate import memory_per_gpu
-from ssscale.train.metrics import read_metrics
+from ssscale.train.records import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 OUTSIDE = 3  # GiB of a process that no estimate counts: CUDA's context, NCCL's buffers, what lies between tensors
-OPTIONS = {"part": str, "gpus": int, "data": str, "config": str, "rows": int, "steps": int, "folder": str, "only": str}
-OPTIONS |= {"at_once": int}
 PARTS = ("losses", "speed", "long", "weak", "skip")
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/benchmark_parallel.py part=PART gpus=N data=FOLDER [key=value ...]",
+    example="python launch/benchmark_parallel.py part=speed gpus=4 data=data/pretrain config=1b_ssmax",
+    options=(
+        Option("part", str, "what is measured", required=True, choices=PARTS),
+        Option("gpus", int, "GPUs of the largest layout", required=True, at_least=1),
+        Option("data", str, "a packed data folder", required=True, metavar="FOLDER"),
+        Option("config", str, "the run file", default="1b_ssmax", metavar="NAME"),
+        Option("rows", int, "per step (4 per GPU)", at_least=1),
+        Option("steps", int, "of each run", default=50, at_least=1),
+        Option("folder", str, "for the runs and their output", default="runs", metavar="FOLDER"),
+        Option("only", str, 'some of the layouts, such as "ring 4,TP4"', metavar="LAYOUT,..."),
+        Option("at_once", int, "runs that share the GPUs, if their memory allows; for losses only", default=1),
+    ),
+    keys=EVERY_KEY,
+)
 
 
 class Run(NamedTuple):
@@ -255,13 +262,8 @@ def warning(layout: Run, result: Found, first: Found) -> str | None:
 
 
 def main(argv: list[str]) -> None:
-    options, extra = take_options(argv, OPTIONS)
-    for key in ("part", "gpus", "data"):
-        if key not in options:
-            raise UserError(f"{key}= is missing")
-    if options["part"] not in PARTS:
-        raise UserError(f"part must be one of {', '.join(PARTS)}, not {options['part']!r}")
-    options = {"config": "1b_ssmax", "rows": 4 * options["gpus"], "steps": 50, "folder": "runs", "at_once": 1} | options
+    options, extra = COMMAND.parse(argv)
+    options = {"rows": 4 * options["gpus"]} | options
     if options["at_once"] != 1 and (options["part"] != "losses" or options["at_once"] < 1):
         raise UserError(
             f"at_once={options['at_once']}: runs beside each other have part=losses alone, one or more of them"
@@ -297,4 +299,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(COMMAND, main)

@@ -1,44 +1,41 @@
-"""What saves and metrics cost a run on this machine (one process, one GPU where there is one):
+"""What saves and metrics cost a run on this machine (one process, one GPU where there is one).
 
-python launch/costs.py of=saves config=1b_softmax data=FOLDER [steps=80] [accumulation=8] [microbatch=4] [folder=runs] [...]
-python launch/costs.py of=metrics config=1b_softmax data=FOLDER [steps=201] [accumulation=1] [repeats=3] [...]
-
-saves: a run that saves in the background every `steps` / 4 steps and one that waits for each of its saves. Blocked: seconds
-that training stood still for a save. Dip: the share of the rate that is lost in the steps beside the writing. The last
-checkpoint's checksums are compared. metrics: runs with every metric (a record every 10 steps, one look into attention in
-the steps that count) and runs with as good as none, in turn; the rates are by the clock, over the second half of the steps.
+of=saves: a run that saves in the background every `steps` / 4 steps and one that waits for each of its saves. Blocked:
+seconds that training stood still for a save. Dip: the share of the rate that is lost in the steps beside the writing. The
+last checkpoint's checksums are compared. of=metrics: runs with every metric (a record every 10 steps, one look into attention
+in the steps that count) and runs with as good as none, in turn; the rates are by the clock, over the second half of the steps.
 """
 
 import shutil
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-import psutil
-
 from launch.benchmark import folder_of, run_stack
-from launch.cli import run, take_options
+from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters
 from ssscale.schema import TrainConfig
-from ssscale.train.metrics import read_metrics
-from ssscale.train.whole import list_checkpoints, verify
+from ssscale.train.checkpoint_folder import list_checkpoints, verify
+from ssscale.train.records import read_metrics
 
-OPTIONS = {
-    "of": str,
-    "config": str,
-    "data": str,
-    "steps": int,
-    "accumulation": int,
-    "microbatch": int,
-    "repeats": int,
-    "folder": str,
-}
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/costs.py of=saves|metrics config=NAME data=FOLDER [key=value ...]",
+    example="python launch/costs.py of=saves config=1b_softmax data=data/pretrain",
+    options=(
+        Option("of", str, "what is measured", required=True, choices=("saves", "metrics")),
+        Option("config", str, "the run file", required=True, metavar="NAME"),
+        Option("data", str, "a packed data folder", required=True, metavar="FOLDER"),
+        Option("steps", int, "of each run (80 of saves, 201 of metrics)", at_least=1),
+        Option("accumulation", int, "microbatches per step (8 of saves, 1 of metrics)", at_least=1),
+        Option("microbatch", int, "rows per microbatch", default=4, at_least=1),
+        Option("repeats", int, "runs of each kind, of metrics", default=3, at_least=1),
+        Option("folder", str, "for the runs", default="runs", metavar="FOLDER"),
+    ),
+    keys=EVERY_KEY,
+)
 GOAL_BLOCKED_S, GOAL_DIP, GOAL_METRICS = 0.5, 0.05, 0.01
 Records = list[dict[str, Any]]
 
@@ -60,6 +57,8 @@ def rate(records: Records, first: int, last: int) -> float:
 
 def check_room(options: dict[str, Any], folder: Path) -> None:
     """Raise UserError where two checkpoints do not fit on the disk, or one not in memory."""
+    import psutil
+
     config = load_config([f"config={options['config']}"])
     size = 12 * count_parameters(config.model, config.data.length)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +75,7 @@ def measure_saves(options: dict[str, Any], extra: list[str]) -> None:
     every = steps // 4
     if every < 3:
         raise UserError(f"steps={steps} leaves no steps between saves: give 12 or more")
-    check_room(options, Path(options.get("folder", "runs")))
+    check_room(options, Path(options["folder"]))
     print("| save | blocked s | written s | GB | dip in tokens/s | tokens/s over two saves |", flush=True)
     print("|---|---|---|---|---|---|", flush=True)
     background: Records = []
@@ -115,7 +114,7 @@ def measure_metrics(options: dict[str, Any], extra: list[str]) -> None:
         raise UserError(f"steps={steps} leaves too few steps to compare: give 5 or more")
     rates: dict[str, list[float]] = {"all": [], "none": []}
     looks: list[float] = []
-    for _ in range(options.get("repeats", 3)):
+    for _ in range(options["repeats"]):
         for which, found in rates.items():
             keys = [f"train.log_every={max(half // 10, 1)}", f"train.observe_every={half}"]
             if which == "none":
@@ -142,17 +141,13 @@ def verdict(value: float, goal: float, unit: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    options, extra = take_options(argv, OPTIONS)
+    options, extra = COMMAND.parse(argv)
     measures = {"saves": measure_saves, "metrics": measure_metrics}
-    if options.get("of") not in measures:
-        raise UserError(f"of= must be one of {', '.join(measures)}, not {options.get('of')!r}")
-    for key in ("config", "data"):
-        if key not in options:
-            raise UserError(
-                f"{key}= is missing: python launch/costs.py of={options['of']} config=1b_softmax data=FOLDER"
-            )
+    load_config([f"config={options['config']}", *extra], options=COMMAND.names)
+    if not Path(options["data"]).is_dir():
+        raise UserError(f"data={options['data']}: there is no such folder")
     measures[options["of"]](options, extra)
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(COMMAND, main)

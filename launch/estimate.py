@@ -1,38 +1,47 @@
-"""What a run costs, before it starts:   python launch/estimate.py config=3b_sb gpus=64 [mfu=0.4] [key=value ...]
+"""What a run costs, before it starts.
 
-Prints parameters, FLOPs a token, memory a GPU by part, tokens a day and days to the token budget. Needs no GPU.
+Prints parameters, FLOPs per token, memory per GPU by part, tokens per day and days to the token budget. Needs no GPU.
 """
-
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a file: imports start at the repository's root, not in launch/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.box import ASCII
 from rich.console import Console
 from rich.table import Table
 
-from launch.cli import run, take_options
+from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config, validate
-from ssscale.errors import UserError
 from ssscale.schema import Config
 from ssscale.train.estimate import Estimate, estimate
+from ssscale.train.microbatch import H100_MEMORY, fits, with_microbatch
 
-OPTIONS = {"gpus": int, "mfu": float}
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/estimate.py config=NAME [gpus=N] [mfu=X] [gpu_memory=GIB] [key=value ...]",
+    example="python launch/estimate.py config=3b_sb gpus=64",
+    options=(
+        Option("gpus", int, "GPUs of the run", default=8, at_least=1),
+        Option("mfu", float, "the share of the GPUs' bf16 peak that is assumed", default=0.4, above=0, at_most=1),
+        Option(
+            "gpu_memory",
+            float,
+            "GiB of one GPU, by which train.microbatch=auto becomes a number; 79 is an 80 GB H100",
+            default=H100_MEMORY / 2**30,
+            above=0,
+        ),
+    ),
+    keys=EVERY_KEY,
+)
 GIB = 2**30
 
 
 def main(argv: list[str]) -> None:
-    options, arguments = take_options(argv, OPTIONS)
-    gpus, mfu = options.get("gpus", 8), options.get("mfu", 0.4)
-    if gpus < 1:
-        raise UserError(f"gpus must be at least 1, not {gpus}")
-    if not 0 < mfu <= 1:
-        raise UserError(f"mfu must be above 0 and at most 1, not {mfu:g}")
-    config = load_config(arguments, options=OPTIONS)
+    options, arguments = COMMAND.parse(argv)
+    gpus, mfu, memory = options["gpus"], options["mfu"], options["gpu_memory"] * GIB
+    config = load_config(arguments, options=COMMAND.names)
     validate(config, world_size=gpus, gpu=True)
+    config = with_microbatch(config, config.train.batch_size, gpus, memory)
     show(config, gpus, mfu, estimate(config, gpus, mfu))
+    if not fits(config, gpus, memory):
+        print(f"More than the {memory / GIB:g} GiB of a GPU (gpu_memory=) leaves room for.")
 
 
 def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
@@ -48,7 +57,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     table.add_row("", f"{result.flops_per_token_causal:,.0f}", "6N + 6·L·d·S, causal half")
     table.add_section()
     for part in ("weights", "gradients", "optimizer", "activations", "logits", "total"):
-        note = f"{train.microbatch} rows × {config.data.length:,} tokens" if part == "activations" else ""
+        note = f"{train.microbatch_rows} rows × {config.data.length:,} tokens" if part == "activations" else ""
         table.add_row(f"memory: {part}", f"{getattr(result.memory, part) / GIB:,.1f} GiB", note)
     table.add_row(
         "",
@@ -57,7 +66,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     )
     table.add_section()
     table.add_row("batch", f"{config.tokens_per_step:,}", f"tokens; {train.batch_size:,} rows on {ranks:,} ranks")
-    table.add_row("accumulation", f"{train.batch_size // (train.microbatch * ranks):,}", "microbatches a step")
+    table.add_row("accumulation", f"{train.batch_size // (train.microbatch_rows * ranks):,}", "microbatches a step")
     table.add_row("optimizer steps", f"{result.steps:,}", "")
     table.add_row("token budget", f"{result.tokens:,}", " + ".join(stage.name for stage in train.stages))
     table.add_section()
@@ -69,4 +78,4 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(COMMAND, main)

@@ -1,51 +1,29 @@
-"""Evaluate a checkpoint:   python launch/evaluate.py checkpoint=RUN [tasks=cloze,...] [valid=false] [baseline=false]
+"""Evaluate a checkpoint: lm-eval's tasks, and the loss over the whole validation split beside a bigram's.
 
-checkpoint: a run folder (its newest checkpoint) or a checkpoint folder
-tasks:      lm-eval tasks by name: cloze (from the held-out documents), or any of lm-eval's own; tasks=none for none
-suite:      stickbreaking_paper: the tasks of the paper's Tables 2 to 4 (or those of them that tasks= names), printed beside it;
-            ruler: RULER's 13 tasks (or those of them that tasks= names)
-eval_data:  the folder of local copies of tasks' data (data/eval)
-limit:      of the first examples of each task (all; of RULER's tasks 500 at each length)
-length:     tokens of a text that the model is given at most (the training length; for RULER's tasks each of `lengths`)
-lengths:    of RULER's samples, such as 4096,8192,16384 (length, or the training length)
-stand_in:   texts for RULER's samples in place of what they are made from: essays:FILE,squad:FILE,hotpotqa:FILE
-part:       I/N: every N-th task from the I-th on, counted from 0, as a job of several takes them (RULER's are one; the first
-            part has the validation loss)
-tensor:     tensor-parallel processes (1); under torchrun or srun the others share the work out
-valid:      loss over the whole validation split (true)
-baseline:   the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)
-data:       the data folder, where it is no longer the one that the run was trained on from here
-model.*:    keys to change for this evaluation, such as model.position.rope_base=500000, model.position.window=512 or
-            model.attention.core=ssmax on a softmax run; the checkpoint stays as it is
-
-Prints a table and adds it to RUN/eval/step-XXXXXXXX.json (with changes: RUN/eval/CHANGES/...). Needs no GPU.
-`torchrun --nproc_per_node=8 launch/evaluate.py ...` writes the same file as one process.
+Prints a table and adds it to RUN/eval/step-XXXXXXXX.json; results with limit, length, num_fewshot or changed keys have a
+folder named after them, such as RUN/eval/limit=100/. A task that cannot be scored is named with its document, the others
+go on, and the exit code is 2. Needs no GPU. Several processes (gpus=, torchrun or srun) write the same file as one.
 """
 
 import logging
 import os
 import re
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # started as a script: imports start at the repository's root, not in launch/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from rich.box import ASCII
 from rich.console import Console
-from rich.table import Table
 
-from eval.environment import prepare
-from launch.cli import run, take_options
-from launch.process import rank_environment
+from launch import boot, workers
+from launch.boot import Command, Option
 from ssscale.errors import UserError
+from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
 
 if TYPE_CHECKING:
     from eval.ruler.run import Ruler
-    from eval.suite import TaskResult
+    from eval.scoring import TaskResult
+    from eval.suite import Outcome
     from eval.text import TextTokenizer
     from eval.validation import Loss
     from ssscale.data.stream import PackedData
@@ -53,23 +31,83 @@ if TYPE_CHECKING:
     from ssscale.schema import Config
 
 SUITES = ("stickbreaking_paper", "ruler")
+DATA_HINT = "name the folder that the run was trained on with data=FOLDER"
 CHANGEABLE = ("model.attention.", "model.position.")
-OPTIONS = {
-    "checkpoint": str,
-    "tasks": str,
-    "suite": str,
-    "eval_data": str,
-    "limit": int,
-    "length": int,
-    "lengths": str,
-    "stand_in": str,
-    "part": str,
-    "tensor": int,
-    "valid": str,
-    "baseline": str,
-    "data": str,
-}
-KEPT = ("eval_data", "limit", "length", "lengths", "stand_in", "tensor", "data")  # in Settings as they are given
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/evaluate.py checkpoint=RUN [tasks=NAME,...] [suite=NAME] [gpus=N] [key=value ...]",
+    example="python launch/evaluate.py checkpoint=runs/3b_sb tasks=cloze,hellaswag eval_data=data/eval",
+    options=(
+        Option(
+            "checkpoint",
+            str,
+            "a run folder (its newest checkpoint) or a checkpoint folder",
+            metavar="RUN",
+            required=True,
+        ),
+        Option(
+            "tasks",
+            str,
+            "lm-eval tasks by name: cloze (from the held-out documents; the default), any of lm-eval's own or of include's, or "
+            "the path of a YAML file; none for none",
+            metavar="NAME,...",
+        ),
+        Option("include", str, "folders of your own lm-eval tasks as YAML", metavar="FOLDER,..."),
+        Option(
+            "suite",
+            str,
+            "stickbreaking_paper: the tasks of the paper's Tables 2 to 4 (or those of them that tasks= names), printed "
+            "beside it; ruler: RULER's 13 tasks (or those of them that tasks= names)",
+            choices=SUITES,
+        ),
+        Option("eval_data", str, "the folder of local copies of tasks' data", default="data/eval", metavar="FOLDER"),
+        Option("num_fewshot", int, "examples before each document, in place of what the tasks say", at_least=0),
+        Option(
+            "limit", int, "of the first examples of each task (all; of RULER's tasks 500 at each length)", at_least=1
+        ),
+        Option(
+            "length",
+            int,
+            "tokens of a text that the model is given at most (the training length; for RULER's tasks each of lengths=)",
+            at_least=1,
+        ),
+        Option("lengths", str, "of RULER's samples (length=, or the training length)", metavar="4096,8192"),
+        Option(
+            "stand_in",
+            str,
+            "texts for RULER's samples in place of what they are made from",
+            metavar="essays:FILE,squad:FILE,hotpotqa:FILE",
+        ),
+        Option(
+            "part",
+            str,
+            "every N-th task from the I-th on, counted from 0, as a job of several takes them (RULER's are one; the first "
+            "part has the validation loss)",
+            metavar="I/N",
+            default="0/1",
+        ),
+        Option("tensor", int, "tensor-parallel processes; the others share the work out", default=1, at_least=1),
+        Option("valid", bool, "loss over the whole validation split (true without suite=)"),
+        Option(
+            "baseline",
+            bool,
+            "the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)",
+        ),
+        Option(
+            "samples",
+            bool,
+            "write every example with its prompts, log-likelihoods or texts, target and metrics to "
+            "RUN/eval/step-XXXXXXXX-samples/TASK.jsonl",
+        ),
+        Option("out", str, "a folder in place of RUN/eval, or a .json file", metavar="PATH"),
+        Option("data", str, "the data folder, where it is not the one that the run was trained on", metavar="FOLDER"),
+        *workers.OPTIONS,
+    ),
+    keys=CHANGEABLE,
+)
+# In Settings as they are given.
+KEPT = ("eval_data", "num_fewshot", "limit", "length", "lengths", "stand_in", "tensor", "out", "data")
+KEYED = ("limit", "length", "num_fewshot")  # results with these have a file of their own
 TIMEOUT_MINUTES = 24 * 60.0  # a rank may wait that long for the others' share of a task
 
 
@@ -79,8 +117,10 @@ class Settings:
 
     names: list[str]
     ruler: list[str]
+    include: tuple[str, ...] = ()
     suite: str | None = None
     eval_data: str = "data/eval"
+    num_fewshot: int | None = None
     limit: int | None = None
     length: int | None = None
     lengths: str | None = None
@@ -88,16 +128,20 @@ class Settings:
     tensor: int = 1
     valid: bool = True
     baseline: bool | None = None
+    samples: bool = False
+    out: str | None = None
     data: str | None = None
     changes: tuple[str, ...] = ()
 
+    @property
+    def keyed(self) -> dict[str, int | None]:
+        return {key: getattr(self, key) for key in KEYED}
 
-def flag(options: dict[str, Any], key: str) -> bool | None:
-    """true or false, None where it is not given."""
-    text = options.get(key)
-    if text not in (None, "true", "false"):
-        raise UserError(f"{key} must be true or false, not {text!r}")
-    return None if text is None else text == "true"
+    @property
+    def folder_names(self) -> list[str]:
+        """What results of these settings are kept apart by. RULER's are named by their lengths."""
+        keyed = self.keyed if self.names else {"limit": self.limit}
+        return [*self.changes, *(f"{key}={value}" for key, value in keyed.items() if value is not None)]
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -110,111 +154,142 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def main(argv: list[str]) -> None:
-    options, rest = take_options(argv, OPTIONS)
-    unknown = [text for text in rest if not text.startswith(CHANGEABLE)]
-    if unknown:
-        known = ", ".join([*(f"{key}=" for key in OPTIONS), *(f"{key}*=" for key in CHANGEABLE)])
-        raise UserError(f"unknown argument {unknown[0]!r}: this command takes {known}")
-    if not options.get("checkpoint"):
-        raise UserError("checkpoint=RUN is missing: name a run folder or a checkpoint folder")
-    suite = options.get("suite")
-    if suite not in (None, *SUITES):
-        raise UserError(f"suite={suite}: there are {' and '.join(SUITES)}")
-    for key in ("limit", "length", "tensor"):
-        if options.get(key, 1) < 1:
-            raise UserError(f"{key} must be at least 1, not {options[key]}")
-    valid, baseline = flag(options, "valid"), flag(options, "baseline")
-    os.environ |= rank_environment(os.environ)
-    prepare()
+    options, changes = COMMAND.parse(argv)
+    settings = settings_of(options, changes)
+    several = workers.Workers.of(options)
+    path = checked(options, settings)
+    if several is not None:
+        own = [text for text in argv if text.partition("=")[0] not in ("gpus", "processes")]
+        boot.leave(several.run("launch/evaluate.py", own, saves=False))
+    boot.join_ranks()
+    from eval.environment import prepare
 
+    prepare()
+    boot.log(logging.WARNING, force=False)
+    evaluate(path, settings, Console(quiet=boot.rank() != 0))
+
+
+def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
+    """What the options ask for. Raises UserError."""
     from eval.paper import SUITE
     from eval.ruler import TASKS
 
+    suite = options.get("suite")
     whole = {"stickbreaking_paper": ",".join(SUITE), "ruler": "ruler", None: "cloze"}
     tasks = options.get("tasks", whole[suite])
     names = [name for name in tasks.split(",") if name and name != "none"]
     ruler = list(TASKS) if "ruler" in names else [name for name in names if name in TASKS]
     names = [name for name in names if name not in (*ruler, "ruler")]
-    index, count = parse_part(options.get("part", "0/1"))
+    index, count = parse_part(options["part"])
     if not ruler and (options.get("lengths") or options.get("stand_in")):
         raise UserError("lengths and stand_in are for RULER's tasks: name some in tasks=, or all with suite=ruler")
-    settings = Settings(
+    return Settings(
         names=names[index::count],
         ruler=ruler if len(names) % count == index else [],
         suite=suite,
-        valid=index == 0 and (valid is not False if suite is None else valid is True),
-        baseline=baseline,
-        changes=tuple(rest),
+        valid=index == 0 and options.get("valid", suite is None),
+        baseline=options.get("baseline"),
+        samples=options.get("samples", False),
+        include=tuple(folder for folder in options.get("include", "").split(",") if folder),
+        changes=tuple(changes),
         **{key: options[key] for key in KEPT if key in options},
     )
-    main_rank = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.WARNING if main_rank else logging.ERROR, format="%(message)s")
-    evaluate(Path(options["checkpoint"]), settings, Console(quiet=not main_rank))
+
+
+def checked(options: dict[str, Any], settings: Settings) -> Path:
+    """The checkpoint or run. Raises UserError for what can be seen without torch and lm-eval, which take seconds to import."""
+    from eval.task_names import check_request
+    from ssscale.config import change, validate
+    from ssscale.train.early import check_data
+
+    path = Path(options["checkpoint"])
+    checkpoint = find_checkpoint(path, quiet=True)  # `reading` says what is broken
+    config = change(saved_config(checkpoint), list(settings.changes))
+    validate(config)
+    check_request(settings.names, settings.eval_data, include=settings.include)
+    if settings.valid or "cloze" in settings.names:
+        check_data(config, settings.data, "valid", hint=DATA_HINT)
+    check_results(checkpoint, settings)
+    return path
 
 
 def evaluate(path: Path, settings: Settings, console: Console) -> None:
-    """Everything that was asked for, printed and added to the results file of the checkpoint. path: it, or its run."""
-    from eval.results import add_results, check_writable, read_results, results_file
+    """Everything that was asked for, printed and added to the results files of the checkpoint. path: it, or its run.
+
+    Raises UserError, when all else is done, where a task failed.
+    """
+    import torch
+
+    from eval.results import add_results, read_results, results_file
+    from eval.suite import Outcome
+    from eval.tables import show
     from eval.text import TextTokenizer
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_model
     from ssscale.train.reading import reading
 
+    workers.check_device(torch.cuda.is_available())
     changes = list(settings.changes)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(settings.tensor, local_rank, TIMEOUT_MINUTES, distributed="RANK" in os.environ)
     with reading(path, groups) as checkpoint:
-        file = results_file(checkpoint, changes)
-        read_results(file)  # a broken file is better said before the work than after it
-        if groups.is_main:
-            check_writable(file)
+        file = results_file(checkpoint, settings.folder_names, settings.out)
+        check_results(checkpoint, settings)
         model, config = load_model(checkpoint, groups, changes=changes)
         needed = settings.valid or "cloze" in settings.names
         held_out = open_data(config, "valid", settings.data) if needed else None
         tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
-    results: dict[str, Any] = {
+    about: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "parameters": model.num_parameters(),
         "prefix": "BOS before every document",
     }
     if changes:
-        results["changes"] = changes
+        about["changes"] = changes
     ruler = plan_ruler(config, tokenizer, settings, console) if settings.ruler else None
-    tasks: list[TaskResult] = []
+    results = about | {"settings": settings.keyed}
+    outcome = Outcome()
     if settings.names:
-        tasks = evaluate_tasks(model, config, tokenizer, held_out, settings, file.parent, console)
-        results["tasks"] = {task.task: task.to_json() for task in tasks}
+        outcome = evaluate_tasks(model, config, tokenizer, held_out, settings, file, results, console)
     if ruler is not None:
-        from eval.ruler.run import averages, ruler_table, run_ruler
+        from eval.ruler.run import evaluate_ruler, ruler_table
 
-        results["ruler"] = ruler.to_json()
-        cells: list[TaskResult] = []
-        for cell in run_ruler(ruler, model, tokenizer, config.name, console):
-            cells.append(cell)
-            results["tasks"] = results.get("tasks", {}) | {cell.task: cell.to_json()}
-            if groups.is_main:  # what is done is kept: the whole may take hours
-                add_results(file, results)
-        results["ruler"]["average"] = averages(cells)
+        cells = evaluate_ruler(ruler, model, tokenizer, config.name, file, results, console)
     losses: dict[str, Loss] = {}
     if settings.valid:
         assert held_out is not None
         losses = evaluate_losses(model, config, held_out, settings, console)
-        results |= {name: loss.to_json() for name, loss in losses.items()}
-        results["data_fingerprint"] = held_out.fingerprint
+        about["data_fingerprint"] = held_out.fingerprint
     if not groups.is_main:
         return
-    add_results(file, results)
-    show(console, checkpoint, tasks, losses)
+    if losses:  # of the whole split, whatever limits the tasks
+        found = {name: loss.to_json() for name, loss in losses.items()}
+        add_results(results_file(checkpoint, changes, settings.out), about | found)
+    show(console, checkpoint, outcome.results, losses, ", ".join(settings.folder_names))
     if ruler is not None:
         console.print(ruler_table(ruler, cells))
     if settings.suite == "stickbreaking_paper":
         from eval.paper import paper_tables
 
         wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
-        found = read_results(file)["tasks"]  # those of other parts too
-        for table in paper_tables({name: task["metrics"] for name, task in found.items()}, config.name):
+        tasks = read_results(file).get("tasks", {})  # those of other parts too
+        for table in paper_tables({name: task["metrics"] for name, task in tasks.items()}, config.name):
             wide.print(table)
     console.print(f"results: {file}", highlight=False, soft_wrap=True)
+    outcome.check(str(file))
+
+
+def check_results(checkpoint: Path, settings: Settings) -> None:
+    """What is wrong with the results files is better said before the work than after it. Raises UserError."""
+    from eval.results import check_same, check_writable, read_results, results_file
+
+    for names in (list(settings.changes), settings.folder_names):
+        file = results_file(checkpoint, names, settings.out)
+        read_results(file)
+        if boot.rank() == 0:
+            check_writable(file)
+        if settings.out is not None:
+            check_same(file, checkpoint, settings.keyed)
 
 
 def plan_ruler(config: "Config", tokenizer: "TextTokenizer", settings: Settings, console: Console) -> "Ruler":
@@ -245,7 +320,7 @@ def open_data(config: "Config", split: str, path: str | None) -> "PackedData":
     """A split of the run's data folder, checked against the run. Raises UserError."""
     from ssscale.train import build
 
-    return build.open_data(config, split, path, hint="name the folder that the run was trained on with data=FOLDER")
+    return build.open_data(config, split, path, hint=DATA_HINT)
 
 
 def evaluate_tasks(
@@ -254,32 +329,46 @@ def evaluate_tasks(
     tokenizer: "TextTokenizer",
     held_out: "PackedData | None",
     settings: Settings,
-    folder: Path,
+    file: Path,
+    results: dict[str, Any],
     console: Console,
-) -> "list[TaskResult]":
-    """lm-eval's tasks on the model. The items of the cloze task are written to `folder`."""
+) -> "Outcome":
+    """lm-eval's tasks on the model, each added to the results file, with `results`, when it is done."""
     import torch.distributed as dist
 
     from eval.cloze import build_items, write_items
     from eval.harness import PackedLM
-    from eval.suite import find_tasks, run_tasks
+    from eval.results import add_results
+    from eval.samples import samples_file, write_samples
+    from eval.suite import Samples, find_tasks, run_tasks
     from eval.text import held_out as held_out_texts
 
-    names = settings.names
-    length = settings.length or config.data.length
-    items = folder / "cloze.jsonl"
-    manager = find_tasks(names, {"cloze_items": str(items), "eval_data": settings.eval_data})
+    names, is_main = settings.names, model.groups.is_main
+    items = file.with_name("cloze.jsonl")
+    metadata = {"cloze_items": str(items), "eval_data": settings.eval_data}
+    manager = find_tasks(names, metadata, settings.include)
     if "cloze" in names:
         assert held_out is not None
-        if model.groups.is_main:
+        if is_main:
             write_items(build_items(held_out_texts(held_out, tokenizer), tokenizer, config.data.length), items)
         dist.barrier()
-    lm = PackedLM(model, tokenizer, length, name=config.name, show=console.is_terminal and model.groups.is_main)
+
+    def keep(result: "TaskResult", samples: Samples) -> None:
+        if is_main:
+            add_results(file, results | {"tasks": {result.task: result.to_json()}})
+            if settings.samples and samples:
+                write_samples(samples_file(file, result.task), result.task, samples)
+
+    def failed(task: str, reason: str) -> None:
+        console.print(f"{task} failed: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+    length = settings.length or config.data.length
+    lm = PackedLM(model, tokenizer, length, name=config.name, show=is_main)
     began = time.perf_counter()
-    results = run_tasks(lm, names, manager, settings.limit)
+    outcome = run_tasks(lm, names, manager, settings.limit, settings.num_fewshot, keep, failed)
     seconds = time.perf_counter() - began
     console.print(f"{', '.join(names)}: {seconds:.0f} s", highlight=False)
-    return results
+    return outcome
 
 
 def evaluate_losses(
@@ -293,8 +382,8 @@ def evaluate_losses(
     from eval.validation import bigram_fits, bigram_loss, model_loss
 
     one_document = config.data.one_document
-    microbatch, baseline = config.train.microbatch, settings.baseline
-    losses = {"valid": model_loss(model, held_out, microbatch, one_document, show=console.is_terminal)}
+    microbatch, baseline = config.train.microbatch_rows, settings.baseline
+    losses = {"valid": model_loss(model, held_out, microbatch, one_document, show=model.groups.is_main)}
     if baseline is not False and model.groups.is_main:
         train = open_data(config, "train", settings.data)
         if baseline or bigram_fits(train):
@@ -304,27 +393,5 @@ def evaluate_losses(
     return losses
 
 
-def show(console: Console, checkpoint: Path, tasks: "list[TaskResult]", losses: "dict[str, Loss]") -> None:
-    """The results as two tables."""
-    table = Table(title=f"{checkpoint}", box=ASCII, title_justify="left")
-    for column in ("task", "metric", "value", "chance", "items"):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right", no_wrap=True)
-    for task in tasks:
-        error = "" if task.stderr is None else f" ± {task.stderr:.4f}"
-        chance = "" if task.chance is None else f"{task.chance:.4f}"
-        table.add_row(task.task, task.metric, f"{task.value:.4f}{error}", chance, f"{task.items:,}")
-    if tasks:
-        console.print(table)
-    table = Table(box=ASCII)
-    for column in ("loss on the whole validation split", "nats a token", "bits a byte", "targets"):
-        table.add_column(column, justify="left" if column.startswith("loss") else "right", no_wrap=True)
-    for name, label in (("valid", "this model"), ("baseline", "Kneser–Ney bigram, d = 0.75")):
-        if name in losses:
-            loss = losses[name]
-            table.add_row(label, f"{loss.nats_per_token:.4f}", f"{loss.bits_per_byte:.4f}", f"{loss.targets:,}")
-    if losses:
-        console.print(table)
-
-
 if __name__ == "__main__":
-    run(main, __doc__)
+    boot.run(COMMAND, main)

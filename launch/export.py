@@ -1,51 +1,54 @@
-"""A checkpoint as a folder for transformers:   python launch/export.py checkpoint=RUN out=FOLDER [dtype=bfloat16]
-
-checkpoint: a run folder (its newest checkpoint) or a checkpoint folder, of any parallel layout
-out:        a folder that does not exist yet or is empty
-dtype:      float32 (as trained, every bit), bfloat16 or float16
+"""A checkpoint as a folder for transformers.
 
 AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it with transformers alone. Needs no GPU.
 `python launch/import_hf.py` is the way back.
 """
 
 import logging
-import sys
 from pathlib import Path
 
-if not __package__:  # run as a file: imports start at the repository's root, not in launch/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from launch.boot import Command, Option, log, run
+from ssscale.train.checkpoint_folder import check_empty, find_checkpoint, saved_config
 
-from eval.environment import prepare
-from launch.cli import run, take_options
-from ssscale.errors import UserError
-
-OPTIONS = {"checkpoint": str, "out": str, "dtype": str}
+DTYPES = ("float32", "bfloat16", "float16")
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/export.py checkpoint=RUN out=FOLDER [dtype=bfloat16]",
+    example="python launch/export.py checkpoint=runs/3b_sb out=exported/3b_sb dtype=bfloat16",
+    options=(
+        Option(
+            "checkpoint",
+            str,
+            "a run folder (its newest checkpoint) or a checkpoint folder, of any parallel layout",
+            metavar="RUN",
+            required=True,
+        ),
+        Option("out", str, "a folder that does not exist yet or is empty", metavar="FOLDER", required=True),
+        Option("dtype", str, "of the weights; float32 is as trained, every bit", default="float32", choices=DTYPES),
+    ),
+)
 
 
 def main(argv: list[str]) -> None:
-    options, rest = take_options(argv, OPTIONS)
-    if rest:
-        raise UserError(f"unknown argument {rest[0]!r}: this command takes {', '.join(f'{key}=' for key in OPTIONS)}")
-    for key, hint in (
-        ("checkpoint", "RUN is missing: name a run folder or a checkpoint folder"),
-        ("out", "FOLDER is missing"),
-    ):
-        if not options.get(key):
-            raise UserError(f"{key}={hint}")
+    options, _ = COMMAND.parse(argv)
+    given, out = Path(options["checkpoint"]), Path(options["out"])
+    saved_config(find_checkpoint(given, quiet=True))
+    check_empty(out)
+    from eval.environment import prepare
+
     prepare()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log(logging.WARNING, force=False)
 
     from eval.text import TextTokenizer
     from ssscale.hf.convert import export_checkpoint
     from ssscale.parallel.groups import initialize
     from ssscale.train.reading import reading
 
-    out = Path(options["out"])
-    with reading(Path(options["checkpoint"]), initialize()) as checkpoint:
+    with reading(given, initialize()) as checkpoint:
         tokenizer = TextTokenizer.of_checkpoint(checkpoint)
-        export_checkpoint(checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options.get("dtype", "float32"))
+        export_checkpoint(checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options["dtype"])
     print(f"{checkpoint} → {out}")
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(COMMAND, main)

@@ -1,89 +1,114 @@
-"""Fine-tune on question answering:   python launch/finetune.py from=RUN questions=FILE[,FILE...] run_dir=FOLDER [key=value ...]
+"""Fine-tune on question answering. The same command goes on where a run was stopped.
 
-from:       a run folder (its newest checkpoint) or a checkpoint folder
-questions:  files in SQuAD 2.0's JSON form, .zst or not; questions without an answer are left out
-epochs:     10; lr: 2e-5; batch: 128 examples a step; microbatch: 32 of them a forward pass
-data.* and train.*: keys to change, such as train.seed=1 or train.save_every=500
-
-The recipe of arXiv:2501.19399, Section 3.3 and Table 3: the loss is summed over the tokens of the answers. Examples longer
-than the run's rows are left out. The same command goes on where a run was stopped; torchrun shares the batch out over GPUs.
+The recipe of arXiv:2501.19399, Section 3.3 and Table 3: the loss is summed over the tokens of the answers. Questions without
+an answer and examples longer than the run's rows are left out. Several processes share each batch: gpus=, torchrun or srun.
 """
 
 import logging
 import os
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-if not __package__:  # started as a script: launch/ itself must not shadow packages named as its files
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from launch.cli import run, take_options
-from launch.process import follow_launcher, rank_environment
+from launch import boot, workers
+from launch.boot import Command, Option
+from launch.process import follow_launcher
 from ssscale.errors import SAVED, Stop, UserError
+from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
+from ssscale.train.signals import StopSignals
 
-OPTIONS = {"from": str, "questions": str, "run_dir": str, "epochs": float, "lr": float, "batch": int, "microbatch": int}
-NEEDED = ("from", "questions", "run_dir")
+if TYPE_CHECKING:
+    from ssscale.schema import Config
+
+logger = logging.getLogger("ssscale")
+
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/finetune.py from=RUN questions=FILE[,FILE...] run_dir=FOLDER [gpus=N] [key=value ...]",
+    example="python launch/finetune.py from=runs/1b_sb questions=train-v2.0.json run_dir=runs/1b_sb_squad gpus=8",
+    options=(
+        Option(
+            "from", str, "a run folder (its newest checkpoint) or a checkpoint folder", metavar="RUN", required=True
+        ),
+        Option(
+            "questions", str, "files in SQuAD 2.0's JSON form, .zst or not", metavar="FILE[,FILE...]", required=True
+        ),
+        Option("run_dir", str, "the folder of the new run", metavar="FOLDER", required=True),
+        Option("epochs", float, "passes over the examples", default=10.0, above=0),
+        Option("lr", float, "the learning rate at its highest", default=2e-5, above=0),
+        Option("batch", int, "examples per step", default=128, at_least=1),
+        Option("microbatch", int, "examples per forward pass (32, or the batch)", at_least=1),
+        *workers.OPTIONS,
+    ),
+    keys=("data.", "train."),
+)
 
 
 def main(argv: list[str]) -> None:
-    from ssscale.train.signals import StopSignals
-
-    options, rest = take_options(argv, OPTIONS)
-    for key in NEEDED:
-        if not options.get(key):
-            raise UserError(f"{key}= is missing: python launch/finetune.py from=RUN questions=FILE run_dir=FOLDER")
-    unknown = [text for text in rest if not text.startswith(("data.", "train."))]
-    if unknown:
-        raise UserError(f"unknown argument {unknown[0]!r}: this command takes {', '.join(OPTIONS)}, data.* and train.*")
+    options, changes = COMMAND.parse(argv)
+    several = workers.Workers.of(options)
+    if several is not None:
+        checked(options, changes)
+        own = [text for text in argv if text.partition("=")[0] not in ("gpus", "processes")]
+        boot.leave(several.run("launch/finetune.py", own))
     with StopSignals() as signals:
         follow_launcher()
-        os.environ |= rank_environment(os.environ)
-        import torch
+        boot.join_ranks()
+        finetune(options, *checked(options, changes), signals)
 
-        from eval.text import TextTokenizer
-        from ssscale.config import change, validate
-        from ssscale.data.questions import make_example, read_squad
-        from ssscale.parallel.groups import initialize, shutdown
-        from ssscale.train.finetune import FineTuning, finetuning_config
-        from ssscale.train.reading import find_checkpoint
-        from ssscale.train.switch import saved_config
 
-        main_rank = os.environ.get("RANK", "0") == "0"
-        logging.basicConfig(level=logging.WARNING if main_rank else logging.ERROR, format="%(message)s", force=True)
-        logger = logging.getLogger("ssscale")
-        logger.setLevel(logging.INFO if main_rank else logging.ERROR)
-        checkpoint = find_checkpoint(Path(options["from"]), "from")
-        before = change(saved_config(checkpoint), rest)
-        tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
-        questions = [question for file in options["questions"].split(",") for question in read_squad(Path(file))]
-        every = [make_example(question, tokenizer.encode, tokenizer.bos_id) for question in questions]
-        examples = [example for example in every if len(example.tokens) <= before.data.length]
-        logger.info(
-            "%d examples, %d longer than %d tokens left out", len(every), len(every) - len(examples), before.data.length
-        )
-        config = finetuning_config(
-            before,
-            options["from"],
-            options["run_dir"],
-            num_examples=len(examples),
-            epochs=options.get("epochs", 10.0),
-            lr=options.get("lr", 2e-5),
-            batch=options.get("batch", 128),
-            microbatch=options.get("microbatch", min(32, options.get("batch", 128))),
-        )
-        validate(config, int(os.environ.get("WORLD_SIZE", "1")), gpu=torch.cuda.is_available())
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        groups = initialize(config.parallel.tensor, local_rank, distributed="RANK" in os.environ)
-        kept = [checkpoint / name for name in ("tokenizer.json", "boundaries.json")]
-        files = {file.name: file.read_text() for file in kept if file.is_file()}
-        try:
-            FineTuning(config, groups, examples, files, signals).run()
-        except Stop as stop:
-            if stop.code == SAVED:
-                shutdown()
-            raise
-        shutdown()
+def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]":
+    """The checkpoint and its configuration with the changes. Raises UserError for what can be seen without torch."""
+    from ssscale.config import change, validate
+
+    checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # FineTuning says what is broken
+    config = change(saved_config(checkpoint), changes)
+    validate(config)
+    for file in options["questions"].split(","):
+        if not Path(file).is_file():
+            raise UserError(f"questions={file}: there is no such file")
+    return checkpoint, config
+
+
+def finetune(options: dict[str, Any], checkpoint: Path, before: "Config", signals: StopSignals) -> None:
+    boot.log()
+    import torch
+
+    from eval.text import TextTokenizer
+    from ssscale.config import validate
+    from ssscale.data.questions import make_example, read_squad
+    from ssscale.parallel.groups import initialize, shutdown
+    from ssscale.train.finetune import FineTuning, finetuning_config
+
+    workers.check_device(torch.cuda.is_available())
+    tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
+    questions = [question for file in options["questions"].split(",") for question in read_squad(Path(file))]
+    every = [make_example(question, tokenizer.encode, tokenizer.bos_id) for question in questions]
+    examples = [example for example in every if len(example.tokens) <= before.data.length]
+    longer = len(every) - len(examples)
+    logger.info("%d examples, %d longer than %d tokens left out", len(every), longer, before.data.length)
+    config = finetuning_config(
+        before,
+        options["from"],
+        options["run_dir"],
+        num_examples=len(examples),
+        epochs=options["epochs"],
+        lr=options["lr"],
+        batch=options["batch"],
+        microbatch=options.get("microbatch", min(32, options["batch"])),
+    )
+    validate(config, boot.world_size(), gpu=torch.cuda.is_available())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    groups = initialize(config.parallel.tensor, local_rank, distributed="RANK" in os.environ)
+    kept = [checkpoint / name for name in ("tokenizer.json", "boundaries.json")]
+    files = {file.name: file.read_text() for file in kept if file.is_file()}
+    try:
+        FineTuning(config, groups, examples, files, signals).run()
+    except Stop as stop:
+        if stop.code == SAVED:
+            shutdown()
+        raise
+    shutdown()
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    boot.run(COMMAND, main)

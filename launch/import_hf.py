@@ -1,38 +1,48 @@
-"""The way back of launch/export.py:   python launch/import_hf.py folder=FOLDER out=RUN
+"""The way back of launch/export.py: a folder of transformers' as a run folder with one checkpoint.
 
-folder: what launch/export.py wrote, or transformers' save_pretrained of such a model with its tokenizer
-out:    a run folder to be: it gets config.yaml and one checkpoint of weights without an optimizer, for
-        launch/evaluate.py checkpoint=RUN and launch/pretrain.py init_from=RUN
+The run folder gets config.yaml and a checkpoint of weights without an optimizer, for launch/evaluate.py checkpoint=RUN and
+launch/pretrain.py init_from=RUN.
 """
 
-import sys
 from pathlib import Path
 
-if not __package__:  # run as a file: imports start at the repository's root, not in launch/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from eval.environment import prepare
-from launch.cli import run, take_options
+from launch.boot import Command, Option, run
 from ssscale.errors import UserError
+from ssscale.train.checkpoint_folder import check_empty
 
-OPTIONS = {"folder": str, "out": str}
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/import_hf.py folder=FOLDER out=RUN",
+    example="python launch/import_hf.py folder=exported/3b_sb out=runs/3b_again",
+    options=(
+        Option(
+            "folder",
+            str,
+            "what launch/export.py wrote, or transformers' save_pretrained of such a model with its tokenizer",
+            metavar="FOLDER",
+            required=True,
+        ),
+        Option("out", str, "the run folder to be made", metavar="RUN", required=True),
+    ),
+)
 
 
 def main(argv: list[str]) -> None:
-    options, rest = take_options(argv, OPTIONS)
-    if rest:
-        raise UserError(f"unknown argument {rest[0]!r}: this command takes {', '.join(f'{key}=' for key in OPTIONS)}")
-    for key in OPTIONS:
-        if not options.get(key):
-            raise UserError(f"{key}= is missing: python launch/import_hf.py folder=FOLDER out=RUN")
+    options, _ = COMMAND.parse(argv)
+    folder, out = Path(options["folder"]), Path(options["out"])
+    if not (folder / "config.json").is_file():
+        raise UserError(f"folder={folder}: there is no config.json, so it is not a folder that launch/export.py wrote")
+    check_empty(out)
+    from eval.environment import prepare
+
     prepare()
 
     from ssscale.hf.convert import import_checkpoint
     from ssscale.parallel.groups import initialize
 
-    checkpoint = import_checkpoint(Path(options["folder"]), Path(options["out"]), initialize())
-    print(f"{options['folder']} → {checkpoint}")
+    checkpoint = import_checkpoint(folder, out, initialize())
+    print(f"{folder} → {checkpoint}")
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(COMMAND, main)

@@ -1,54 +1,84 @@
-"""Pretrain a model: torchrun --nproc_per_node=8 launch/pretrain.py config=3b_sb [key=value ...]
+"""Pretrain a model. The same command continues a run that was stopped.
 
-The same command continues a run that was stopped. torchrun starts one process a GPU, as srun does with one task a GPU;
-plain python runs one process. Exit codes: 0 finished, 2 bad input, 70 an error that nobody foresaw, 75 a signal asked to
-stop and the step is saved, 76 a step took too long or a rank is gone, 77 losses stay NaN, 78 out of memory; 75 and 76 call
-for the same command again.
+gpus=8 starts eight processes on this machine; torchrun and srun (one task per GPU) start them too, on several machines;
+without any of these one process trains. Exit codes: 0 finished, 2 bad input, 70 an error that nobody foresaw, 75 a signal
+asked to stop and the step is saved, 76 a step took too long or a rank is gone, 77 losses stay NaN, 78 out of memory; 75 and
+76 call for the same command again.
 """
 
 import logging
 import os
-import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # started as a script: launch/ itself must not shadow packages named as its files
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from launch.cli import run
-from launch.process import follow_launcher, rank_environment
+from launch import boot, workers
+from launch.boot import EVERY_KEY, Command, Option
+from launch.process import follow_launcher
+from ssscale.train.signals import StopSignals
 
 if TYPE_CHECKING:
-    from ssscale.train.signals import StopSignals
+    from ssscale.schema import Config
+
+logger = logging.getLogger("ssscale")
+
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/pretrain.py config=NAME [gpus=N] [key=value ...] [--print]",
+    example="python launch/pretrain.py config=3b_sb gpus=8 train.microbatch=2",
+    options=(*workers.OPTIONS, Option("--print", bool, "print the merged configuration as YAML and train nothing")),
+    keys=EVERY_KEY,
+)
 
 
 def main(argv: list[str]) -> None:
-    from ssscale.train.signals import StopSignals
+    options, arguments = COMMAND.parse(argv)
+    if options.get("--print"):
+        from ssscale.config import load_config, to_yaml
 
+        print(to_yaml(load_config(arguments, options=COMMAND.names)), end="")
+        return
+    several = workers.Workers.of(options)
+    if several is not None:
+        checked(arguments, several.count, several.gpu)
+        boot.leave(several.run("launch/pretrain.py", arguments))
     with StopSignals() as signals:  # before anything slow: a signal during the start must not lose its meaning
-        pretrain(argv, signals)
+        follow_launcher()
+        boot.join_ranks()
+        pretrain(checked(arguments, boot.world_size(), workers.gpus_here() > 0), signals)
 
 
-def pretrain(argv: list[str], signals: "StopSignals") -> None:
-    follow_launcher()
-    os.environ |= rank_environment(os.environ)
+def checked(arguments: list[str], world_size: int, gpu: bool) -> "Config":
+    """The run's configuration. Raises UserError for what can be seen without torch, which takes seconds to import."""
+    from ssscale.config import load_config, validate
+    from ssscale.train.early import check_run
+
+    config = load_config(arguments, options=COMMAND.names)
+    validate(config, world_size, gpu=gpu)
+    check_run(config)
+    if config.train.tasks:
+        from eval.task_names import check_request
+
+        train = config.train
+        check_request(train.tasks, train.task_data, "train.tasks", train.task_include)
+    return config
+
+
+def pretrain(config: "Config", signals: StopSignals) -> None:
+    boot.log()
+    if "RANK" not in os.environ and workers.gpus_here() > 1:
+        logger.warning("one of %d GPUs trains: gpus=%d takes them all", workers.gpus_here(), workers.gpus_here())
+    warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # about parts that we do not use
     import torch
 
-    from ssscale.config import load_config, validate
+    from ssscale.config import validate
     from ssscale.errors import TOGETHER, Stop
     from ssscale.train.advice import learning_rate_advice
 
-    config = load_config(argv)
-    rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="%(message)s", force=True)
-    for name in ("ssscale", "kernels"):
-        logging.getLogger(name).setLevel(logging.INFO if rank == 0 else logging.ERROR)
-    warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # about parts that we do not use
-    validate(config, int(os.environ.get("WORLD_SIZE", "1")), gpu=torch.cuda.is_available())
+    workers.check_device(torch.cuda.is_available())
+    validate(config, boot.world_size(), gpu=torch.cuda.is_available())
     advice = learning_rate_advice(config)
     if advice is not None:
-        logging.getLogger("ssscale").warning("warning: %s", advice)
+        logger.warning("warning: %s", advice)
 
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together
     from ssscale.train.build import memory_of
@@ -62,9 +92,7 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
         prepare()
         from eval.in_training import TaskEvaluation
 
-        tasks = TaskEvaluation(
-            config
-        )  # tasks that are unknown and data that is missing are said before a step is trained
+        tasks = TaskEvaluation(config)  # raises for unknown tasks and missing data before a step is trained
 
     parallel, local_rank = config.parallel, int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(
@@ -87,4 +115,4 @@ def pretrain(argv: list[str], signals: "StopSignals") -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    boot.run(COMMAND, main)

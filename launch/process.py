@@ -1,12 +1,15 @@
-"""What a process learns from whoever started it: torchrun, Slurm's srun, or nobody."""
+"""What a process learns from whoever started it: torchrun, Slurm's srun, launch/workers.py, or nobody."""
 
 import ctypes
 import os
-import re
 import signal
+import subprocess
 from collections.abc import Mapping
 
+from ssscale.errors import UserError
+
 PR_SET_PDEATHSIG = 1
+WORKER = "SSSCALE_WORKER"  # set in processes that launch/workers.py has started
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -28,13 +31,22 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's list notation: `gpu[003-006,9],login1` → `gpu003`."""
-    found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", nodes)
-    assert found is not None, nodes
-    return found.group(1) + (found.group(2) or "") + found.group(3)
+    """The first host of Slurm's list notation, as Slurm reads it: `gpu[003-006,9],login1` → `gpu003`. Raises UserError."""
+    try:
+        command = ["scontrol", "show", "hostnames", nodes]
+        shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        hosts, problem = shown.stdout.split(), " ".join(shown.stderr.split()) or "it names none"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        hosts, problem = [], "no scontrol on this machine" if isinstance(error, FileNotFoundError) else str(error)
+    if not hosts:
+        raise UserError(
+            f"scontrol cannot tell the first host of {nodes} ({problem}): set MASTER_ADDR to its name; in a container, "
+            "start with slurm/submit.py, whose job script does"
+        )
+    return hosts[0]
 
 
 def follow_launcher() -> None:
-    """Under torchrun: get SIGTERM when it dies. A launcher that is killed alone would leave its workers training on."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    """Get SIGTERM when the launcher dies. One that is killed alone would leave its workers training on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or WORKER in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,9 +1,8 @@
-"""Report on runs:   python launch/report.py RUN [RUN ...] [sample=false] [data=FOLDER]
+"""Report on runs: figures, a sample and a summary of each, and a comparison of several. Needs no GPU.
 
 Into each run folder: loss.png (losses by tokens, learning rate, stages, the bigram where launch/evaluate.py has made
 it), sample.txt (the newest checkpoint goes on with held-out text), of an SSMax run ssmax.csv (s and b by layer and head)
-and pn.csv, and summary.txt. Of several runs also one figure of
-them all, compare.png in the first one's folder. Needs no GPU.
+and pn.csv, and summary.txt. Of several runs also one figure of them all, compare.png in the first one's folder.
 """
 
 import logging
@@ -13,45 +12,48 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # started as a script: imports start at the repository's root, not in launch/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from rich.box import ASCII
 from rich.console import Console
 from rich.table import Table
 
-from eval.environment import prepare
-from launch.cli import run as run_command
-from launch.cli import take_options
-from launch.evaluate import flag, open_data
+from launch import boot
+from launch.boot import Command, Option
+from launch.evaluate import open_data
 from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters
+from ssscale.train.checkpoint_folder import saved_config
 
 if TYPE_CHECKING:
     from eval.run import Run
 
-OPTIONS = {"sample": str, "data": str}
+COMMAND = Command(
+    about=__doc__,
+    usage="python launch/report.py RUN [RUN ...] [sample=false] [data=FOLDER]",
+    example="python launch/report.py runs/1b_softmax runs/1b_sb",
+    options=(
+        Option("sample", bool, "write sample.txt", default=True),
+        Option("data", str, "the data folder, where it is not the one that the run was trained on", metavar="FOLDER"),
+    ),
+    words="run folders",
+)
 
 
 def main(argv: list[str]) -> None:
-    options, folders = take_options(argv, OPTIONS)
-    unknown = [text for text in folders if "=" in text and not Path(text).is_dir()]
-    if unknown:
-        raise UserError(f"unknown argument {unknown[0]!r}: this command takes run folders, sample= and data=")
+    options, folders = COMMAND.parse(argv)
     if not folders:
         raise UserError("no run folder is given: python launch/report.py RUN [RUN ...]")
-    with_sample = flag(options, "sample")
+    from eval.run import Run
+
+    runs = [Run.open(Path(folder)) for folder in folders]
+    from eval.environment import prepare
+
     prepare()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    boot.log(logging.WARNING, force=False)
 
     from eval.figures.runs import draw_run, draw_runs
-    from eval.run import Run
     from eval.scales import write_scales
     from ssscale.parallel.groups import initialize
     from ssscale.train.reading import reading
-    from ssscale.train.switch import saved_config
-
-    runs = [Run.open(Path(folder)) for folder in folders]
 
     texts = []
     for run in runs:
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> None:
         if run.checkpoint is not None:
             with reading(run.folder, initialize()) as checkpoint:
                 run = replace(run, checkpoint=checkpoint)
-                if with_sample is not False:
+                if options["sample"]:
                     sample(run, options.get("data"))
                 write_scales(checkpoint, saved_config(checkpoint), run.folder)
         text = summary(run)
@@ -145,8 +147,9 @@ def _tasks(run: "Run") -> list[tuple[str, str]]:
     rows = []
     ruler: dict[str, list[float]] = {}  # TASK@LENGTH are RULER's
     for name, task in run.results.get("tasks", {}).items():
-        if "@" in name:
-            ruler.setdefault(name.rpartition("@")[2], []).append(task["value"])
+        length = name.rpartition("@")[2]
+        if "@" in name and length.isdecimal():
+            ruler.setdefault(length, []).append(task["value"])
             continue
         error = "" if task["stderr"] is None else f" ± {task['stderr']:.3f}"
         chance = "" if task["chance"] is None else f", chance {task['chance']:.3f}"
@@ -203,4 +206,4 @@ def compare(runs: "list[Run]", console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, __doc__)
+    boot.run(COMMAND, main)

@@ -1,114 +1,202 @@
-"""Submit a training job:   python slurm/submit.py config=3b_sb nodes=16 [gpus=8] [time=24:00:00] [key=value ...] [--dry-run]
-
-Options of its own: nodes, gpus (a node), time, partition, account, cpus (a task), early (seconds between the early signal and
-the time limit), evaluate (tasks for a job that follows the training, or arguments of launch/evaluate.py as one text:
-evaluate="suite=stickbreaking_paper eval_data=DATA"), evaluate_jobs (which share them out), sbatch (further options of sbatch,
-as one text).
-Every other key=value goes to launch/pretrain.py. --dry-run prints the commands and the script.
-"""
+"""Submit a training job. Every key=value that is not an option of its own goes to launch/pretrain.py."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from launch.cli import run, take_options
-from launch.evaluate import CHANGEABLE, SUITES
-from launch.evaluate import OPTIONS as EVALUATE_OPTIONS
+from launch.boot import EVERY_KEY, ROOT, Command, Option, run
+from slurm.environment import check_environment, split_flags
+from slurm.nodes import Node, Request, nodes_of, sbatch_flags
 from ssscale.config import load_config, validate
 from ssscale.errors import UserError
-from ssscale.train.run_folder import check_folder
+from ssscale.schema import Config
 
-ROOT = Path(__file__).resolve().parents[1]
-OPTIONS = {
-    "nodes": int,
-    "gpus": int,
-    "time": str,
-    "partition": str,
-    "account": str,
-    "cpus": int,
-    "early": int,
-    "evaluate": str,
-    "evaluate_jobs": int,
-    "sbatch": str,
-}
+COMMAND = Command(
+    about=__doc__,
+    usage="python slurm/submit.py config=NAME [nodes=N] [gpus=N] [time=LIMIT] [key=value ...] [--dry-run]",
+    example="python slurm/submit.py config=3b_sb nodes=16 time=24:00:00 evaluate=cloze",
+    options=(
+        Option("nodes", int, "of the job", default=1, at_least=1),
+        Option("gpus", int, "GPUs per node, one rank each; 0: one rank per node, on CPUs", default=8, at_least=0),
+        Option("time", str, "the job's time limit", metavar="24:00:00"),
+        Option("partition", str, "of the cluster", metavar="NAME"),
+        Option("account", str, "of the cluster", metavar="NAME"),
+        Option("cpus", int, "CPUs per rank (the rank's share of the node)", at_least=1),
+        Option("mem", str, "memory per node (all of it for whole nodes)", metavar="SIZE"),
+        Option("exclusive", bool, "whether no other job shares the nodes (true for whole nodes)"),
+        Option("early", int, "seconds between the early signal and the time limit (300)", at_least=1),
+        Option("interface", str, "network interface between the nodes, for NCCL and gloo", metavar="NAME"),
+        Option("env", str, "a file sourced in place of slurm/env.sh", metavar="FILE"),
+        Option("srun", str, 'further flags of srun, as one text: srun="--container-image=IMAGE"'),
+        Option("sbatch", str, "further flags of sbatch, as one text"),
+        Option(
+            "evaluate",
+            str,
+            "tasks for a job that follows the training, or arguments of launch/evaluate.py as one text: "
+            'evaluate="suite=stickbreaking_paper eval_data=DATA"',
+            metavar="TASKS",
+        ),
+        Option("evaluate_jobs", int, "jobs that share these tasks (1)", at_least=1),
+        Option("evaluate_gpus", int, "GPUs of each of them (1)", at_least=0),
+        Option("evaluate_time", str, "time limit of each of them", metavar="LIMIT"),
+        Option("evaluate_cpus", int, "CPUs per rank of each of them", at_least=1),
+        Option("evaluate_mem", str, "memory per node of each of them", metavar="SIZE"),
+        Option("evaluate_exclusive", bool, "whether each of them shares its node with no other job"),
+        Option("--dry-run", bool, "print the commands and the script, and submit nothing"),
+    ),
+    keys=EVERY_KEY,
+)
+Options = dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
-    dry = "--dry-run" in argv
-    options, arguments = take_options([text for text in argv if text != "--dry-run"], OPTIONS)
-    nodes, gpus = options.get("nodes", 1), options.get("gpus", 8)
-    if nodes < 1 or gpus < 0:
-        raise UserError(f"nodes must be at least 1 and gpus 0 or more, not nodes={nodes} gpus={gpus}")
-    config = load_config(arguments, options=OPTIONS)
-    validate(config, world_size=nodes * max(gpus, 1), gpu=gpus > 0)
+    environment = dict(os.environ)  # of the jobs: importing torch adds to it
+    options, arguments = COMMAND.parse(argv)
+    check_options(options)
+    nodes, gpus = options["nodes"], options["gpus"]
+    config = load_config(arguments, options=COMMAND.names)
+    check_world(config, options, arguments)
+    if config.data.cache is None and any("://" in path for path in data_paths(config)):
+        arguments.append("data.cache=auto")
     folder = Path(config.folder)
+    kinds = nodes_of(options.get("partition"))
+    train = training_command(config, folder, options, arguments, kinds)
+    after = evaluation_command(folder, options, kinds)
+    env_file = Path(options["env"]).resolve() if "env" in options else None
+    check_environment(ROOT, env_file, container=bool(options.get("srun")))
+    from ssscale.train.run_folder import check_folder  # here, as it imports torch: other mistakes are said at once
+
     check_folder(folder, config)
-    log = folder / "slurm-%j.log"
-    shared = [f"--{key}={options[key]}" for key in ("partition", "account") if key in options]
-    shared += ["--parsable", f"--chdir={ROOT}", *words("sbatch", options.get("sbatch", ""))]
-    train = ["sbatch", *shared, f"--nodes={nodes}", f"--ntasks-per-node={max(gpus, 1)}", f"--output={log}"]
-    train += [f"--gpus-per-node={gpus}"] if gpus else []
-    train += [f"--cpus-per-task={options['cpus']}"] if "cpus" in options else []
-    train += [f"--time={options['time']}"] if "time" in options else []
-    train += [f"--signal=B:USR1@{options['early']}"] if "early" in options else []
-    train += [f"--job-name={config.name}", "slurm/pretrain.sbatch", *arguments]
-    jobs = options.get("evaluate_jobs", 1)
-    if jobs < 1 or (jobs > 1 and "evaluate" not in options):
-        raise UserError(f"evaluate_jobs={jobs}: a number from 1 on of the jobs that do what evaluate= names")
-    log_name = "slurm-evaluate-%A_%a.log" if jobs > 1 else "slurm-evaluate-%j.log"
-    after = ["sbatch", *shared, "--kill-on-invalid-dep=yes", f"--output={folder / log_name}"]
-    after += ["--gpus-per-node=1"] if gpus else []
-    after += [f"--array=0-{jobs - 1}"] if jobs > 1 else []
-    after += ["--dependency=afterok:{job}", "slurm/evaluate.sbatch", f"checkpoint={folder}"]
-    after += evaluation(options.get("evaluate", ""))
-    if dry:
+    if not kinds:
+        print("sinfo does not answer here: CPUs, memory and exclusive use are left to Slurm", file=sys.stderr)
+    if "--dry-run" in options:
         print(shlex.join(train))
-        if "evaluate" in options:
+        if after:
             print(shlex.join(after).replace("{job}", "JOB"))
         print((ROOT / "slurm/pretrain.sbatch").read_text(), end="")
         return
-    submit([train[0], "--test-only", *train[1:]])  # else a job that can never start would wait for ever
+    submit([train[0], "--test-only", *train[1:]], environment)  # else a job that can never start would wait forever
+    if after:  # before the training is queued, and without its number
+        submit(
+            [after[0], "--test-only", *(text for text in after[1:] if not text.startswith("--dependency="))],
+            environment,
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    job = submit(train)
-    record(folder, job, train)
-    print(f"job {job}, log {str(log).replace('%j', job)}")
-    if "evaluate" in options:
-        print(f"job {submit([text.replace('{job}', job) for text in after])} evaluates when it has finished")
+    job = submit(train, environment)
+    record(folder, job, train, env_file)
+    print(f"job {job} on {nodes} × {max(gpus, 1)} ranks, log {folder / f'slurm-{job}.log'}")
+    if after:
+        follower = submit([text.replace("{job}", job) for text in after], environment)
+        print(f"job {follower} evaluates when it has finished")
+
+
+def check_options(options: Options) -> None:
+    for key in options:
+        if key.startswith("evaluate_") and "evaluate" not in options:
+            raise UserError(f"{key}={options[key]} is of the job that evaluate= adds: name its tasks there")
+
+
+def check_world(config: Config, options: Options, arguments: list[str]) -> None:
+    """Validate the run on its ranks. Raises UserError, with a command that works where only their number is in the way."""
+    nodes, gpus = options["nodes"], options["gpus"]
+
+    def problem(count: int) -> UserError | None:
+        try:
+            validate(config, world_size=count * max(gpus, 1), gpu=gpus > 0)
+        except UserError as error:
+            return error
+        return None
+
+    error = problem(nodes)
+    if error is None:
+        return
+    validate(config, gpu=gpus > 0)
+    near = sorted(range(max(1, nodes - 1024), nodes + 1024), key=lambda count: abs(count - nodes))
+    works = next((count for count in near if problem(count) is None), None)
+    if works is None:
+        raise error
+    given = [f"{key}={value}" for key, value in (options | {"nodes": works}).items() if key != "--dry-run"]
+    raise UserError(f"{error}; or: {shlex.join(['python', 'slurm/submit.py', *arguments, *given])}")
+
+
+def data_paths(config: Config) -> list[str]:
+    return [config.data.path, *(stage.data_path for stage in config.train.stages if stage.data_path)]
+
+
+def shared_flags(options: Options) -> list[str]:
+    """Of sbatch, for the training and what follows it."""
+    flags = [f"--{key}={options[key]}" for key in ("partition", "account") if key in options]
+    return [*flags, "--parsable", f"--chdir={ROOT}", *split_flags("sbatch", options.get("sbatch", ""))]
+
+
+def script_options(options: Options) -> list[str]:
+    """Of slurm/setup.sh."""
+    split_flags("srun", options.get("srun", ""))
+    given = [f"{key}={options[key]}" for key in ("interface", "srun") if key in options]
+    return [*given, *([f"env={Path(options['env']).resolve()}"] if "env" in options else [])]
+
+
+def training_command(
+    config: Config, folder: Path, options: Options, arguments: list[str], kinds: list[Node]
+) -> list[str]:
+    nodes, gpus = options["nodes"], options["gpus"]
+    tasks = max(gpus, 1)
+    request = Request(gpus, tasks, options.get("cpus"), options.get("mem"), options.get("exclusive"))
+    command = ["sbatch", *shared_flags(options), f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
+    command += [f"--output={folder / 'slurm-%j.log'}"]
+    command += [f"--gpus-per-node={gpus}"] if gpus else []
+    command += sbatch_flags(request, kinds)
+    command += [f"--time={options['time']}"] if "time" in options else []
+    command += [f"--signal=B:USR1@{options['early']}"] if "early" in options else []
+    command += [f"--job-name={config.name}", "slurm/pretrain.sbatch", *script_options(options)]
+    return [*command, *arguments]
+
+
+def evaluation_command(folder: Path, options: Options, kinds: list[Node]) -> list[str]:
+    """Empty where nothing is to be evaluated; `{job}` stands for the training's number."""
+    if "evaluate" not in options:
+        return []
+    gpus, jobs = options.get("evaluate_gpus", min(options["gpus"], 1)), options.get("evaluate_jobs", 1)
+    tasks = max(gpus, 1)
+    exclusive = options.get("evaluate_exclusive")
+    request = Request(
+        gpus, tasks, options.get("evaluate_cpus"), options.get("evaluate_mem"), exclusive, prefix="evaluate_"
+    )
+    log = "slurm-evaluate-%A_%a.log" if jobs > 1 else "slurm-evaluate-%j.log"
+    command = ["sbatch", *shared_flags(options), "--kill-on-invalid-dep=yes", f"--output={folder / log}"]
+    command += [f"--gpus-per-node={gpus}"] if gpus else []
+    command += [f"--ntasks={tasks}"] if tasks > 1 else []
+    command += sbatch_flags(request, kinds)
+    command += [f"--time={options['evaluate_time']}"] if "evaluate_time" in options else []
+    command += [f"--array=0-{jobs - 1}"] if jobs > 1 else []
+    command += ["--dependency=afterok:{job}", "slurm/evaluate.sbatch", *script_options(options)]
+    return [*command, f"checkpoint={folder}", *evaluation(options["evaluate"])]
 
 
 def evaluation(text: str) -> list[str]:
     """launch/evaluate.py's arguments, from them or from tasks alone. Raises UserError, now rather than after the training."""
     if "=" not in text:
         return [f"tasks={text}"]
-    arguments = words("evaluate", text)
-    given, rest = take_options(arguments, EVALUATE_OPTIONS)
-    unknown = [argument for argument in rest if not argument.startswith(CHANGEABLE)]
-    if unknown:
-        raise UserError(f"evaluate={text}: launch/evaluate.py takes no {unknown[0]!r}")
-    if given.get("suite") not in (None, *SUITES):
-        raise UserError(f"evaluate={text}: there are suite={' and suite='.join(SUITES)}")
+    from launch.evaluate import COMMAND as EVALUATE
+
+    arguments = split_flags("evaluate", text)
+    try:
+        EVALUATE.parse([*arguments, "checkpoint=RUN"])
+    except UserError as error:
+        raise UserError(f"evaluate={text}: {error}") from None
     return arguments
 
 
-def words(option: str, text: str) -> list[str]:
-    """A text as the shell divides it. Raises UserError."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{option}={text}: {str(error).lower()}, the shell would not read it") from None
-
-
-def submit(command: list[str]) -> str:
+def submit(command: list[str], environment: dict[str, str]) -> str:
     """The job's number. Raises UserError with what Slurm says."""
     try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise UserError("there is no sbatch on this machine: submit from a login node of the cluster") from error
     if result.returncode:
@@ -116,8 +204,8 @@ def submit(command: list[str]) -> str:
     return result.stdout.strip().split(";")[0]
 
 
-def record(folder: Path, job: str, command: list[str]) -> None:
-    """The commit, and the command, with the run."""
+def record(folder: Path, job: str, command: list[str], env_file: Path | None) -> None:
+    """The commit, the command and which environment it was, with the run."""
 
     def git(*arguments: str) -> str | None:
         result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -125,8 +213,11 @@ def record(folder: Path, job: str, command: list[str]) -> None:
 
     state: dict[str, Any] = {"job": job, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "command": shlex.join(command)}
     state |= {"commit": git("rev-parse", "HEAD"), "changed": git("status", "--porcelain", "--untracked-files=no")}
+    file = env_file or ROOT / "slurm/env.sh"
+    if file.is_file():  # not its text, where keys may stand
+        state["env"] = {"file": str(file), "sha256": sha256(file.read_bytes()).hexdigest()}
     (folder / f"slurm-{job}.json").write_text(json.dumps(state, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(COMMAND, main)

@@ -22,12 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 from ssscale.errors import UserError
 from ssscale.schema import Config
 from ssscale.validate import validate
+from ssscale.yaml_nodes import check_nodes
 
 __all__ = ["CONFIGS", "change", "from_yaml", "load_config", "read_yaml", "run_names", "save", "to_yaml", "validate"]
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-
-MOST_NODES = 100_000  # values of a YAML file, aliases replaced
 
 Tree = dict[str, Any]
 
@@ -140,7 +139,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
 
 def _yaml(text: str, source: str) -> Tree:
     try:
-        _check_nodes(text)
+        check_nodes(text)
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -154,25 +153,6 @@ def _yaml(text: str, source: str) -> Tree:
     if not isinstance(tree, dict):
         raise UserError(f"{source} must hold `key: value` lines, not a list")
     return typing.cast(Tree, tree)
-
-
-def _check_nodes(text: str) -> None:
-    """Raises YAMLError for anchors that contain themselves, or whose aliases stand for more than MOST_NODES values."""
-    sizes: dict[int, int] = {}  # 0 while a node's own parts are counted
-
-    def count(node: yaml.Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = 0
-            parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else []
-            parts += node.value if isinstance(node, yaml.SequenceNode) else []
-            sizes[id(node)] = 1 + sum(map(count, parts))
-        if not 0 < sizes[id(node)] <= MOST_NODES:
-            raise yaml.YAMLError("an anchor contains itself, or its aliases stand for too many values")
-        return sizes[id(node)]
-
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if root is not None:
-        count(root)
 
 
 def _shown(path: Path) -> str:
@@ -193,7 +173,7 @@ def _parse(key: str, text: str) -> Any:
     if not text.strip():
         raise UserError(f"{key}= has no value: write {key}=VALUE, or {key}=null for none")
     try:
-        _check_nodes(text)
+        check_nodes(text)
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index, call-overload]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
         shown = text if len(text) <= 100 else f"{text[:100]}…"
@@ -244,7 +224,7 @@ def _build_config(tree: Tree, source: str) -> Config:
 def _build(kind: Any, value: Any, key: str, source: str) -> Any:
     """`value` as the annotation `kind` wants it, or a UserError that says what was expected at `key`."""
     if isinstance(kind, types.UnionType):
-        return None if value is None else _build(_strip_none(kind), value, key, source)
+        return _build_union(kind, value, key, source)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise UserError(
@@ -276,6 +256,27 @@ def _build(kind: Any, value: Any, key: str, source: str) -> Any:
     raise _wrong(kind, value, key, source)
 
 
+def _build_union(kind: types.UnionType, value: Any, key: str, source: str) -> Any:
+    """`int | None`, or `int | Auto`: a number or a word."""
+    if value is None and type(None) in kind.__args__:
+        return None
+    for word in kind.__args__:
+        if isinstance(word, type) and issubclass(word, Enum) and isinstance(value, str) and value in word.__members__:
+            return word[value]
+    try:
+        return _build(_strip_none(kind), value, key, source)
+    except UserError:
+        if _words(kind):
+            raise _wrong(kind, value, key, source) from None
+        raise
+
+
+def _words(kind: Any) -> list[str]:
+    """What a union takes besides its first kind."""
+    members = kind.__args__[1:] if isinstance(kind, types.UnionType) else ()
+    return [name for word in members if isinstance(word, type) and issubclass(word, Enum) for name in word.__members__]
+
+
 def _check(kind: Any, value: Any, key: str, source: str) -> None:
     """What `_build` says of one file, so that the sentence names it; interpolations wait for the whole."""
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
@@ -293,6 +294,8 @@ def _wrong(kind: Any, value: Any, key: str, source: str) -> UserError:
 
 
 def _expected(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return _one_of([_expected(_strip_none(kind)), *_words(kind)])
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         return f"a list of {len(arguments)} numbers"

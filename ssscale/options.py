@@ -1,26 +1,190 @@
-"""The `key=value` arguments that a command takes for itself."""
+"""The options of a command, declared once in a table: parsing, ranges, `--help` and the sentence after a misspelt one."""
 
-from collections.abc import Mapping
+import difflib
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ssscale.errors import UserError
 
+WIDTH = 100  # of the text that --help prints
+EVERY_KEY = ("",)  # Command.keys of a command that takes every key of the configuration
 
-def take_options(argv: list[str], options: Mapping[str, type]) -> tuple[dict[str, Any], list[str]]:
-    """Split `key=value ...` into the command's own options, as int, float or str, and what `load_config` reads.
+_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
-    Options that are absent from argv are absent from the dictionary. Raises UserError.
+
+@dataclass(frozen=True)
+class Option:
+    """`name=VALUE`, or a flag such as `--print`, whose name begins with dashes.
+
+    default: the value where the option is not given; with None it is absent from what `Command.parse` returns. metavar: what
+    --help writes for the value. at_least, above, at_most: bounds of a number. choices: the only values.
     """
-    taken: dict[str, Any] = {}
-    rest: list[str] = []
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals or key not in options:
-            rest.append(argument)
-            continue
+
+    name: str
+    type: type
+    help: str
+    default: Any = None
+    metavar: str = ""
+    required: bool = False
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def is_flag(self) -> bool:
+        return self.name.startswith("-")
+
+    @property
+    def form(self) -> str:
+        """How it is written: `gpus=N`."""
+        value = self.metavar or "|".join(self.choices) or _METAVARS[self.type]
+        return self.name if self.is_flag else f"{self.name}={value}"
+
+    def read(self, text: str) -> Any:
+        """The value that a text gives. Raises UserError."""
+        if self.type is bool:
+            if text not in ("true", "false"):
+                raise UserError(f"{self.name} must be true or false, not {text!r}")
+            return text == "true"
         try:
-            taken[key] = options[key](text)
+            value = self.type(text)
         except ValueError:
-            expected = {int: "a whole number", float: "a number"}.get(options[key], "text")
-            raise UserError(f"{key} must be {expected}, not {text!r}") from None
-    return taken, rest
+            raise UserError(f"{self.name} must be {_EXPECTED[self.type]}, not {text!r}") from None
+        if self.choices and value not in self.choices:
+            raise UserError(f"{self.name} must be {one_of(self.choices)}, not {text!r}{_near(text, self.choices)}")
+        bounds = self._bounds()
+        below = self.at_least is not None and not value >= self.at_least
+        if (
+            below
+            or (self.above is not None and not value > self.above)
+            or (self.at_most is not None and not value <= self.at_most)
+        ):
+            raise UserError(f"{self.name} must be {bounds}, not {value:g}")
+        return value
+
+    def _bounds(self) -> str:
+        words = (("at least", self.at_least), ("above", self.above), ("at most", self.at_most))
+        return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)
+
+    def describe(self) -> str:
+        """The line of --help, without the form."""
+        default = str(self.default).lower() if self.type is bool else self.default
+        notes = ["required"] if self.required else []
+        notes += [f"default {default}"] if self.default is not None and not self.is_flag else []
+        notes += [self._bounds()] if self._bounds() else []
+        return self.help + (f" ({', '.join(notes)})" if notes else "")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line. parse() and usage() are all that is made of it.
+
+    about: what it does, its module's docstring. usage, example: command lines. keys: prefixes of configuration keys that are
+    handed on, EVERY_KEY for all. words: what bare words are, "" where none are taken.
+    """
+
+    about: str | None
+    usage: str
+    example: str
+    options: tuple[Option, ...] = ()
+    keys: tuple[str, ...] = ()
+    words: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        return [option.name for option in self.options if not option.is_flag]
+
+    def parse(self, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+        """The options' values by name, and the arguments that are handed on: keys of the configuration and bare words.
+
+        Options that are not given and have no default are absent. Raises UserError for an unknown argument, a missing
+        option, a value of the wrong type or outside of its bounds.
+        """
+        known = {option.name: option for option in self.options}
+        values = {option.name: option.default for option in self.options if option.default is not None}
+        rest: list[str] = []
+        for argument in argv:
+            name, equals, text = argument.partition("=")
+            option = known.get(name)
+            if option is not None and option.is_flag:
+                if equals:
+                    raise UserError(f"{name} takes no value: write {name}")
+                values[name] = True
+            elif option is not None and equals:
+                values[name] = option.read(text)
+            elif self._hands_on(argument):
+                rest.append(argument)
+            else:
+                raise UserError(self._unknown(argument))
+        for option in self.options:
+            if option.required and values.get(option.name) in (None, ""):
+                raise UserError(f"{option.form} is missing: {option.help}")
+        return values, rest
+
+    def _hands_on(self, argument: str) -> bool:
+        name, equals, _ = argument.partition("=")
+        bare = name.lstrip("-")
+        if bare in self.names and (bare != name or not equals):
+            return False  # --gpus=8, or gpus 8
+        if self.words and (not equals or Path(argument).exists()):
+            return not argument.startswith("-")
+        return name.startswith(self.keys) if self.keys else False
+
+    def _unknown(self, argument: str) -> str:
+        name, equals, text = argument.partition("=")
+        bare = name.lstrip("-")
+        if bare in self.names:
+            return f"{argument!r} is not of the form key=value: write {bare}={text if equals else 'VALUE'}"
+        known = [*(option.name for option in self.options), *self.keys]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        near = near or difflib.get_close_matches(bare, [key.lstrip("-") for key in known], n=1, cutoff=0.6)
+        forms = {option.name: option.form for option in self.options} | {key: f"{key}*=" for key in self.keys}
+        forms |= {name.lstrip("-"): form for name, form in forms.items()}
+        if near:
+            return f"unknown argument {argument!r}: did you mean {forms[near[0]]}? --help lists all"
+        taken = [*([self.words] if self.words else []), *(forms[name] for name in known)]
+        return f"unknown argument {argument!r}: this command takes {', '.join(taken) or 'no arguments'}"
+
+    def help_if_asked(self, argv: list[str]) -> None:
+        """Print the options and exit with 0 where --help is among the arguments."""
+        if {"-h", "--help"} & set(argv):
+            print(self.help())
+            sys.exit(0)
+
+    def help(self) -> str:
+        """What --help prints."""
+        lines = [*(self.about or "").strip().splitlines(), "", f"usage: {self.usage}"]
+        rows = [(option.form, option.describe()) for option in self.options]
+        if self.keys == EVERY_KEY:
+            rows.append(("key=value", "every other key of the configuration (ssscale/schema.py lists them)"))
+        elif self.keys:
+            keys = ", ".join(f"{key}*" for key in self.keys)
+            rows.append(("key=value", f"keys of the configuration to change: {keys}"))
+        if rows:
+            lines += ["", "options:"]
+        left = min(26, max((len(form) for form, _ in rows), default=0)) + 4
+        for form, text in rows:
+            wrapped = textwrap.wrap(text, WIDTH - left)
+            head = f"  {form:<{left - 2}}"
+            if len(form) + 4 > left:
+                lines.append(f"  {form}")
+                head = " " * left
+            lines += [head + wrapped[0], *(" " * left + line for line in wrapped[1:])]
+        return "\n".join([*lines, "", f"example: {self.example}"])
+
+
+def one_of(names: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _near(text: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(text, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -102,6 +102,12 @@ class Compile(StrEnum):
     model = "model"
 
 
+class Auto(StrEnum):
+    """In place of a number that a run finds for itself."""
+
+    auto = "auto"
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     core: Core = Core.softmax
@@ -198,7 +204,7 @@ class DataConfig:
     num_workers: int = 2
     prefetch: int = 4  # microbatches a worker prepares ahead
     timeout: float = 600.0  # seconds to wait for a worker's microbatch before the run stops
-    cache: str | None = None  # local folder for remote (s3://, gs://) data
+    cache: str | None = None  # local folder for remote (s3://, gs://) data; auto: on this node's own disk
     cache_gb: float | None = None  # of decompressed shards in `cache`; older ones make room. None: all stay
     accept_changed: bool = False  # go on with a checkpoint though the data is not what it was trained on
 
@@ -234,7 +240,7 @@ class StageConfig:
     length: int | None = None  # needs data_path: rows are packed to one length
     data_path: str | None = None
     batch_size: int | None = None
-    microbatch: int | None = None
+    microbatch: int | Auto | None = None
     batch_warmup: list[BatchWarmup] = field(default_factory=list)  # smaller batches that the stage begins with, in turn
 
 
@@ -250,7 +256,9 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     batch_size: int = 1024  # rows an optimizer step, over all ranks
-    microbatch: int = 4  # rows a rank a forward pass
+    microbatch: int | Auto = (
+        4  # rows per rank and forward pass; auto: as many as fit the GPU (ssscale/train/microbatch.py)
+    )
     stages: list[StageConfig] = field(default_factory=lambda: [StageConfig()])
     max_steps: int | None = None  # stop after so many steps whatever the stages say; 0 saves what the run begins with
     seed: int = 0
@@ -264,6 +272,7 @@ class TrainConfig:
     task_every: int = 0  # steps between their evaluations; 0 = never. Else also after the last step
     task_limit: int | None = None  # of the first examples of each
     task_data: str = "data/eval"  # the folder of local copies of their data
+    task_include: list[str] = field(default_factory=list)  # folders of your own tasks' YAML files
     save_every: int = 1000  # steps; 0 = never. Else also after the last step
     save_background: bool = True  # write while training goes on
     observe_every: int = 1000  # steps between looks into attention: s by head, unspent stick, live tiles; 0 = never
@@ -276,6 +285,12 @@ class TrainConfig:
     keep: int = 2  # newest checkpoints that stay
     keep_every: int = 0  # and those at multiples of so many steps; 0 = none
     keep_best: bool = False  # and the one of lowest validation loss
+
+    @property
+    def microbatch_rows(self) -> int:
+        """`microbatch` as a number; `auto` has been resolved before anything runs."""
+        assert not isinstance(self.microbatch, Auto), "train.microbatch=auto is not resolved"
+        return self.microbatch
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ssscale.errors import UserError
 from ssscale.schema import (
     POSITIONS,
     WINDOWS,
+    Auto,
     Config,
     Core,
     ModelConfig,
@@ -20,6 +21,7 @@ from ssscale.schema import (
     SSMaxVariant,
     StageConfig,
 )
+from ssscale.train.microbatch import with_microbatch
 from ssscale.train.stages import Plan, stage_config
 from ssscale.validate_parallel import alternatives, check_parallel, check_world, near_divisors
 
@@ -54,6 +56,7 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
         if world_size is not None:
             for rows in [own.train.batch_size, *(warmup.batch_size for warmup in stage.batch_warmup)]:
                 check_world(replace(own, train=replace(own.train, batch_size=rows)), world_size)
+                with_microbatch(own, rows, world_size)
     Plan(config)
 
 
@@ -186,6 +189,8 @@ def _check_bounds(section: Any, prefix: str, bounds: dict[str, tuple[Bound, ...]
     for key, wanted in bounds.items():
         value = operator.attrgetter(key)(section)
         for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, Auto):
+                continue
             for words, holds, limit in wanted:
                 if number is not None and not holds(number, limit):
                     raise UserError(f"{prefix}{key} must be {words}, not {number}")

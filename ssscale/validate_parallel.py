@@ -1,9 +1,10 @@
 """Parallel layouts that cannot run, each with a sentence that says what would."""
 
 import math
+from dataclasses import replace
 
 from ssscale.errors import UserError
-from ssscale.schema import Compile, Config, PositionMethod, Precision, Recompute, RopeScaling, TrainConfig
+from ssscale.schema import Auto, Compile, Config, PositionMethod, Precision, Recompute, RopeScaling, TrainConfig
 
 
 def check_parallel(config: Config, gpu: bool) -> None:
@@ -17,7 +18,8 @@ def check_parallel(config: Config, gpu: bool) -> None:
                 f"parallel.tensor={tensor} does not divide model.{name}={size}: use {near_divisors(size, tensor)}"
             )
     _check_context(config)
-    tokens = train.microbatch * config.data.length // parallel.context
+    automatic = isinstance(train.microbatch, Auto)  # then a number is chosen that divides
+    tokens = 0 if automatic else train.microbatch_rows * config.data.length // parallel.context
     if tensor > 1 and parallel.sequence and tokens % tensor:
         share = f", of which a context rank has {tokens}," if parallel.context > 1 else ""
         raise UserError(
@@ -108,14 +110,20 @@ def check_world(config: Config, world_size: int) -> None:
             f"{each} = {context} context ranks do not divide the {world_size // tensor} processes that "
             f"parallel.tensor={tensor} leaves of {world_size}: use {near_divisors(world_size // tensor, context)} of them"
         )
-    together = train.microbatch * ranks
+    together = ranks if isinstance(train.microbatch, Auto) else train.microbatch * ranks
     if train.batch_size % together:
         below = train.batch_size // together * together
-        near = [size for size in (below, below + together) if size]
+        near = alternatives([str(size) for size in (below, below + together) if size])
+        if isinstance(train.microbatch, Auto):
+            processes = near_divisors(train.batch_size, ranks, most=2, times=tensor * context)
+            raise UserError(
+                f"train.batch_size={train.batch_size} is not a multiple of the {ranks} data-parallel ranks of "
+                f"{world_size} processes: use {processes} processes, or train.batch_size={near}{_ulysses_hint(config, ranks)}"
+            )
         raise UserError(
             f"train.batch_size={train.batch_size} is not a multiple of the {together} rows that {ranks} data-parallel "
             f"ranks of train.microbatch={train.microbatch} take at once: "
-            f"use train.batch_size={alternatives([str(size) for size in near])}{_microbatch_hint(train, ranks)}"
+            f"use train.batch_size={near}{_microbatch_hint(train, ranks)}"
         )
 
 
@@ -123,15 +131,28 @@ def _microbatch_hint(train: TrainConfig, ranks: int) -> str:
     """The microbatches that would do for the batch as it is."""
     if train.batch_size % ranks:
         return ""
-    return f", or train.microbatch={near_divisors(train.batch_size // ranks, train.microbatch)}"
+    return f", or train.microbatch={near_divisors(train.batch_size // ranks, train.microbatch_rows)}"
 
 
-def near_divisors(number: int, near: int) -> str:
-    """The divisors of `number` that lie nearest `near`, at most six, as words."""
+def _ulysses_hint(config: Config, ranks: int) -> str:
+    """More ranks than rows: the number of them that would share a row, if the model allows it."""
+    share = ranks // config.train.batch_size
+    if share < 2 or ranks % config.train.batch_size or config.parallel.context > 1:
+        return ""
+    shared = replace(config, parallel=replace(config.parallel, ulysses=share))
+    try:
+        _check_context(shared)
+    except UserError:
+        return ""
+    return f", or parallel.ulysses={share}, by which {share} ranks share a row"
+
+
+def near_divisors(number: int, near: int, most: int = 6, times: int = 1) -> str:
+    """The divisors of `number` that lie nearest `near`, at most `most`, each multiplied by `times`, as words."""
     lower = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = sorted({*lower, *(number // n for n in lower)})
-    nearest = sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])
-    return alternatives([str(n) for n in nearest])
+    nearest = sorted(sorted(divisors, key=lambda n: abs(n - near))[:most])
+    return alternatives([str(n * times) for n in nearest])
 
 
 def alternatives(names: list[str]) -> str:

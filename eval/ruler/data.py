@@ -15,7 +15,7 @@ import zstandard
 
 from eval.documents import read_documents
 from eval.ruler.offline import qa_utils
-from eval.tasks.local.load import find
+from eval.tasks.local.files import find
 from ssscale.errors import UserError
 
 Questions = tuple[

@@ -14,14 +14,16 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all, string_match_part
 from rich.box import ASCII
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from eval.harness import PackedLM
+from eval.progress import track
+from eval.results import add_results
 from eval.ruler import TASKS
 from eval.ruler.data import Source, find_sources
 from eval.ruler.samples import QUESTIONS, SAMPLES, Doc, Texts, check, counter_of, generate, needed
-from eval.suite import TaskResult, run_lm_eval
+from eval.scoring import TaskResult
+from eval.suite import run_lm_eval
 from eval.text import TextTokenizer
 from ssscale.model.decoder import Decoder
 
@@ -92,18 +94,18 @@ def run_ruler(
     Every rank makes all samples, the same ones. Among the metrics are the tokens that samples take, on average and at
     most, and the file that they are made from.
     """
-    show = console.is_terminal and model.groups.is_main
+    show = model.groups.is_main
+    limit = None if ruler.samples == SAMPLES else ruler.samples
     for length in ruler.lengths:
         lm = PackedLM(model, tokenizer, length, name=name, show=show)
         for task in ruler.tasks:
             began = time.perf_counter()
-            with Progress(disable=not show, transient=True) as progress:
 
-                def track(steps: Iterable[int], progress: Progress = progress) -> Iterable[int]:
-                    return progress.track(steps, description="samples")
+            def shown(steps: Iterable[int], what: str = f"{task}@{length}") -> Iterable[int]:
+                return track(steps, f"{what}, making samples", ruler.samples, show, unit="samples")
 
-                counter = counter_of(task, tokenizer.encode)
-                docs = generate(task, length, ruler.samples, counter, ruler.texts, track)
+            counter = counter_of(task, tokenizer.encode)
+            docs = generate(task, length, ruler.samples, counter, ruler.texts, shown)
             made = time.perf_counter() - began
             manager = TaskManager(include_defaults=False)
             for result in run_lm_eval(lm, [definition(task, length, docs)], manager):
@@ -117,7 +119,27 @@ def run_ruler(
                     f"{made:.0f} s to make, {time.perf_counter() - began - made:.0f} s to answer)",
                     highlight=False,
                 )
-                yield replace(result, metrics=metrics)
+                yield replace(result, metrics=metrics, limit=limit)
+
+
+def evaluate_ruler(
+    ruler: Ruler,
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    name: str,
+    file: Path,
+    results: dict[str, Any],
+    console: Console,
+) -> list[TaskResult]:
+    """`run_ruler`, each result added to the results file, with `results`, when it is there: the whole may take hours."""
+    cells: list[TaskResult] = []
+    about = ruler.to_json()
+    for cell in run_ruler(ruler, model, tokenizer, name, console):
+        cells.append(cell)
+        if model.groups.is_main:
+            content = {"ruler": about | {"average": averages(cells)}, "tasks": {cell.task: cell.to_json()}}
+            add_results(file, results | content)
+    return cells
 
 
 def averages(results: list[TaskResult]) -> dict[int, float]:

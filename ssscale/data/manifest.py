@@ -55,6 +55,45 @@ def _check_form(manifest: dict[str, Any]) -> None:
         raise ValueError(f"{wrong[0]!r} stands where a count or a sha256 must stand")
 
 
+def open_checked(
+    path: str, folder: Path, vocab_size: int | None = None, length: int | None = None, hint: str | None = None
+) -> dict[str, Any]:
+    """The manifest of the data folder `path`, whose files lie in `folder`.
+
+    vocab_size is the model's, length the run's. Raises UserError for a missing, unfinished or broken folder (with `hint`, how
+    to make it), and for one of another tokenizer or length.
+    """
+    file = folder / NAME
+    if not file.is_file():
+        empty = "is empty or unfinished" if folder.is_dir() else "does not exist"
+        raise UserError(f"data folder {path} {empty}: {hint or _how_to_make(path, length)}")
+    manifest = read(file)
+    have = manifest["tokenizer"]["vocab_size"]
+    if vocab_size is not None and have > vocab_size:
+        raise UserError(
+            f"{path} was tokenized with a vocabulary of {have:,}, but model.vocab_size={vocab_size} has no rows for ids from"
+            f" {vocab_size} on: set model.vocab_size={have}, or pack with a tokenizer of at most {vocab_size:,} entries"
+        )
+    if length is not None and length != manifest["length"]:
+        raise UserError(f"{path} was packed to rows of {manifest['length']} tokens, but data.length={length}")
+    return manifest
+
+
+def sources(manifest: dict[str, Any], path: str, split: str, hint: str | None = None) -> list[str]:
+    """The sources that have rows in a split. Raises UserError, with `hint`, where none has."""
+    found = [name for name, counts in manifest["splits"].get(split, {}).items() if counts["rows"]]
+    if not found:
+        raise UserError(f"{path} has no rows in its split {split!r}: {hint or _how_to_make(path, manifest['length'])}")
+    return found
+
+
+def _how_to_make(path: str, length: int | None) -> str:
+    return (
+        f"make it with `python -m data_prep pack --out {path} --length {length or 4096}"
+        " --tokenizer FILE --source NAME=PATH` (docs/data.md)"
+    )
+
+
 def fingerprint(manifest: dict[str, Any]) -> str:
     """What decides the rows of a data set: the tokenizer, the length and the shards, not where they came from."""
     shards = {

@@ -7,6 +7,7 @@ streaming's `Stream` downloads and decompresses, its reader decodes. Its Streami
 import json
 import os
 import re
+import tempfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +30,12 @@ INDEX = "index.json"
 COLUMNS = re.compile("documents=ndarray:int64 lengths=ndarray:int32 offsets=ndarray:int64 tokens=ndarray:uint(16|32)$")
 
 
+def node_cache() -> Path:
+    """What `data.cache=auto` stands for: a folder on this node's own disk. Slurm's job scripts name and remove theirs."""
+    scratch = os.environ.get("SSSCALE_SCRATCH") or f"{tempfile.gettempdir()}/ssscale-{os.getuid()}"
+    return Path(scratch) / "data"
+
+
 class Place:
     """Where a data folder's files lie: in `path` itself, or in `cache`, filled from `path` file by file.
 
@@ -42,10 +49,13 @@ class Place:
         if not self.is_remote:
             self.local = Path(path)
         elif cache is None:
-            raise UserError(f"data.path={path} is remote: data.cache must name a local folder for it")
+            raise UserError(
+                f"data.path={path} is remote: data.cache must name a local folder for it, or be auto, this node's own disk"
+            )
         else:
             # One cache may serve several data sets.
-            self.local = Path(cache) / sha256(path.encode()).hexdigest()[:16]
+            folder = node_cache() if cache == "auto" else Path(cache)
+            self.local = folder / sha256(path.encode()).hexdigest()[:16]
 
     def fetch(self, name: str) -> Path:
         """A file of the folder, downloaded if need be. Raises FileNotFoundError if there is none."""

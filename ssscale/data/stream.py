@@ -51,17 +51,9 @@ class PackedData:
         unfinished or broken folder (with `hint`, how to make it), for a tokenizer with more entries than the model, for
         shards of another length or fingerprint, for missing shards, and for a cache that is too small.
         """
-        hint = hint or (
-            f"make it with `python -m data_prep pack --out {path} --length {length or 4096}"
-            " --tokenizer FILE --source NAME=PATH` (docs/data.md)"
-        )
         place = Place(path, cache, None if cache_gb is None else int(cache_gb * 1e9))
-        file = place.fetch(manifests.NAME)
-        if not file.is_file():
-            empty = "is empty or unfinished" if place.local.is_dir() else "does not exist"
-            raise UserError(f"data folder {path} {empty}: {hint}")
-        manifest = manifests.read(file)
-        _check(manifest, path, vocab_size, length)
+        place.fetch(manifests.NAME)
+        manifest = manifests.open_checked(path, place.local, vocab_size, length, hint)
         if fingerprint is not None and fingerprint != manifests.fingerprint(manifest):
             raise UserError(
                 f"{path} is not the data that the checkpoint was trained on: its fingerprint has changed"
@@ -70,11 +62,8 @@ class PackedData:
         counts = manifest["splits"].get(split, {})
         stores = {
             source: RowStore(place, f"{split}/{source}", manifest["files"][f"{split}/{source}/{INDEX}"]["sha256"])
-            for source in counts
-            if counts[source]["rows"]
+            for source in manifests.sources(manifest, path, split, hint)
         }
-        if not stores:
-            raise UserError(f"{path} has no rows in its split {split!r}: {hint}")
         for source, store in stores.items():
             if len(store) != counts[source]["rows"]:
                 raise UserError(
@@ -127,17 +116,6 @@ class PackedData:
         # The first token of a document is predicted from nothing, so it is no target.
         targets = sum(count["tokens_in"] - count["documents"] for count in counts)
         return sum(count["bytes"] for count in counts) / targets
-
-
-def _check(manifest: dict[str, Any], path: str, vocab_size: int | None, length: int | None) -> None:
-    have = manifest["tokenizer"]["vocab_size"]
-    if vocab_size is not None and have > vocab_size:
-        raise UserError(
-            f"{path} was tokenized with a vocabulary of {have:,}, but model.vocab_size={vocab_size} has no rows for ids from"
-            f" {vocab_size} on: set model.vocab_size={have}, or pack with a tokenizer of at most {vocab_size:,} entries"
-        )
-    if length is not None and length != manifest["length"]:
-        raise UserError(f"{path} was packed to rows of {manifest['length']} tokens, but data.length={length}")
 
 
 @dataclass(frozen=True)

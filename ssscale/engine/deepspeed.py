@@ -53,8 +53,8 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
     train, stage = config.train, config.parallel.zero_stage
     bucket = min(500_000_000, num_elements + num_elements % 2)  # DeepSpeed allocates whole buckets, and wants them even
     return {
-        "train_micro_batch_size_per_gpu": train.microbatch,
-        "gradient_accumulation_steps": train.batch_size // (train.microbatch * groups.data_size),
+        "train_micro_batch_size_per_gpu": train.microbatch_rows,
+        "gradient_accumulation_steps": train.batch_size // (train.microbatch_rows * groups.data_size),
         "gradient_clipping": config.optimizer.clip,
         "steps_per_print": 2**62,
         "zero_allow_untested_optimizer": True,
@@ -99,7 +99,7 @@ class DeepSpeedEngine:
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         logger.setLevel(logging.WARNING)
         self.groups, self.stage = groups, config.parallel.zero_stage
-        self.accumulation = config.train.batch_size // (config.train.microbatch * groups.data_size)
+        self.accumulation = config.train.batch_size // (config.train.microbatch_rows * groups.data_size)
         self.names = [name for name, _ in model.named_parameters()]
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
         bf16 = next(model.parameters()).dtype == torch.bfloat16

@@ -28,8 +28,8 @@ from ssscale.parallel.groups import Groups, initialize
 from ssscale.schema import Config
 from ssscale.train.build import build_model
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes
+from ssscale.train.checkpoint_folder import check_empty, saved_config
 from ssscale.train.save import save_checkpoint
-from ssscale.train.switch import saved_config
 
 SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,8 +60,7 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: weights are written as {', '.join(DTYPES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={out} exists and is not empty")
+    check_empty(out)
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
     _check_link(checkpoint / "tokenizer.json", checkpoint)
@@ -163,6 +162,8 @@ def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: in
         "eos_token": eos,
         "pad_token": eos,
         "model_max_length": length,
+        "model_input_names": ["input_ids", "attention_mask"],  # the model has no token types
+        "padding_side": "left",  # generation continues the last column
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,  # spelt out in a text they are text, as in training
     }
@@ -185,8 +186,7 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     Its optimizer is left behind: the checkpoint is step 0 of a run that nothing has trained. Returns the checkpoint. Raises
     UserError where the folder is broken or of another kind of model, or `out` holds something.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={out} exists and is not empty")
+    check_empty(out)
     content = _read_json(folder / "config.json")
     if content.get("model_type") != "ssscale":
         raise UserError(f"{folder / 'config.json'} is of a model_type {content.get('model_type')!r}, not 'ssscale'")

@@ -274,6 +274,7 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -283,7 +284,8 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits [B, T, vocab_size], and with labels (−100: none) the mean loss of each token's successor.
 
-        attention_mask: [B, cached tokens and T], 0 for padding. logits_to_keep: of the last tokens only; 0: of all.
+        attention_mask: [B, cached tokens and T], 0 for padding. token_type_ids: ignored, the model has no token types.
+        logits_to_keep: of the last tokens only; 0: of all.
         final_length: under dynamic_ntk, the tokens (padding counted) that cached texts are to reach; `generate` fills it in.
         """
         use_cache = self.config.use_cache if use_cache is None else use_cache

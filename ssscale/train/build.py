@@ -14,9 +14,10 @@ from ssscale.model.decoder import Decoder, padded_vocab
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config, ModelConfig, Precision
 from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.checkpoint_folder import saved_config
 from ssscale.train.estimate import check_weights
 from ssscale.train.reading import reading
-from ssscale.train.switch import load_switched, saved_config
+from ssscale.train.switch import load_switched
 
 logger = logging.getLogger("ssscale")
 
@@ -73,8 +74,8 @@ def open_data(
     )
 
 
-def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dtype) -> None:
-    """What was chosen, once a run."""
+def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dtype, entries: int | None = None) -> None:
+    """Log what was chosen, once per run. entries: of the data's tokenizer."""
     from kernels.softmax import choose_backend
 
     core = config.model.attention.core.value
@@ -98,6 +99,8 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         groups.data_size,
         torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
     )
+    if entries is not None:
+        log_vocabulary(config.model, entries)
     note = stack_note(groups.device)
     if note is not None:
         logger.warning(note)

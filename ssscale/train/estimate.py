@@ -5,11 +5,11 @@ its share of the optimizer: fp32 master weights and AdamW's two moments. Under `
 Activations are what autograd keeps of compiled blocks, as counted with saved-tensor hooks on our own decoder.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
-from ssscale.schema import Compile, Config, Core, PositionMethod, Precision, Recompute
+from ssscale.schema import Auto, Compile, Config, Core, PositionMethod, Precision, Recompute
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 
@@ -86,7 +86,7 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     block = parts["matrices"] / model.num_layers / tensor
     largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
     partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
-    tokens = train.microbatch * config.data.length // parallel.context
+    tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(
         weights=width * (n if stage < 3 else n / ranks + block),
         gradients=(width * n, 4 * n + width * largest, partitioned, partitioned)[stage],
@@ -103,6 +103,8 @@ def check_memory(config: Config, gpus: int, room: int) -> None:
     `room` for weights, gradients and optimizer, or twice as much in all.
     """
     for own in Plan(config).configs:
+        if isinstance(own.train.microbatch, Auto):
+            own = replace(own, train=replace(own.train, microbatch=1))  # what `auto` is at least
         memory = memory_per_gpu(own, gpus)
         kept = memory.weights + memory.gradients + memory.optimizer
         if kept > room or memory.total > 2 * room:

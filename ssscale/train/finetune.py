@@ -17,9 +17,9 @@ from ssscale.parallel.groups import Groups
 from ssscale.schema import Config, ScheduleConfig, ScheduleKind, StageConfig
 from ssscale.train.build import build_model, choose_dtype, log_choices
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
+from ssscale.train.claim import RunFolder
 from ssscale.train.metrics import Metrics, Stopwatch
 from ssscale.train.reading import reading
-from ssscale.train.run_folder import RunFolder
 from ssscale.train.save import CheckpointWriter, Retention
 from ssscale.train.schedule import learning_rate
 from ssscale.train.signals import StopSignals
@@ -144,8 +144,8 @@ class FineTuning:
         share = [self._example(n) for n in range(self.state.samples, self.state.samples + train.batch_size)]
         share = share[groups.data_rank :: groups.data_size]
         sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
-        for first in range(0, len(share), train.microbatch):
-            batch = make_batch(share[first : first + train.microbatch], self.config.data.length)
+        for first in range(0, len(share), train.microbatch_rows):
+            batch = make_batch(share[first : first + train.microbatch_rows], self.config.data.length)
             # The answers are a few tokens of a hundred: the vocabulary's logits of the others are not computed.
             rows = (batch.labels != IGNORE).nonzero().flatten().to(groups.device)
             batch = batch.to(groups.device)

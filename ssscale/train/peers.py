@@ -78,6 +78,8 @@ class Peers:
     @contextmanager
     def telling(self, where: Callable[[], Where]) -> Iterator[None]:
         """Tell the others of an error inside. Raises Stop for what is not the user's mistake."""
+        if self.is_open:
+            self.open()  # its file of crashes, which was closed at the end of the start
         try:
             yield
         except Rollback:

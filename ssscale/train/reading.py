@@ -12,18 +12,9 @@ from safetensors import SafetensorError
 
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from ssscale.train.whole import (
-    MANIFEST,
-    Condition,
-    Finding,
-    from_main,
-    inspect,
-    inspect_together,
-    list_checkpoints,
-    list_together,
-    patiently,
-    share,
-)
+from ssscale.train.checkpoint_folder import MANIFEST, Condition, Finding, is_checkpoint
+from ssscale.train.files import patiently
+from ssscale.train.whole import from_main, inspect_together, list_together, share
 
 logger = logging.getLogger("ssscale")
 
@@ -92,28 +83,6 @@ def unread(path: Path) -> Iterator[bool]:
         yield free
     finally:
         os.close(descriptor)
-
-
-def is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).is_file() or (path / "state.json").is_file()
-
-
-def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
-    """A checkpoint folder, given itself or its run's folder (the newest one there whose files are all there).
-
-    Says which broken ones it passes over; sizes are compared, contents are not read. Raises UserError naming the option.
-    """
-    if patiently(lambda: is_checkpoint(path), path):
-        return path
-    folder = path / "checkpoints"
-    problem = ""
-    for checkpoint in reversed(patiently(lambda: list_checkpoints(folder), folder)):
-        finding = inspect(checkpoint, names=())
-        if finding.condition is not Condition.BROKEN:
-            return checkpoint
-        logger.warning("%s; the checkpoint before it is taken", finding.problem)
-        problem = problem or f": {finding.problem}"
-    raise UserError(f"{option}={path}: neither a checkpoint nor a run folder that has one{problem}")
 
 
 @contextmanager

@@ -1,22 +1,22 @@
-"""The folder of a run: who may write to it, and whether a configuration continues what lies there."""
+"""The folder of a run: who may write to it, and whether a configuration continues what lies there.
+
+Needs no torch: `check_folder` answers before it is imported. `ssscale.train.claim` takes a folder.
+"""
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from ssscale.config import read_yaml, to_yaml
 from ssscale.errors import UserError
-from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
-from ssscale.train.checkpoint import TrainState
-from ssscale.train.lock import RunLock
-from ssscale.train.whole import from_main, newest_whole, put_aside, record_first_save, step_of, write_file
+from ssscale.train.files import write_file
+
+if TYPE_CHECKING:
+    from ssscale.train.checkpoint import TrainState
 
 logger = logging.getLogger("ssscale")
 
@@ -66,90 +66,6 @@ def _check_folder(folder: Path, config: Config) -> None:
         raise UserError(f"run_dir={folder} holds something that is not a run; name an empty or a new folder")
 
 
-class RunFolder:
-    """A run's folder while a process trains there: locked, with the checkpoint that the run goes on from.
-
-    Made by all ranks together. A folder that exists is locked before anything in it is read, and nothing but the lock is
-    written before `take`. Raises UserError where the folder is not the configuration's run, is in use, or has lost its
-    checkpoints.
-    """
-
-    def __init__(self, path: Path, config: Config, groups: Groups, slurm_job: str | None = None) -> None:
-        self.path, self.groups, self.slurm_job = path, groups, slurm_job
-        self.lock: RunLock | None = None
-        check_folder(path, config)
-        with self.opening():
-            self._lock(create=False)
-            self.choice = newest_whole(path, groups)
-
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Release the lock where something inside fails."""
-        try:
-            yield
-        except BaseException:
-            self.release()
-            raise
-
-    def _lock(self, create: bool) -> None:
-        dist.barrier()  # no rank writes before all have checked
-
-        def acquire() -> None:
-            if self.lock is None and (create or self.path.is_dir()):
-                self.path.mkdir(parents=True, exist_ok=True)
-                lock = RunLock(self.path, self.slurm_job)
-                lock.acquire()
-                self.lock = lock
-
-        self._on_main(acquire)
-
-    def take(self, config: Config) -> None:
-        """Begin to write: record the merged configuration, put broken checkpoints aside. Raises UserError."""
-        self._lock(create=True)
-
-        def take() -> None:
-            record_config(self.path, config)
-            try_to_write(self.path / "checkpoints")
-            put_aside(self.choice.broken)
-            if self.choice.path is not None:
-                record_first_save(self.path, step_of(self.choice.path))
-
-        self._on_main(take)
-
-    def _on_main(self, write: Callable[[], None]) -> None:
-        """Call `write` on the main rank; where it fails, all ranks raise the same UserError."""
-        problem = ""
-        if self.groups.is_main:
-            try:
-                write()
-            except OSError as error:
-                where = f" ({error.filename})" if error.filename else ""
-                problem = f"run_dir={self.path} cannot be written: {error.strerror}{where}"
-            except UserError as error:
-                problem = str(error)
-        problem = from_main(problem, self.groups)
-        if problem:
-            raise UserError(problem)
-
-    def find_again(self) -> Path | None:
-        """The newest whole checkpoint as it is now; broken ones are put aside. Raises UserError."""
-        self.choice = newest_whole(self.path, self.groups)
-        self._on_main(lambda: put_aside(self.choice.broken))
-        return self.choice.path
-
-    def release(self) -> None:
-        if self.lock is not None:
-            self.lock.release()
-
-
-def try_to_write(folder: Path) -> None:
-    """Raise OSError now where no checkpoint could be written later."""
-    folder.mkdir(exist_ok=True)
-    trial = folder / ".trial.partial"  # which the next start removes, as all that is not committed
-    trial.mkdir(exist_ok=True)
-    trial.rmdir()
-
-
 def record_config(folder: Path, config: Config) -> None:
     """Write the merged configuration to a folder that is locked. Raises OSError."""
     temporary = folder / "config.yaml.tmp"
@@ -157,7 +73,7 @@ def record_config(folder: Path, config: Config) -> None:
     os.replace(temporary, folder / "config.yaml")
 
 
-def write_rollback(folder: Path, state: TrainState) -> None:
+def write_rollback(folder: Path, state: "TrainState") -> None:
     """Remember which rows a run passes over from now on, until a later checkpoint does.
 
     On a full disk that is said and training goes on: a run that is stopped before its next save rolls back once more.
@@ -171,7 +87,7 @@ def write_rollback(folder: Path, state: TrainState) -> None:
         logger.error("%s cannot be written: %s", file, error.strerror)
 
 
-def read_rollback(folder: Path, state: TrainState) -> TrainState:
+def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
     """The state of a checkpoint, with the rows that were passed over after it was written."""
     file = folder / "rollback.json"
     if not file.is_file():

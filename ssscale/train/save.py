@@ -20,19 +20,10 @@ from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_ranges, split_dim
 from ssscale.train.checkpoint import FORMAT, TrainState
+from ssscale.train.checkpoint_folder import MANIFEST, checkpoint_path, list_checkpoints, step_of
+from ssscale.train.files import CHUNK, checksum, fsync_folder, write_file
 from ssscale.train.reading import unread
-from ssscale.train.whole import (
-    CHUNK,
-    MANIFEST,
-    checkpoint_path,
-    checksum,
-    fsync_folder,
-    list_checkpoints,
-    record_first_save,
-    step_of,
-    superseded,
-    write_file,
-)
+from ssscale.train.whole import record_first_save, superseded
 
 logger = logging.getLogger("ssscale")
 

@@ -27,6 +27,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a launcher has had them wait for this
         return self
 
     def __exit__(

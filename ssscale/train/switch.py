@@ -1,28 +1,19 @@
 """From a checkpoint of one model to the beginning of another: the same weights, or softmax to SSMax."""
 
 import logging
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from ssscale.config import read_yaml
 from ssscale.errors import UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Config, Core, ModelConfig
+from ssscale.schema import Core, ModelConfig
 from ssscale.train.checkpoint import CheckpointReader, check_shapes, load_weights, new_weights
+from ssscale.train.checkpoint_folder import saved_config
 from ssscale.train.stages import switched_model
 
 logger = logging.getLogger("ssscale")
-
-
-def saved_config(checkpoint: Path) -> Config:
-    """The configuration with which a checkpoint was trained. Raises UserError."""
-    try:
-        return read_yaml(checkpoint / "config.yaml")
-    except OSError as error:
-        raise UserError(f"{checkpoint} is not a whole checkpoint: {error}") from error
 
 
 @torch.no_grad()

@@ -23,15 +23,18 @@ from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config
-from ssscale.train.build import build_model, choose_compile, choose_dtype, log_choices, log_vocabulary, open_data
+from ssscale.train.build import build_model, choose_compile, choose_dtype, log_choices, open_data
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
+from ssscale.train.checkpoint_folder import checkpoint_path
+from ssscale.train.claim import RunFolder
 from ssscale.train.faults import Rollback, SpikeDetector, open_events, write_event
 from ssscale.train.guard import check_copies, listed, without_gradient
 from ssscale.train.metrics import Metrics, Stopwatch, speed, step_record, sums_by_source
+from ssscale.train.microbatch import StageConfigs
 from ssscale.train.observe import StepParts, observe, profiled
 from ssscale.train.peers import Peers, Where
 from ssscale.train.reading import reading
-from ssscale.train.run_folder import RunFolder, read_rollback, write_rollback
+from ssscale.train.run_folder import read_rollback, write_rollback
 from ssscale.train.save import CheckpointWriter, Retention, Saved
 from ssscale.train.schedule import learning_rate
 from ssscale.train.signals import StopSignals
@@ -39,7 +42,6 @@ from ssscale.train.stages import Part, Plan
 from ssscale.train.switch import load_switched
 from ssscale.train.validation import validation_losses
 from ssscale.train.watchdog import Watchdog
-from ssscale.train.whole import checkpoint_path
 
 logger = logging.getLogger("ssscale")
 
@@ -75,9 +77,10 @@ class Trainer:
         self.state = read_rollback(self.folder, self.reader.state) if self.reader else TrainState()
         self.saved_step, self.spikes = self.state.step, SpikeDetector(config.train.spike_z)
         self.skipped_in_a_row = self.held = 0
+        self.configs = StageConfigs(self.plan, self.groups)
         self.events = open_events(self.folder)
         self.part = self.plan.at(self.state.step)
-        self.config = self.plan.configs[self.part.stage]  # of the stage that is trained
+        self.config = self.configs.of(self.part)  # of the stage that is trained
         last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
         self._open_data(self.state.data_fingerprint or None if last == self.config.data.path else None)
         self.place.take(config)
@@ -100,8 +103,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         dtype = choose_dtype(config.train.precision, groups.device)
         model = build_model(config, groups, dtype)
-        log_choices(model, config, groups, dtype)
-        log_vocabulary(config.model, self.data.vocab_size)
+        log_choices(model, config, groups, dtype, self.data.vocab_size)
         if self.reader is None:
             initialize_weights(model, config.model, groups, config.train.seed)
             if config.init_from is not None:
@@ -132,7 +134,6 @@ class Trainer:
         Raises Stop where the run ends before its last step.
         """
         self.watchdog = Watchdog(self.folder, self.groups.rank, self.groups.world_size, self.run_config.train.watchdog)
-        self.peers.open()
         with self.peers.telling(lambda: Where(self.config, self.state.step + 1, self.watchdog.phase, self.held)):
             self._train()
 
@@ -224,7 +225,7 @@ class Trainer:
                 first_sample=self.plan.next_sample(self.state.step, self.state.skipped),
                 num_samples=(min(part.last_step, self.plan.total_steps) - self.state.step) * part.batch_size,
                 batch_size=part.batch_size,
-                microbatch=self.config.train.microbatch,
+                microbatch=self.config.train.microbatch_rows,
                 rank=self.groups.data_rank,
                 world_size=self.groups.data_size,
                 num_workers=self.config.data.num_workers,
@@ -277,13 +278,13 @@ class Trainer:
             write_event(self.events, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
         logger.warning("NaN up to step %d: back to step %d, passing over %d rows", step, state.step, rows)
         self.part = self.plan.at(state.step)
-        self.config = self.plan.configs[self.part.stage]
+        self.config = self.configs.of(self.part)
         self._open_data(None)
         self._rebuild(reader)
 
     def _enter(self, part: Part) -> None:
         """Make ready for a part of the plan; a stage with another model is built anew from a checkpoint of this one."""
-        before, self.part, self.config = self.config, part, self.plan.configs[part.stage]
+        before, self.part, self.config = self.config, part, self.configs.of(part)
         if self.config.data != before.data:
             self._open_data(None)
         if self.config.model != before.model:
@@ -296,7 +297,7 @@ class Trainer:
                 )
             logger.info("stage %s changes the model", stage)
             self._rebuild(CheckpointReader(checkpoint_path(self.folder / "checkpoints", self.state.step)))
-        self.engine.set_batch_size(part.batch_size, self.config.train.microbatch)
+        self.engine.set_batch_size(part.batch_size, self.config.train.microbatch_rows)
 
     def _rebuild(self, reader: CheckpointReader) -> None:
         """The engine anew, from a checkpoint."""

@@ -21,7 +21,7 @@ def validation_losses(model: nn.Module, data: PackedData, config: Config, groups
     batches = valid_batches(
         data,
         rows=config.train.eval_rows,
-        microbatch=config.train.microbatch,
+        microbatch=config.train.microbatch_rows,
         rank=groups.data_rank,
         world_size=groups.data_size,
         one_document=config.data.one_document,

@@ -6,59 +6,33 @@ system refuses to read it (EIO, ESTALE, EACCES, ...) or where ranks see differen
 for a while and then the command ends. Nothing is renamed or passed over for that reason.
 """
 
-import errno
 import itertools
 import json
 import logging
 import os
-import re
 import socket
-import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from ssscale.errors import UserError
-from ssscale.names import is_plain
 from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.groups import Groups
+from ssscale.train.checkpoint_folder import (
+    FIRST_SAVE,
+    Condition,
+    Finding,
+    inspect,
+    list_checkpoints,
+    step_of,
+)
+from ssscale.train.files import fsync_folder, patiently, retry_seconds, waits, write_file
 
 logger = logging.getLogger("ssscale")
-
-CHUNK = 2**26  # bytes read at once
-NAME = re.compile(r"step-([0-9]{8,})")
-MANIFEST = "checksums.json"
-FIRST_SAVE = "first_save.json"  # in the run's folder: a checkpoint of it has been committed once
-MISSING = (errno.ENOENT, errno.ENOTDIR)
-DAMAGED = (errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # no other attempt will find a file there
-
-T = TypeVar("T")
-
-
-class Condition(IntEnum):
-    WHOLE = 0
-    BROKEN = 1
-    UNREADABLE = 2
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a look at a checkpoint has shown. problem: a clause that names the file; file: its name within the folder.
-
-    host: that of the rank that looked, in what `share` returns.
-    """
-
-    condition: Condition = Condition.WHOLE
-    problem: str = ""
-    file: str = ""
-    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,136 +41,6 @@ class Choice:
 
     path: Path | None
     broken: tuple[Path, ...] = ()
-
-
-def step_of(path: Path) -> int:
-    """The step of a checkpoint, from its folder's name."""
-    found = NAME.match(path.name)
-    assert found is not None, path
-    return int(found.group(1))
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder by their names, oldest first, whole or not; none where there is no such folder.
-
-    Raises UserError where the folder is a link that leads nowhere, OSError where it cannot be listed.
-    """
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        if folder.is_symlink():
-            target = f"{folder} is a link to {os.readlink(folder)}, which does not exist"
-            raise UserError(f"{target}: mount that disk, or remove the link") from None
-        return []
-    found = [folder / name for name in names if NAME.fullmatch(name)]
-    return sorted((path for path in found if path.is_symlink() or path.is_dir()), key=step_of)
-
-
-def checksum(file: Path) -> str:
-    """XXH3-128 of a file, in hexadecimal digits."""
-    digest = xxhash.xxh3_128()
-    with open(file, "rb", buffering=0) as opened:
-        while chunk := opened.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def inspect(path: Path, names: Iterable[str] | None = None, rank: int = 0, world_size: int = 1) -> Finding:
-    """Compare a checkpoint with its checksums.json: names and sizes of all files, contents of some.
-
-    names: the files whose contents are read; None: those that fall to `rank` of `world_size`.
-    """
-    name = MANIFEST
-    try:
-        if path.is_symlink() and not path.exists():
-            problem = f"{path} is a link to {os.readlink(path)}, which does not exist"
-            return Finding(Condition.UNREADABLE, problem, MANIFEST)
-        entries = _read_manifest(path)
-        for name in sorted(entries):
-            size = (path / name).stat().st_size
-            if size != entries[name]["bytes"]:
-                problem = f"{path / name} has {size:,} bytes, not {entries[name]['bytes']:,}"
-                return Finding(Condition.BROKEN, problem, name)
-        share = sorted(entries)[rank::world_size] if names is None else sorted(entries.keys() & set(names))
-        for name in share:
-            if checksum(path / name) != entries[name]["xxh3"]:
-                return Finding(Condition.BROKEN, f"{path / name} is broken: its checksum is another", name)
-        name = MANIFEST
-        missing = _missing(path, entries)
-    except OSError as error:
-        if error.errno in MISSING:
-            return Finding(Condition.BROKEN, f"{path / name} is missing", name)
-        condition = Condition.BROKEN if error.errno in DAMAGED else Condition.UNREADABLE
-        return Finding(condition, f"{path / name} cannot be read: {error.strerror}", name)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        return Finding(Condition.BROKEN, f"{path / name} is broken: {error}", name)
-    if missing is not None:
-        return Finding(Condition.BROKEN, f"{path / MANIFEST} is broken: it does not name {missing}", MANIFEST)
-    return Finding()
-
-
-def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None where it is whole. Reads all of it in this process."""
-    return inspect(path).problem or None
-
-
-def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Raises OSError or, for what a writer would not have written, ValueError."""
-    if not stat.S_ISREG(os.stat(path / MANIFEST).st_mode):
-        raise ValueError("it is not a file")  # a pipe would be waited for
-    entries: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_bytes())
-    if not isinstance(entries, dict):
-        raise ValueError("it holds no table of files")
-    for name in entries:
-        if not is_plain(name):
-            raise ValueError(f"{name!r} is not the name of a file in this folder")
-    return entries
-
-
-def _missing(path: Path, entries: dict[str, dict[str, Any]]) -> str | None:
-    """A file that every checkpoint has and the manifest does not name. Raises ValueError for a broken state.json."""
-    for name in ("state.json", "config.yaml"):
-        if name not in entries:
-            return name
-    ranks = json.loads((path / "state.json").read_bytes())["ranks"]
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"state.json gives it {ranks!r} ranks")
-    every = (f"rank-{rank:05d}.{kind}" for rank in range(ranks) for kind in ("json", "safetensors"))
-    return next((name for name in every if name not in entries), None)
-
-
-def retry_seconds() -> float:
-    """How long something unreadable is tried again: SSSCALE_READ_RETRY_S, 30 seconds where it is not set."""
-    text = os.environ.get("SSSCALE_READ_RETRY_S", "30")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise UserError(f"SSSCALE_READ_RETRY_S={text} is not a number of seconds")
-    return seconds
-
-
-def patiently(call: Callable[[], T], what: Path) -> T:
-    """call(), again while it raises OSError. Raises UserError when it still does after `retry_seconds`."""
-    end = time.monotonic() + retry_seconds()
-    for wait in _waits():
-        try:
-            return call()
-        except OSError as error:
-            if time.monotonic() > end:
-                raise UserError(f"{what} cannot be read: {error.strerror}; nothing there was changed") from error
-            logger.warning("%s cannot be read: %s; trying again", what, error.strerror)
-            time.sleep(wait)
-    raise AssertionError
-
-
-def _waits() -> Iterable[float]:
-    return itertools.chain((0.5, 1.0, 2.0, 4.0), itertools.repeat(8.0))
 
 
 def newest_whole(run: Path, groups: Groups) -> Choice:
@@ -250,7 +94,7 @@ def inspect_together(path: Path, groups: Groups) -> str | None:
     `retry_seconds`.
     """
     end = time.monotonic() + retry_seconds()
-    for wait in _waits():
+    for wait in waits():
         found = share(inspect(path, rank=groups.rank, world_size=groups.world_size), groups)
         if max(finding.condition for finding in found) is Condition.BROKEN:
             # The view of one machine may be old or its memory bad: all ranks look at what one of them found.
@@ -321,24 +165,3 @@ def record_first_save(run: Path, step: int) -> None:
     write_file(temporary, [memoryview(json.dumps({"step": step}).encode())])
     os.replace(temporary, run / FIRST_SAVE)
     fsync_folder(run)
-
-
-def write_file(path: Path, chunks: list[memoryview]) -> dict[str, Any]:
-    """Write and flush a file; its size and checksum."""
-    digest, size = xxhash.xxh3_128(), 0
-    with open(path, "wb", buffering=0) as file:
-        for chunk in chunks:
-            digest.update(chunk)
-            size += len(chunk)
-            while chunk:
-                chunk = chunk[file.write(chunk) :]
-        os.fsync(file.fileno())
-    return {"bytes": size, "xxh3": digest.hexdigest()}
-
-
-def fsync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

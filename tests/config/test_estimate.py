@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from launch import estimate as command
-from launch.cli import take_options
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.train.estimate import activation_bytes_per_token, estimate, logit_bytes, memory_per_gpu
@@ -28,7 +27,8 @@ def test_days_and_tokens_of_3b():
 
 def test_fire_needs_a_table():
     fire, alibi = (
-        estimate(load_config([f"config=350m_{name}"]), gpus=8, mfu=0.4).memory.activations for name in ("fire", "alibi")
+        estimate(load_config([f"config=350m_{name}", "train.microbatch=16"]), gpus=8, mfu=0.4).memory.activations
+        for name in ("fire", "alibi")
     )
     assert fire - alibi == 4 * (2 * 32 + 4 * 32) * 2048**2
 
@@ -106,7 +106,7 @@ def test_command_prints_every_figure(capsys):
         ("gpus=0", "gpus must be at least 1, not 0"),
         ("mfu=40", "mfu must be above 0 and at most 1, not 40"),
         ("mfu=x", "mfu must be a number, not 'x'"),
-        ("gpu=64", "did you mean gpus?"),
+        ("gpu=64", "did you mean gpus"),
         ("gpus=3", "train.batch_size=1024 is not a multiple of the 6 rows"),
     ],
 )
@@ -114,11 +114,6 @@ def test_command_refuses(argument, expected):
     with pytest.raises(UserError) as error:
         command.main(["config=3b_sb", argument])
     assert expected in str(error.value)
-
-
-def test_options_are_split_from_the_configuration():
-    taken, rest = take_options(["a=1", "config=x", "b=2.5", "a.b=3", "bare"], {"a": int, "b": float, "c": str})
-    assert (taken, rest) == ({"a": 1, "b": 2.5}, ["config=x", "a.b=3", "bare"])
 
 
 def test_users_command_runs_as_written_without_torch():

@@ -10,11 +10,9 @@ from types import FrameType
 import pytest
 
 from launch.estimate import main as estimate
-from launch.pretrain import main as pretrain
 from slurm.submit import main as submit
 from ssscale.config import load_config, to_yaml
 from ssscale.errors import UserError
-from ssscale.parallel.groups import Groups
 
 TINY = "config=tiny_sb"
 SECONDS = 10
@@ -87,20 +85,6 @@ ARGUMENTS: list[list[str]] = [
         )
     ),
 ]
-# What fits every type and bound, and no machine.
-LARGE = [
-    ["model.head_dim=1000000000"],
-    ["model.hidden_size=2000000000", "model.num_heads=1"],
-    ["model.num_layers=10000", "model.hidden_size=131072", "model.num_heads=1024"],
-    ["model.vocab_size=2000000000"],
-    ["data.length=2000000000", "train.stages.0.tokens=1e15", "train.stages.1.tokens=1e15"],
-    [
-        "train.microbatch=100000000",
-        "train.batch_size=100000000",
-        "train.stages.0.tokens=1e15",
-        "train.stages.1.tokens=1e15",
-    ],
-]
 
 
 class TooLate(BaseException):
@@ -151,13 +135,6 @@ def test_divisors_of_large_numbers() -> None:
     sentence = refuses(estimate, [TINY, "model.hidden_size=2147483645", "model.num_heads=7"])
     assert "use 1, 5, 19, 95" in sentence
     assert "less than 2^31" in refuses(estimate, [TINY, "model.hidden_size=1000000000001", "model.num_heads=7"])
-
-
-def test_sizes_that_no_machine_has_are_refused_before_they_are_allocated(groups: Groups, tmp_path: Path) -> None:
-    for arguments in LARGE:
-        sentence = refuses(pretrain, [TINY, "data.path=nowhere", f"run_dir={tmp_path / 'run'}", *arguments])
-        assert "GiB" in sentence, sentence
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_configuration_that_is_taken_can_be_read_again() -> None:

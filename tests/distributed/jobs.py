@@ -14,15 +14,9 @@ from ssscale.model.init import initialize_weights
 from ssscale.model.loss import IGNORE
 from ssscale.parallel.groups import Groups, initialize
 from ssscale.schema import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from ssscale.train.checkpoint import (
-    CheckpointReader,
-    TrainState,
-    check_shapes,
-    load_training_state,
-    load_weights,
-)
+from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
+from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint
-from ssscale.train.whole import list_checkpoints
 
 LENGTH, ROWS, VOCAB = 24, 4, 300
 

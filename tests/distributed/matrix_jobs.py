@@ -30,8 +30,8 @@ from ssscale.schema import (
     TrainConfig,
 )
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
+from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint
-from ssscale.train.whole import list_checkpoints
 from tests.distributed.jobs import regroup
 from tests.distributed.matrix import CONTEXT, Layout
 

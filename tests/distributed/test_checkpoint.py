@@ -7,7 +7,7 @@ import pytest
 
 from ssscale.errors import UserError
 from ssscale.train.checkpoint import CheckpointReader
-from ssscale.train.whole import list_checkpoints
+from ssscale.train.checkpoint_folder import list_checkpoints
 from tests.distributed.matrix import Layout
 from tests.distributed.test_training import MODELS, TRAIN
 from tests.pool import Pool

@@ -22,7 +22,7 @@ def scores(checkpoint: str, names: list[str], eval_data: str, tensor: int) -> di
     from eval.suite import find_tasks
     from eval.text import TextTokenizer
     from ssscale.train.build import load_for_inference
-    from ssscale.train.reading import find_checkpoint
+    from ssscale.train.checkpoint_folder import find_checkpoint
 
     model, config = load_for_inference(Path(checkpoint), regroup(tensor))
     lm = PackedLM(model, TextTokenizer.of_checkpoint(find_checkpoint(Path(checkpoint))), config.data.length)
@@ -36,3 +36,14 @@ def scores(checkpoint: str, names: list[str], eval_data: str, tensor: int) -> di
         else:
             found[name] = [value for value, _ in lm.loglikelihood(requests)]
     return found
+
+
+def evaluate_failing(arguments: list[str]) -> str | None:
+    """The sentence that the main rank ends with; the others end without one."""
+    from ssscale.errors import UserError
+
+    try:
+        evaluate_file(arguments)
+    except UserError as error:
+        return str(error)
+    return None

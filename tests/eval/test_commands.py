@@ -95,7 +95,8 @@ def test_report_without_an_evaluation_and_of_two_runs(run, config, capsys):
     ("arguments", "words"),
     [
         (["tasks=cloze"], "checkpoint=RUN is missing"),
-        (["checkpoint=nowhere"], "neither a checkpoint nor a run folder"),
+        (["checkpoint=nowhere"], "checkpoint=nowhere: there is no such folder"),
+        (["checkpoint=configs"], "neither a checkpoint nor a run folder"),
         (["checkpoint={run}", "task=cloze"], "unknown argument 'task=cloze'"),
         (["checkpoint={run}", "valid=yes"], "valid must be true or false"),
         (["checkpoint={run}", "data=nowhere"], "data folder nowhere does not exist: name the folder"),

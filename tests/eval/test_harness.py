@@ -12,6 +12,7 @@ from eval.questions import Question, with_headers
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
+from ssscale.model.generate import generate
 from ssscale.model.init import initialize_weights
 from ssscale.schema import AttentionConfig, Core, PositionConfig, PositionMethod
 from tests.eval.conftest import LENGTH
@@ -114,8 +115,6 @@ def test_what_generation_gives_is_greedy(lm):
     text = lm.generate_until(ask("generate_until", (context, {"until": ["\n"], "max_gen_toks": 8})))[0]
     assert "\n" not in text
     tokens = lm.tok_encode(context)
-    from ssscale.model.generate import generate
-
     best = generate(lm.model, [tokens], 5)[0]
     other = [*best[:-1], (best[-1] + 1) % 400]
     pairs = [(("", ""), tokens, best), (("", ""), tokens, other)]
@@ -131,6 +130,18 @@ def test_generation_stops_at_a_string_and_ignores_its_neighbours(lm):
         end = text[len(text) // 2]
         cut = lm.generate_until(ask("generate_until", (context, settings | {"until": [end]})))[0]
         assert cut == text.split(end)[0]
+
+
+def test_generation_never_leaves_the_tokenizer(config, groups, tokenizer):
+    """A model may have more rows than its tokenizer has entries (400)."""
+    wide = dataclasses.replace(config.model, vocab_size=1000)
+    decoder = Decoder(wide, groups, LENGTH)
+    initialize_weights(decoder, wide, groups, seed=5)
+    lm = PackedLM(decoder.eval(), tokenizer, LENGTH)
+    prompt = lm.tok_encode("The stick")
+    assert max(generate(decoder, [prompt], 16)[0]) >= tokenizer.vocab_size == 400
+    text = lm.generate_until(ask("generate_until", ("The stick", {"until": [], "max_gen_toks": 16})))[0]
+    assert text == tokenizer.decode(generate(decoder, [prompt], 16, vocab_size=400, eos_id=tokenizer.eos_id)[0])
 
 
 def test_impossible_requests(lm):

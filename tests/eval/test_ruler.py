@@ -32,7 +32,8 @@ from eval.ruler.offline import (
 )
 from eval.ruler.run import LM_EVALS, definition, prepare_ruler
 from eval.ruler.samples import Counter, Texts, check, counter_of, generate
-from eval.suite import TaskResult, find_tasks, run_lm_eval
+from eval.scoring import TaskResult
+from eval.suite import find_tasks, run_lm_eval
 from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
 from ssscale.config import to_yaml
@@ -142,6 +143,7 @@ class Answers(LM):
 
 def ask(task: str, length: int, docs: list[dict], answers: Callable[[int], str]) -> tuple[list[Any], TaskResult]:
     lm = Answers(answers)
+    lm.length = length
     (result,) = run_lm_eval(lm, [definition(task, length, docs)], TaskManager(include_defaults=False))
     return lm.seen, result
 
@@ -181,7 +183,7 @@ def test_scores_are_the_answers_found(texts, english) -> None:
 
 def test_all_13_run_end_to_end_and_two_processes_write_the_same_file(ruler_run, eval_data, capsys, pool2: Pool) -> None:
     arguments = [f"checkpoint={ruler_run}", f"eval_data={eval_data}", "limit=2"]
-    file = ruler_run / "eval" / "step-00000001.json"
+    file = ruler_run / "eval" / "limit=2" / "step-00000001.json"
     evaluate([*arguments, "suite=ruler", f"lengths={LENGTH}"])
     printed = capsys.readouterr().out
     results = json.loads(file.read_text())
@@ -254,7 +256,7 @@ def test_a_stand_in_is_said_and_written(ruler_run, eval_data, tmp_path, capsys) 
     )
     printed = capsys.readouterr().out
     assert all(sentence in printed for sentence in shown)
-    results = json.loads((ruler_run / "eval" / "step-00000001.json").read_text())
+    results = json.loads((ruler_run / "eval" / "limit=1" / "step-00000001.json").read_text())
     assert results["ruler"]["data"] == {name: source.to_json() for name, (_, source) in sources.items()}
     data = results["tasks"][f"ruler_qa_squad@{LENGTH}"]["metrics"]["data"]
     assert data["stand_in_for"] == "dev-v2.0.json of rajpurkar.github.io/SQuAD-explorer"

@@ -16,7 +16,8 @@ from eval.harness import PackedLM
 from eval.paper import PAPER_2, SUITE, our_rows
 from eval.results import add_results, read_results
 from eval.suite import find_tasks
-from eval.tasks.local.load import FILES
+from eval.task_names import defined, lm_eval_tasks
+from eval.tasks.local.files import FILES
 from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
 from ssscale.config import to_yaml
@@ -228,8 +229,10 @@ def test_the_suite_runs_and_prints_the_papers_tables(suite_run, eval_data, capsy
     run, _ = suite_run
     evaluate([f"checkpoint={run}", "suite=stickbreaking_paper", f"eval_data={eval_data}", "limit=2"])
     printed = capsys.readouterr().out
-    results = json.loads((run / "eval" / "step-00000001.json").read_text())
+    results = json.loads((run / "eval" / "limit=2" / "step-00000001.json").read_text())
     assert set(results["tasks"]) == set(SUITE)
+    shots = {name: task["num_fewshot"] for name, task in results["tasks"].items()}
+    assert [shots[name] for name in ("piqa", "mmlu", "mmlu_5shot", "gsm8k", "gsm8k_cot")] == [0, 0, 5, 5, 8]
     table_2, table_3, table_4 = our_rows({name: task["metrics"] for name, task in results["tasks"].items()})
     for values in (table_2, table_3, table_4):
         assert f"{values[0]:.1f}" in printed
@@ -241,7 +244,7 @@ def test_the_suite_runs_and_prints_the_papers_tables(suite_run, eval_data, capsy
 
 def test_parts_make_the_file_of_the_whole(suite_run, eval_data) -> None:
     run, _ = suite_run
-    file = run / "eval" / "step-00000001.json"
+    file = run / "eval" / "limit=2" / "step-00000001.json"
     texts = []
     for parts in ([], ["part=1/2"], ["part=0/2"]):
         if parts != ["part=0/2"]:
@@ -309,9 +312,16 @@ def test_missing_data_is_named(suite_run, eval_data, tmp_path) -> None:
     ):
         evaluate([f"checkpoint={run}", "suite=stickbreaking_paper", f"eval_data={tmp_path}"])
     for arguments, words in [
-        (["suite=paper"], "suite=paper: there are stickbreaking_paper and ruler"),
+        (["suite=paper"], "suite must be stickbreaking_paper or ruler, not 'paper'"),
         (["limit=0"], "limit must be at least 1"),
         (["tasks=gsm8k", f"eval_data={eval_data}", "length=200", "valid=false"], "the task generates 256 tokens"),
     ]:
         with pytest.raises(UserError, match=words):
             evaluate([f"checkpoint={run}", *arguments])
+
+
+@pytest.mark.slow
+def test_every_name_of_lm_eval_is_found_without_importing_it() -> None:
+    found = defined([lm_eval_tasks()])
+    assert len(found) > 10_000
+    assert [name for name in TaskManager().all_tasks if name not in found] == []

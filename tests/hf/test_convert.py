@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from eval.text import TextTokenizer
@@ -36,6 +37,7 @@ MODELS["softmax_width"] = ModelConfig(
 )
 TEXTS = [list(range(5, 27)), [9], [0, 200, 3, 77, 8, 150, 299, 41]]
 NEW = 9
+PROMPTS = ["the stick breaks where", "the soft max"]
 
 
 def padded(left: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +143,7 @@ def load_elsewhere(decoders: dict[str, Decoder], tmp_path: Path, packages: str) 
     """Check what a process finds that knows transformers and nothing of ours. decoders: by exported folder."""
     tokens, mask = padded(left=True)
     given, found = tmp_path / "given.pt", tmp_path / "found.pt"
-    torch.save({"folders": list(decoders), "tokens": tokens, "mask": mask}, given)
+    torch.save({"folders": list(decoders), "tokens": tokens, "mask": mask, "prompts": PROMPTS}, given)
     script = Path(__file__).with_name("load_elsewhere.py")
     environment = os.environ | {"PYTHONPATH": packages, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     command = [sys.executable, str(script), str(given), str(found)]
@@ -158,6 +160,14 @@ def load_elsewhere(decoders: dict[str, Decoder], tmp_path: Path, packages: str) 
         text = TextTokenizer(f"{folder}/tokenizer.json", 0, 0)
         assert got["ids"] == [0, *text.encode("the stick <|endoftext|>")]
         assert got["ids"].count(0) == 1
+        prompts = [[0, *text.encode(prompt)] for prompt in PROMPTS]
+        assert got["inputs"] == ["attention_mask", "input_ids"]
+        assert got["written"] == got["together"] == generate(decoder, prompts, NEW)
+        assert got["typed"] == got["written"][0]
+        first = torch.tensor(prompts[0])
+        with torch.no_grad():
+            logits = decoder(first, PackedLayout.from_lengths([len(first)]))
+        assert got["loss"] == pytest.approx(float(F.cross_entropy(logits[:-1], first[1:])), abs=1e-5)
 
 
 def exported(names: list[str], groups: Groups, tokenizer_file: Path, tmp_path: Path) -> dict[str, Decoder]:
@@ -211,14 +221,14 @@ def test_bad_input(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None
     for arguments, words in [
         ([run], "out=FOLDER is missing"),
         ([run, out, "dtyp=x"], "unknown argument 'dtyp=x'"),
-        ([run, out, "dtype=int8"], "dtype=int8: weights are written as float32"),
+        ([run, out, "dtype=int8"], "dtype must be float32, bfloat16 or float16, not 'int8'"),
         ([run, f"out={tmp_path}"], "exists and is not empty"),
     ]:
         with pytest.raises(UserError, match=words):
             export_main(arguments)
     assert not (tmp_path / "hf").exists()
     export_main([run, out])
-    with pytest.raises(UserError, match="folder= is missing"):
+    with pytest.raises(UserError, match="folder=FOLDER is missing"):
         import_main([out])
     config = tmp_path / "hf" / "config.json"
     text = config.read_text()

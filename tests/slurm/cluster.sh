@@ -3,6 +3,7 @@
 # usage: cluster.sh up | down [--wipe] | status | env | crash N | boot N | unplug N | plug N
 #   SLURM_MODE  ns: every node has its own network, hostname, /etc/hosts, pids (default); plain: slurmd -N on this host
 #   SLURM_ROOT (${TMPDIR:-/tmp}/ssscale-slurm)  SLURM_NODES (2)  SLURM_CPUS (8)  SLURM_GPUS (8, fake)  SLURM_PORT (17000)  SLURM_NET (10.77.0)
+#   SLURM_TASK_PLUGIN (task/none; task/affinity binds, where SLURM_CPUS is what the machine has)
 set -u
 R=${SLURM_ROOT:-${TMPDIR:-/tmp}/ssscale-slurm}; N=${SLURM_NODES:-2}; CPUS=${SLURM_CPUS:-8}; GPUS=${SLURM_GPUS:-8}; P=${SLURM_PORT:-17000}
 MODE=${SLURM_MODE:-ns}; NET=${SLURM_NET:-10.77.0}
@@ -36,7 +37,7 @@ SlurmdSpoolDir=$R/spool.%n
 SlurmctldDebug=verbose
 SlurmdDebug=verbose
 ProctrackType=${SLURM_PROCTRACK:-proctrack/linuxproc}
-TaskPlugin=task/none
+TaskPlugin=${SLURM_TASK_PLUGIN:-task/none}
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/filetxt
@@ -133,5 +134,5 @@ case ${1:-} in
   boot) boot "$2";;
   unplug) ip link set "$BR-$2" down;;                                             # network cable out
   plug) ip link set "$BR-$2" up;;
-  *) sed -n 2,5p "$0"; exit 2;;
+  *) sed -n 2,6p "$0"; exit 2;;
 esac

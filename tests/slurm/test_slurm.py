@@ -1,62 +1,33 @@
 """Training jobs on a real Slurm of two nodes on this machine (cluster.sh), and what happens to nodes, cables and ranks."""
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from ssscale.train.metrics import read_metrics
-from ssscale.train.whole import list_checkpoints, verify
-from tests.train.conftest import ROOT, corpus  # noqa: F401 - a fixture
+from ssscale.train.checkpoint_folder import list_checkpoints, verify
+from tests.slurm.jobs import ARGUMENTS, Job, cluster, losses, started, submit
+from tests.train.conftest import corpus  # noqa: F401 - a fixture
 from tests.train.ranks import SMALL, Ranks
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
-CLUSTER = Path(__file__).with_name("cluster.sh")
 PREEMPTION = """PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 PartitionName=urgent Nodes=ALL PriorityTier=9 MaxTime=INFINITE State=UP"""
 STEPS = 160
-ARGUMENTS = ["train.save_every=20", "data.num_workers=0"]
-
-
-def cluster(*arguments: str) -> None:
-    subprocess.run([str(CLUSTER), *arguments], check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if shutil.which("slurmctld") is None or shutil.which("munged") is None:
-        pytest.skip("Slurm is not installed: make test-slurm installs it")
-    root = tmp_path_factory.mktemp("slurm")
-    root.parent.chmod(0o755)  # munge wants its socket's folders readable
-    for folder in (root, *root.parents[:2]):
-        folder.chmod(0o755)
-    own = os.getpid() % 10_000  # clusters of two test runs stand side by side
-    settings = {"SLURM_NET": f"10.{100 + own // 100}.{own % 100}", "SLURM_PORT": str(40_000 + 2 * own)}
-    settings |= {"SLURM_ROOT": str(root), "SLURM_EXTRA_CONF": PREEMPTION}
-    os.environ |= {**settings, "SLURM_CONF": str(root / "slurm.conf"), "SSSCALE_PYTHON": sys.executable}
-    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for command in ([str(CLUSTER), "up"], ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "hostname"]):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
-            problem = done.stderr.strip()[-300:] if done.returncode else None
-        except subprocess.TimeoutExpired:
-            problem = f"{command[0]} takes more than three minutes"
-        if problem is not None:
-            subprocess.run([str(CLUSTER), "down"], capture_output=True, check=False)
-            pytest.skip(f"no Slurm of two nodes comes up here, as where namespaces are forbidden: {problem}")
-    yield
-    cluster("down")
+    with started(tmp_path_factory, SLURM_EXTRA_CONF=PREEMPTION):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -65,54 +36,6 @@ def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]
     run = tmp_path_factory.mktemp("plain") / "run"
     Ranks([*ARGUMENTS, f"data.path={corpus}", f"train.max_steps={STEPS}"], run).finish()
     return losses(run)
-
-
-def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-
-
-class Job:
-    """A two-node training job through slurm/submit.py."""
-
-    def __init__(self, run: Path, corpus: Path, *options: str, steps: int = STEPS) -> None:  # noqa: F811
-        self.run = run
-        command = [sys.executable, "slurm/submit.py", *SMALL, *ARGUMENTS, f"data.path={corpus}", f"run_dir={run}"]
-        command += ["nodes=2", "gpus=1", f"train.max_steps={steps}", *options]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
-        self.number, *self.followers = re.findall(r"job (\d+)", result.stdout)
-
-    def log(self) -> str:
-        file = self.run / f"slurm-{self.number}.log"
-        return file.read_text() if file.is_file() else ""
-
-    def field(self, name: str, number: str | None = None) -> str:
-        command = ["scontrol", "show", "job", number or self.number]
-        shown = subprocess.run(command, capture_output=True, text=True, check=False)
-        return dict(text.split("=", 1) for text in shown.stdout.split() if "=" in text).get(name, "")
-
-    def wait_for(self, reached: Callable[[], Any], what: str, timeout: float = 300.0) -> None:
-        end = time.monotonic() + timeout
-        while not reached():
-            assert time.monotonic() < end, (
-                f"no {what}; {self.field('JobState')} {self.field('Reason')}\n{self.log()[-4000:]}"
-            )
-            time.sleep(0.2)
-
-    def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: len(losses(self.run)) >= step, f"step {step}")
-
-    def finish(self) -> None:
-        self.wait_for(self.ended, "end", timeout=600)
-        assert self.field("JobState") == "COMPLETED", self.log()[-4000:]
-
-    def ended(self) -> bool:
-        """Whether it is over: a job that queues itself again is FAILED for a moment."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        if self.field("JobState") not in over:
-            return False
-        time.sleep(0 if self.field("JobState") == "COMPLETED" else 10)
-        return self.field("JobState") in over
 
 
 def test_a_job_completes_and_is_recorded(slurm: None, corpus: Path, plain: list[float], tmp_path: Path) -> None:  # noqa: F811
@@ -206,7 +129,11 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm: None, corpus: Path, tm
 
 def test_what_follows_a_job(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
     """An evaluation after a training that finished; none after one that failed."""
-    good = Job(tmp_path / "run", corpus, "evaluate=none", steps=20)
+    more = ["evaluate_gpus=2", "evaluate_time=00:20:00", "evaluate_cpus=2", "evaluate_mem=3G"]
+    good = Job(tmp_path / "run", corpus, "evaluate=none", *more, steps=20)
+    (follower,) = good.followers
+    fields = {name: good.field(name, follower) for name in ("TimeLimit", "NumTasks", "CPUs/Task", "MinMemoryNode")}
+    assert fields == {"TimeLimit": "00:20:00", "NumTasks": "2", "CPUs/Task": "2", "MinMemoryNode": "3G"}
     good.finish()
     good.wait_for(lambda: good.field("JobState", good.followers[0]) == "COMPLETED", "evaluation")
     (results,) = (tmp_path / "run/eval").glob("step-*.json")
@@ -227,8 +154,6 @@ def test_what_follows_a_job(slurm: None, corpus: Path, tmp_path: Path) -> None: 
     ],
 )
 def test_what_slurm_refuses_is_passed_on(slurm: None, options: list[str], sentence: str, tmp_path: Path) -> None:
-    command = [sys.executable, "slurm/submit.py", *SMALL, f"run_dir={tmp_path / 'run'}", "nodes=2", "gpus=1"]
-    command += ["train.batch_size=20", *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = submit(*SMALL, f"run_dir={tmp_path / 'run'}", "nodes=2", "gpus=1", "train.batch_size=20", *options)
     assert result.returncode == 2, result.stdout + result.stderr
     assert re.search(sentence, result.stderr), result.stderr

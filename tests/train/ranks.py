@@ -36,13 +36,13 @@ def _rank(arguments: list[str], environment: dict[str, str], log: str, plant: Ca
     import torch
 
     torch.set_num_threads(1)
-    from launch.cli import run
-    from launch.pretrain import main
+    from launch.boot import run
+    from launch.pretrain import COMMAND, main
 
     sys.argv = ["launch/pretrain.py", *arguments]
     if plant is not None:
         plant()
-    run(main)
+    run(COMMAND, main)
 
 
 class Ranks:
@@ -85,7 +85,7 @@ class Ranks:
         assert set(codes) == {0}, f"{codes}:\n{self.output()}"
 
     def records(self) -> list[dict[str, Any]]:
-        from ssscale.train.metrics import read_metrics
+        from ssscale.train.records import read_metrics
 
         return read_metrics(self.run_dir / "metrics.jsonl")
 

@@ -17,12 +17,12 @@ def test_the_rate_is_by_the_clock() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "of= must be one of saves, metrics, not None"),
-        (["of=speed"], "of= must be one of saves, metrics, not 'speed'"),
-        (["of=saves", "config=tiny_sb"], "data= is missing: python launch/costs.py of=saves"),
-        (["of=saves", "config=tiny_sb", "data=x", "steps=8"], "steps=8 leaves no steps between saves: give 12 or more"),
-        (["of=metrics", "config=tiny_sb", "data=x", "steps=4"], "steps=4 leaves too few steps to compare"),
-        (["of=metrics", "config=tiny_sb", "data=x", "steps=many"], "steps must be a whole number, not 'many'"),
+        ([], "of=saves|metrics is missing"),
+        (["of=speed"], "of must be saves or metrics, not 'speed'"),
+        (["of=saves", "config=tiny_sb"], "data=FOLDER is missing: a packed data folder"),
+        (["of=saves", "config=tiny_sb", "data=.", "steps=8"], "steps=8 leaves no steps between saves: give 12 or more"),
+        (["of=metrics", "config=tiny_sb", "data=.", "steps=4"], "steps=4 leaves too few steps to compare"),
+        (["of=metrics", "config=tiny_sb", "data=.", "steps=many"], "steps must be a whole number, not 'many'"),
     ],
 )
 def test_bad_input(arguments: list[str], sentence: str) -> None:

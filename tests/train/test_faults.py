@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.faults import SpikeDetector
 from ssscale.train.watchdog import Watchdog
-from ssscale.train.whole import list_checkpoints
 from tests.train.ranks import Ranks, running, state_of
 
 MICROBATCHES = 2  # of a step of 4 rows on 2 ranks

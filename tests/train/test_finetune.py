@@ -19,9 +19,9 @@ from ssscale.model.init import initialize_weights
 from ssscale.schema import Config, DataConfig, ModelConfig
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import TrainState
+from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.finetune import FineTuning, epoch_order, finetuning_config
 from ssscale.train.save import save_checkpoint
-from ssscale.train.whole import list_checkpoints
 
 SQUAD = {
     "data": [
@@ -168,8 +168,8 @@ def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["from=x"], "questions= is missing"),
-        (["from=x", "questions=y", "run_dir=z"], "from=x: neither a checkpoint nor a run folder"),
+        (["from=x"], r"questions=FILE\[,FILE...\] is missing"),
+        (["from=x", "questions=y", "run_dir=z"], "from=x: there is no such folder"),
         (["from=x", "questions=y", "run_dir=z", "model.vocab_size=3"], "unknown argument 'model.vocab_size=3'"),
         (["from=x", "questions=y", "run_dir=z", "epochs=many"], "epochs must be a number"),
     ],

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ssscale.train.metrics import read_metrics
+from ssscale.train.records import read_metrics
 from tests.train.ranks import Ranks, free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ssscale.train.checkpoint_folder import list_checkpoints, verify
 from ssscale.train.save import Retention
-from ssscale.train.whole import list_checkpoints, verify
 from tests.train.disks import small_disk as small_disk_at
 from tests.train.ranks import Ranks, running, state_of
 

@@ -9,7 +9,8 @@ import torch
 
 from ssscale.data.batch import IGNORE, Batch
 from ssscale.layout import PackedLayout
-from ssscale.train.metrics import losses_by_position, read_metrics, sums_by_position
+from ssscale.train.metrics import losses_by_position, sums_by_position
+from ssscale.train.records import read_metrics
 from tests.pool import Pool
 
 SMALL = {

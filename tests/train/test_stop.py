@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.process import first_host, rank_environment
+from launch.process import rank_environment
 from ssscale.errors import UserError
+from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.lock import RunLock
-from ssscale.train.whole import list_checkpoints
 from tests.train import disks
 from tests.train.ranks import SMALL, Ranks, free_port, running, state_of
 
@@ -142,24 +142,21 @@ def test_workers_stop_when_torchrun_is_killed_alone(arguments: list[str], tmp_pa
     assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1  # and they saved
 
 
-def test_ranks_come_from_srun_only() -> None:
+def test_ranks_come_from_srun_only(monkeypatch: pytest.MonkeyPatch) -> None:
     job = {"SLURM_JOB_ID": "12345", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
     assert rank_environment(job) == {}  # a batch script
     step = job | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "gpu[003-004]"}
     assert rank_environment(step | {"RANK": "0"}) == {}  # torchrun inside a task
-    assert rank_environment(step) == {
+    assert rank_environment(step | {"MASTER_ADDR": "gpu003"}) == {
         "RANK": "9",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "16",
         "MASTER_ADDR": "gpu003",
         "MASTER_PORT": "22345",
     }
-    assert rank_environment(step | {"MASTER_ADDR": "head", "MASTER_PORT": "1"})["MASTER_ADDR"] == "head"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("n1", "n1"), ("n[7,9]", "n7"), ("a1,b2", "a1"), ("r[1-2]-gpu,x", "r1-gpu"), ("gpu-a[001-016,018]", "gpu-a001")],
-)
-def test_first_host(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert rank_environment(step | {"MASTER_ADDR": "head", "MASTER_PORT": "1"})["MASTER_PORT"] == "1"
+    monkeypatch.setenv("PATH", "/nowhere")  # tests/slurm asks a real scontrol
+    with pytest.raises(
+        UserError, match=r"first host of gpu\[003-004\] \(no scontrol on this machine\): set MASTER_ADDR"
+    ):
+        rank_environment(step)

@@ -15,9 +15,8 @@ from ssscale.parallel.groups import Groups
 from ssscale.schema import Config, Core, DataConfig, ModelConfig, PositionConfig
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.checkpoint_folder import list_checkpoints, saved_config
 from ssscale.train.stages import switched_model
-from ssscale.train.switch import saved_config
-from ssscale.train.whole import list_checkpoints
 from tests.pool import Pool
 from tests.train.test_sources import SMALL
 

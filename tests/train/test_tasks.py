@@ -16,6 +16,7 @@ from ssscale.config import load_config, validate
 from ssscale.errors import UserError
 from ssscale.schema import Config
 from tests.eval.local_data import write_local_data
+from tests.eval.own_data import LAST, write_own_tasks
 from tests.train.ranks import Ranks
 
 TASKS = ["piqa", "wikitext", "cloze"]
@@ -66,7 +67,7 @@ def test_tasks_change_nothing_and_are_those_of_the_checkpoint(
     records = trained(tmp_path / "with", corpus, *layout.split(), *asked)
     seen = [record for record in records if "piqa/acc" in record]
     assert [record["step"] for record in seen] == [3, 4]
-    file = tmp_path / "with" / "eval" / "step-00000004.json"
+    file = tmp_path / "with" / "eval" / "limit=3" / "step-00000004.json"
     inside = json.loads(file.read_text())["tasks"]
     assert set(inside) == set(TASKS)
     assert {"piqa/acc", "piqa/acc_norm", "wikitext/word_perplexity", "cloze/acc"} <= seen[1].keys()
@@ -87,6 +88,19 @@ def test_tasks_change_nothing_and_are_those_of_the_checkpoint(
             assert a.read_bytes() == b.read_bytes()
 
 
+def test_own_tasks_and_one_that_fails(corpus: Path, tmp_path: Path) -> None:
+    write_own_tasks(tmp_path / "own")
+    text = LAST.replace("my_last_word", "broken").replace("{{choices[answer]}}", "{{choices[answer][20:]}}")
+    (tmp_path / "own" / "broken.yaml").write_text(text.replace('" {{', '"{{'))
+    asked = ["train.tasks=[broken,my_capitals]", f"train.task_include=[{tmp_path / 'own'}]", "train.task_every=2"]
+    records = trained(tmp_path / "run", corpus, *asked)
+    seen = [record for record in records if "my_capitals/acc" in record]
+    assert [record["step"] for record in seen] == [2, 4]
+    assert not any(key.startswith("broken") for record in records for key in record)
+    (result,) = json.loads((tmp_path / "run" / "eval" / "step-00000004.json").read_text())["tasks"].values()
+    assert (result["task"], result["items"], result["limit"]) == ("my_capitals", 7, None)
+
+
 def losses(records: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "grad_norm" in record]
 
@@ -98,6 +112,10 @@ def losses(records: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
         (["train.task_every=5"], r"train\.tasks=\[\] and train\.task_every=5 go together"),
         (["train.tasks=[piqa]", "train.task_every=5", "train.task_limit=0"], r"train\.task_limit must be at least 1"),
         (["train.tasks=[piqa]", "train.task_every=5", "train.task_data=nowhere"], "data is missing: nowhere/piqa"),
+        (
+            ["train.tasks=[piqa]", "train.task_every=5", "train.task_include=[nowhere]"],
+            "include=nowhere: there is no such",
+        ),
     ],
 )
 def test_mistakes_are_said_before_a_step_is_trained(arguments: list[str], words: str) -> None:

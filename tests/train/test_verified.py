@@ -16,7 +16,7 @@ from launch.export import main as export
 from launch.report import main as report
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from ssscale.train.whole import checksum
+from ssscale.train.files import checksum
 from tests.train.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,7 @@
 """lm-eval's tasks over local files: the same requests as lm-eval's own definitions make, from JSON lines (or .zst of them).
 
-Each function is a task's data set. eval_data: the folder; FILES: what it must hold, in the fields of the original data sets.
+Each function is a task's data set. eval_data: the folder; `files.FILES`: what it must hold, in the fields of the original
+data sets.
 """
 
 import io
@@ -18,40 +19,11 @@ from lm_eval.tasks.race.preprocess_race import doc_to_choice, doc_to_target, doc
 from lm_eval.tasks.wikitext.preprocess_wikitext import process_results as wikitext_results
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
+from eval.tasks.local.files import FILES, find
+
 __all__ = ["wikitext_detokenizer", "wikitext_results"]
 
 Doc = dict[str, Any]
-
-# task → (file, what it is a copy of)
-FILES = {
-    "arc_challenge": [("arc_challenge/test.jsonl", "allenai/ai2_arc, ARC-Challenge, test")],
-    "arc_easy": [("arc_easy/test.jsonl", "allenai/ai2_arc, ARC-Easy, test")],
-    "gsm8k": [("gsm8k/test.jsonl", "openai/gsm8k, main, test"), ("gsm8k/train.jsonl", "openai/gsm8k, main, train")],
-    "hellaswag": [("hellaswag/validation.jsonl", "Rowan/hellaswag, validation")],
-    "lambada_openai": [("lambada_openai/test.jsonl", "EleutherAI/lambada_openai, test")],
-    "mmlu": [("mmlu/test.jsonl", "cais/mmlu, all, test")],
-    "mmlu_5shot": [("mmlu/test.jsonl", "cais/mmlu, all, test"), ("mmlu/dev.jsonl", "cais/mmlu, all, dev")],
-    "openbookqa": [("openbookqa/test.jsonl", "allenai/openbookqa, main, test")],
-    "piqa": [("piqa/validation.jsonl", "baber/piqa, validation")],
-    "race": [("race/test.jsonl", "EleutherAI/race, high, test")],
-    "sciq": [("sciq/test.jsonl", "allenai/sciq, test")],
-    "wikitext": [
-        ("wikitext2/test_document_level.jsonl", "EleutherAI/wikitext_document_level, wikitext-2-raw-v1, test")
-    ],
-    "winogrande": [("winogrande_xl/validation.jsonl", "allenai/winogrande, winogrande_xl, validation")],
-}
-FILES["gsm8k_cot"] = FILES["gsm8k"]
-
-
-def find(eval_data: str, name: str) -> Path | None:
-    """A file of the folder, as it is or compressed."""
-    candidates = [Path(eval_data) / name, Path(eval_data) / f"{name}.zst"]
-    return next((file for file in candidates if file.is_file()), None)
-
-
-def missing(task: str, eval_data: str) -> tuple[str, str] | None:
-    """The first of a task's files that is not there, and what it is a copy of."""
-    return next(((name, origin) for name, origin in FILES[task] if find(eval_data, name) is None), None)
 
 
 def read(eval_data: str, name: str) -> list[Doc]:

@@ -1,0 +1,49 @@
+"""What can be seen of a run before torch is imported: its folder, its data, the weights that it begins from."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ssscale.data import manifest as manifests
+from ssscale.errors import UserError
+from ssscale.schema import Config
+from ssscale.train.checkpoint_folder import FIRST_SAVE, find_checkpoint, intact, list_checkpoints, step_of
+from ssscale.train.run_folder import check_folder
+from ssscale.train.stages import Plan
+
+
+def check_run(config: Config) -> None:
+    """Raise UserError where a run cannot start. `config` has passed `validate`; nothing is written or downloaded.
+
+    Of the data folders the one that the run reads first is checked, which may lack later stages' folders for now.
+    """
+    folder, plan = Path(config.folder), Plan(config)
+    check_folder(folder, config)
+    saved: list[Path] = []
+    with suppress(OSError, UserError):  # what is wrong with them, or with one rank's view, the ranks find together
+        saved = list_checkpoints(folder / "checkpoints")
+    if config.init_from is not None and not saved and not os.path.lexists(folder / FIRST_SAVE):
+        find_checkpoint(Path(config.init_from), "init_from", newest=True)
+    step = next((step_of(path) for path in reversed(saved) if intact(path)), 0)
+    own = plan.configs[plan.at(step).stage]
+    sources = check_data(own)
+    for index, stage in enumerate(config.train.stages):
+        unknown = [name for name in stage.mix or {} if name not in sources]
+        if sources and unknown and plan.configs[index].data.path == own.data.path:
+            raise UserError(
+                f"train.stages.{index}.mix names {unknown[0]!r}, which is not a source of {own.data.path} "
+                f"({', '.join(sources)}): use its sources, or null takes all of them by their sizes"
+            )
+
+
+def check_data(config: Config, path: str | None = None, split: str = "train", hint: str | None = None) -> list[str]:
+    """The sources of the data folder (`path`, or the run's); none known of a remote one, which is left for later.
+
+    Raises UserError where the folder is missing or does not fit the run.
+    """
+    data, folder = config.data, path or config.data.path
+    if "://" in folder or (path is None and data.cache is not None):
+        return []
+    return manifests.sources(
+        manifests.open_checked(folder, Path(folder), config.model.vocab_size, data.length, hint), folder, split, hint
+    )

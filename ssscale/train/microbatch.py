@@ -1,0 +1,106 @@
+"""`train.microbatch=auto`: the most rows per forward pass that a GPU holds, by the estimate of its memory.
+
+Samples, their order and the sum over a step do not depend on the microbatch, so it is chosen at every start: a run may go on
+with another number of ranks or on other GPUs. Importing this file imports no torch.
+"""
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ssscale.errors import UserError
+from ssscale.schema import Auto, Config
+from ssscale.train.estimate import memory_per_gpu
+from ssscale.train.stages import Part, Plan
+
+if TYPE_CHECKING:
+    from ssscale.parallel.groups import Groups
+
+logger = logging.getLogger("ssscale")
+
+GIB = 2**30
+H100_MEMORY = 79 * GIB  # bytes that CUDA reports of an 80 GB H100
+RESERVED = 3 * GIB  # CUDA's context, NCCL and fragmentation, which the estimate leaves out
+MARGIN = 1.05  # the largest measured peak is 1.034 of its estimate (docs/benchmarks.md)
+
+
+def with_microbatch(config: Config, batch_size: int, world_size: int, memory: float = H100_MEMORY) -> Config:
+    """One stage's configuration with `auto` as a number of rows, for steps of `batch_size` rows over all ranks.
+
+    The largest divisor of the rows per data-parallel rank whose estimate fits `memory`, bytes of one GPU; the smallest one
+    where none fits. Raises UserError where no divisor suits sequence parallelism. `config` has passed `check_world`.
+    """
+    if not isinstance(config.train.microbatch, Auto):
+        return config
+    parallel = config.parallel
+    rows = batch_size // (world_size // (parallel.tensor * parallel.context))
+    found = [_with(config, number) for number in range(rows, 0, -1) if rows % number == 0]
+    found = [changed for changed in found if divides_tokens(changed)]
+    if not found:
+        raise UserError(
+            f"train.microbatch=auto finds no divisor of {rows} rows per rank whose tokens parallel.tensor={parallel.tensor} "
+            "divides: set parallel.sequence=false, or use fewer processes"
+        )
+    return next((changed for changed in found if fits(changed, world_size, memory)), found[-1])
+
+
+def fits(config: Config, world_size: int, memory: float = H100_MEMORY) -> bool:
+    """Whether the estimate of a configuration with a number as microbatch leaves room on a GPU of `memory` bytes."""
+    return MARGIN * memory_per_gpu(config, world_size).total + RESERVED <= memory
+
+
+def divides_tokens(config: Config) -> bool:
+    """Whether sequence parallelism can split a microbatch's tokens."""
+    parallel = config.parallel
+    tokens = config.train.microbatch_rows * config.data.length // parallel.context
+    return parallel.tensor == 1 or not parallel.sequence or tokens % parallel.tensor == 0
+
+
+def _with(config: Config, rows: int) -> Config:
+    return replace(config, train=replace(config.train, microbatch=rows))
+
+
+class StageConfigs:
+    """The configurations of a run's stages on its GPUs, `auto` as a number. Every choice is logged once."""
+
+    def __init__(self, plan: Plan, groups: "Groups") -> None:
+        self.plan, self.world_size = plan, groups.world_size
+        self.memory = _smallest_gpu(groups)
+        self._logged: set[tuple[int, int]] = set()
+
+    def of(self, part: Part) -> Config:
+        own = self.plan.configs[part.stage]
+        config = with_microbatch(own, part.batch_size, self.world_size, self.memory)
+        if config is not own and (part.stage, part.batch_size) not in self._logged:
+            self._logged.add((part.stage, part.batch_size))
+            self._log(config, part)
+        return config
+
+    def _log(self, config: Config, part: Part) -> None:
+        parallel = config.parallel
+        rows = part.batch_size // (self.world_size // (parallel.tensor * parallel.context))
+        total = memory_per_gpu(config, self.world_size).total
+        logger.info(
+            "train.microbatch=auto: %d of a step's %d rows per rank; by the estimate %.1f of %.1f GiB",
+            config.train.microbatch_rows,
+            rows,
+            total / GIB,
+            self.memory / GIB,
+        )
+        if not fits(config, self.world_size, self.memory):
+            logger.warning(
+                "by the estimate this does not fit: train.recompute=selective or full, parallel.zero_stage=2 or 3, or "
+                "parallel.tensor take less memory"
+            )
+
+
+def _smallest_gpu(groups: "Groups") -> float:
+    """Bytes of the smallest GPU of all ranks; those of an 80 GB H100 on CPUs."""
+    import torch
+    import torch.distributed as dist
+
+    if groups.device.type != "cuda":
+        return H100_MEMORY
+    memory = torch.tensor(torch.cuda.get_device_properties(groups.device).total_memory, dtype=torch.float64)
+    dist.all_reduce(memory, op=dist.ReduceOp.MIN)
+    return float(memory)

@@ -1,0 +1,106 @@
+"""A mistake is said before torch, transformers and lm-eval are imported: one sentence, exit code 2, in under two seconds.
+
+The seconds are the child's processor time, which other processes on the machine do not stretch.
+"""
+
+import os
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssscale.config import load_config, save
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 2.0
+COMMANDS = sorted(
+    f"launch/{path.name}" for path in (ROOT / "launch").glob("*.py") if "COMMAND = Command(" in path.read_text()
+)
+HEAVY = ("torch", "transformers", "lm_eval", "streaming", "deepspeed", "megatron", "datasets", "matplotlib")
+
+CASES = [
+    ("launch/pretrain.py config=3b_sb train.micobatch=2", "there is no key 'train.micobatch'; did you mean train.mic"),
+    ("launch/pretrain.py config=3b_bs", "config=3b_bs: there is no configs/3b_bs.yaml; did you mean 3b_sb"),
+    ("launch/pretrain.py config=tiny_sb train.max_steps=many", "train.max_steps must be a whole number, not 'many'"),
+    ("launch/pretrain.py config=tiny_sb data.path=nowhere", "data folder nowhere does not exist: make it with"),
+    ("launch/pretrain.py config=tiny_sb model.num_heads=7", "model.num_heads=7 does not divide"),
+    ("launch/pretrain.py config=tiny_sb processes=3", "train.batch_size=16 is not a multiple of the 24 rows"),
+    ("launch/pretrain.py config=tiny_sb --processes 2", "'--processes' is not of the form key=value: write processes="),
+    ("launch/evaluate.py checkpoint=nowhere", "checkpoint=nowhere: there is no such folder"),
+    ("launch/evaluate.py checkpoint=RUN tasks=hellaswagg valid=false", "there is no such task; did you mean hellaswag"),
+    ("launch/evaluate.py checkpoint=RUN suite=rulr", "suite must be stickbreaking_paper or ruler, not 'rulr'; did you"),
+    ("launch/evaluate.py checkpoint=RUN tsks=cloze", "unknown argument 'tsks=cloze': did you mean tasks="),
+    (
+        "launch/evaluate.py checkpoint=RUN tasks=none data=nowhere",
+        "data folder nowhere does not exist: name the folder",
+    ),
+    ("launch/estimate.py config=3b_sb gpus=3", "train.batch_size=1024 is not a multiple of the 6 rows"),
+    ("slurm/submit.py config=3b_sb nods=2", "there is no key 'nods'; did you mean nodes?"),
+    ("launch/report.py nowhere", "nowhere is not a run folder: it has no config.yaml"),
+    ("launch/export.py checkpoint=RUN out=configs", "out=configs exists and is not empty"),
+    ("launch/import_hf.py folder=nowhere out=new", "folder=nowhere: there is no config.json"),
+    ("launch/finetune.py from=RUN questions=nowhere.json run_dir=new", "questions=nowhere.json: there is no such file"),
+    ("launch/benchmark.py configs=1b_sbb data=configs", "there is no configs/1b_sbb.yaml; did you mean 1b_sb"),
+    ("launch/benchmark_parallel.py part=sped gpus=2 data=configs", "part must be losses, speed, long, weak or skip"),
+    ("launch/costs.py of=saves config=tiny_sb data=nowhere", "data=nowhere: there is no such folder"),
+]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one checkpoint, as far as a mistake is looked for."""
+    checkpoint = tmp_path_factory.mktemp("run") / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    save(load_config(["config=tiny_sb"]), checkpoint / "config.yaml")
+    return checkpoint.parents[1]
+
+
+def call(command: str) -> tuple[int, str, str, float]:
+    """Exit code, output, errors and seconds of processor time. Only site-packages is on the path: no installation of ours."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(site.getsitepackages())}
+    before = os.times()
+    result = subprocess.run(
+        [sys.executable, "-S", *command.split()], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    after = os.times()
+    seconds = after.children_user - before.children_user + after.children_system - before.children_system
+    return result.returncode, result.stdout, result.stderr, seconds
+
+
+@pytest.mark.parametrize(("command", "sentence"), CASES)
+def test_a_mistake_is_said_at_once(command: str, sentence: str, run_folder: Path) -> None:
+    code, output, errors, seconds = call(command.replace("RUN", str(run_folder)))
+    assert (code, output) == (2, ""), errors
+    assert errors.startswith("error: ")
+    assert sentence in errors
+    assert len(errors.splitlines()) == 1
+    assert seconds < SECONDS
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "slurm/submit.py"])
+def test_help_needs_none_of_the_large_packages(command: str) -> None:
+    code, output, errors, seconds = call(f"-X importtime {command} --help")
+    assert code == 0, errors
+    assert f"usage: python {command} " in output
+    assert "\nexample: python " in output
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in errors.splitlines()}
+    assert "ssscale" in imported
+    assert not imported & set(HEAVY)
+    assert seconds < SECONDS
+
+
+def test_every_command_is_known_here() -> None:
+    started = {f"launch/{path.name}" for path in (ROOT / "launch").glob("*.py") if "__main__" in path.read_text()}
+    assert started == set(COMMANDS)
+    assert len(COMMANDS) == 10
+
+
+def test_the_merged_configuration_is_printed() -> None:
+    code, output, errors, _ = call("launch/pretrain.py config=3b_sb train.microbatch=3 --print")
+    assert (code, errors) == (0, "")
+    assert "  microbatch: 3\n" in output
+    assert "\n  microbatch: 3\n" in output
+    assert output.startswith("name: 3b_sb\n")
