@@ -123,7 +123,8 @@ class Backends:
 
         dtype = dtype or self.dtype
         if dtype not in self._models:
-            loaded = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).to(self.device).eval()
+            loaded = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, use_safetensors=True)
+            loaded = loaded.to(self.device).eval()
             self._models[dtype] = (loaded, AutoTokenizer.from_pretrained(self.folder))
         model, tokenizer = self._models[dtype]
         return HFLM(

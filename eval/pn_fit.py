@@ -17,6 +17,7 @@ matplotlib.use("Agg")  # no display is needed
 
 from matplotlib import pyplot as plt
 
+from eval.command import sentences
 from eval.figures import BASELINE, COLOURS, DPI
 from eval.run import Run
 from ssscale.data.stream import PackedData
@@ -103,13 +104,10 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--data", help="the data folder, where it has moved")
     arguments = parser.parse_args()
-    try:
-        run = Run.open(arguments.run)
-        p = learned_pn(run)
-        weights = occurrences(training_lengths(run, arguments.data), len(p))
-        fit = fit_logarithm(p, weights.astype(np.float64))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run = Run.open(arguments.run)
+    p = learned_pn(run)
+    weights = occurrences(training_lengths(run, arguments.data), len(p))
+    fit = fit_logarithm(p, weights.astype(np.float64))
     print(
         f"p_n ≈ {fit.a1:.4f} ln n {fit.a2:+.4f}, R² {fit.r2:.4f} over {int((weights > 0).sum())} n, {run.tokens:,} tokens"
     )
@@ -119,4 +117,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with sentences():
+        main()

@@ -281,11 +281,13 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
 
 def check_results(checkpoint: Path, settings: Settings) -> None:
     """What is wrong with the results files is better said before the work than after it. Raises UserError."""
-    from eval.results import check_same, read_results, results_file
+    from eval.results import check_same, check_writable, read_results, results_file
 
     for names in (list(settings.changes), settings.folder_names):
         file = results_file(checkpoint, names, settings.out)
         read_results(file)
+        if boot.rank() == 0:
+            check_writable(file)
         if settings.out is not None:
             check_same(file, checkpoint, settings.keyed)
 

@@ -1,6 +1,7 @@
 """From a configuration to a model on a device; from a checkpoint to a model that can be evaluated."""
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config, ModelConfig, Precision
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import saved_config
+from ssscale.train.estimate import check_weights
 from ssscale.train.reading import reading
 from ssscale.train.switch import load_switched
 
@@ -34,8 +36,16 @@ def choose_compile(config: Config, device: torch.device) -> Compile:
     return config.compile_on_gpu
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
-    """The decoder of a configuration on its device, its weights not yet filled."""
+    """The decoder of a configuration on its device, its weights not yet filled. Raises UserError where they cannot fit."""
+    check_weights(config, dtype.itemsize, memory_of(groups.device))
     with torch.device(groups.device):
         return Decoder(
             config.model,

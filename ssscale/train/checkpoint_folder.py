@@ -16,8 +16,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from ssscale.config import from_yaml
+from ssscale.config import read_yaml
 from ssscale.errors import UserError
+from ssscale.names import is_plain
 from ssscale.schema import Config
 from ssscale.train.files import checksum, patiently
 
@@ -129,16 +130,19 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(entries, dict):
         raise ValueError("it holds no table of files")
     for name in entries:
-        if name != Path(name).name:
+        if not is_plain(name):
             raise ValueError(f"{name!r} is not the name of a file in this folder")
     return entries
 
 
 def _missing(path: Path, entries: dict[str, dict[str, Any]]) -> str | None:
-    """A file that every checkpoint has and the manifest does not name."""
-    if "state.json" not in entries:
-        return "state.json"
+    """A file that every checkpoint has and the manifest does not name. Raises ValueError for a broken state.json."""
+    for name in ("state.json", "config.yaml"):
+        if name not in entries:
+            return name
     ranks = json.loads((path / "state.json").read_bytes())["ranks"]
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"state.json gives it {ranks!r} ranks")
     every = (f"rank-{rank:05d}.{kind}" for rank in range(ranks) for kind in ("json", "safetensors"))
     return next((name for name in every if name not in entries), None)
 
@@ -179,9 +183,8 @@ def find_checkpoint(path: Path, option: str = "checkpoint", newest: bool = False
 
 def saved_config(checkpoint: Path) -> Config:
     """The configuration with which a checkpoint was trained. Raises UserError."""
-    file = checkpoint / "config.yaml"
     try:
-        return from_yaml(file.read_text(), str(file))
+        return read_yaml(checkpoint / "config.yaml")
     except OSError as error:
         raise UserError(f"{checkpoint} is not a whole checkpoint: {error}") from error
 

@@ -58,6 +58,7 @@ class RunFolder:
 
         def take() -> None:
             record_config(self.path, config)
+            try_to_write(self.path / "checkpoints")
             put_aside(self.choice.broken)
             if self.choice.path is not None:
                 record_first_save(self.path, step_of(self.choice.path))
@@ -71,7 +72,8 @@ class RunFolder:
             try:
                 write()
             except OSError as error:
-                problem = f"run_dir={self.path} cannot be written: {error.strerror}"
+                where = f" ({error.filename})" if error.filename else ""
+                problem = f"run_dir={self.path} cannot be written: {error.strerror}{where}"
             except UserError as error:
                 problem = str(error)
         problem = from_main(problem, self.groups)
@@ -87,3 +89,11 @@ class RunFolder:
     def release(self) -> None:
         if self.lock is not None:
             self.lock.release()
+
+
+def try_to_write(folder: Path) -> None:
+    """Raise OSError now where no checkpoint could be written later."""
+    folder.mkdir(exist_ok=True)
+    trial = folder / ".trial.partial"  # which the next start removes, as all that is not committed
+    trial.mkdir(exist_ok=True)
+    trial.rmdir()

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,9 @@ class RunLock:
 
     def release(self) -> None:
         self._released.set()
-        if self._read() == self.owner:
-            self.path.unlink(missing_ok=True)
+        with suppress(OSError, UserError):  # a lock that cannot be removed is stale as soon as the process is gone
+            if self._read() == self.owner:
+                self.path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
         """Put our lock there, whole from the first moment, unless there is one."""
@@ -98,9 +100,9 @@ class RunLock:
             owner = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (ValueError, RecursionError):
             owner = None
-        if not isinstance(owner, dict) or not owner.keys() >= self.owner.keys() or not isinstance(owner["pid"], int):
+        if not isinstance(owner, dict) or not owner.keys() >= self.owner.keys() or type(owner["pid"]) is not int:
             raise UserError(f"{self.path} is broken: remove it if no run is using the folder")
         return owner
 

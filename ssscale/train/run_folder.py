@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssscale.config import from_yaml, to_yaml
+from ssscale.config import read_yaml, to_yaml
 from ssscale.errors import UserError
 from ssscale.schema import Config
 from ssscale.train.files import write_file
@@ -54,7 +54,7 @@ def check_folder(folder: Path, config: Config) -> None:
 def _check_folder(folder: Path, config: Config) -> None:
     saved = folder / "config.yaml"
     if saved.is_file():
-        old = from_yaml(saved.read_text(), str(saved))
+        old = read_yaml(saved)
         for key in FIXED:
             difference = _first_difference(_value(old, key), _value(config, key), key)
             if difference:
@@ -92,7 +92,13 @@ def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
     file = folder / "rollback.json"
     if not file.is_file():
         return state
-    saved = json.loads(file.read_text())
-    if saved["step"] != state.step:
-        return state
-    return replace(state, skipped=tuple((step, rows) for step, rows in saved["skipped"]))
+    try:
+        saved = json.loads(file.read_bytes())
+        skipped = tuple((int(step), int(rows)) for step, rows in saved["skipped"])
+        return replace(state, skipped=skipped) if saved["step"] == state.step else state
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{file} is broken ({error}): it names rows to pass over after NaN; remove it to train on them again"
+        ) from error

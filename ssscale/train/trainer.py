@@ -27,11 +27,12 @@ from ssscale.train.build import build_model, choose_compile, choose_dtype, log_c
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import checkpoint_path
 from ssscale.train.claim import RunFolder
-from ssscale.train.faults import Rollback, SpikeDetector, explain, open_events, write_event
+from ssscale.train.faults import Rollback, SpikeDetector, open_events, write_event
 from ssscale.train.guard import check_copies, listed, without_gradient
 from ssscale.train.metrics import Metrics, Stopwatch, speed, step_record, sums_by_source
 from ssscale.train.microbatch import StageConfigs
 from ssscale.train.observe import StepParts, observe, profiled
+from ssscale.train.peers import Peers, Where
 from ssscale.train.reading import reading
 from ssscale.train.run_folder import read_rollback, write_rollback
 from ssscale.train.save import CheckpointWriter, Retention, Saved
@@ -65,8 +66,9 @@ class Trainer:
         self.run_config, self.groups, self.signals, self.tasks = config, groups, signals, tasks
         self.folder = Path(config.folder)
         self.plan = Plan(config)
+        self.peers = Peers(self.folder, groups)
         self.place = RunFolder(self.folder, config, groups, slurm_job)
-        with self.place.opening():
+        with self.peers.telling(lambda: Where(config, 0, "start", 0)), self.place.opening():
             self._open(config)
 
     def _open(self, config: Config) -> None:
@@ -82,6 +84,7 @@ class Trainer:
         last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
         self._open_data(self.state.data_fingerprint or None if last == self.config.data.path else None)
         self.place.take(config)
+        self.peers.open()
         retention = Retention(config.train.keep, config.train.keep_every, config.train.keep_best)
         self.writer = CheckpointWriter(self.folder / "checkpoints", self.groups, retention, run=self.folder)
         self._build()
@@ -90,6 +93,7 @@ class Trainer:
         """The stage's data. trained_on: the fingerprint that the checkpoint gives it."""
         data = self.config.data
         self.data = open_data(self.config, "train", fingerprint=None if data.accept_changed else trained_on)
+        self.tokenizer = self.data.tokenizer_text  # now rather than at the first save
         if trained_on not in (None, self.data.fingerprint):
             logger.warning("the data has changed since the checkpoint: going on at sample %d of it", self.state.samples)
         self.order = make_order(self.data, self.plan.mixes(data.path, self.state.skipped), data.shuffle_seed)
@@ -130,6 +134,10 @@ class Trainer:
         Raises Stop where the run ends before its last step.
         """
         self.watchdog = Watchdog(self.folder, self.groups.rank, self.groups.world_size, self.run_config.train.watchdog)
+        with self.peers.telling(lambda: Where(self.config, self.state.step + 1, self.watchdog.phase, self.held)):
+            self._train()
+
+    def _train(self) -> None:
         try:
             if self.plan.total_steps == 0 and self.place.choice.path is None:
                 self._start_save()  # the weights that the run begins with are what was asked for
@@ -141,12 +149,6 @@ class Trainer:
                 except Rollback:
                     self._roll_back()
             logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.plan.total_steps)
-        except RuntimeError as error:
-            stop = explain(error, self.config, self.groups.rank, self.state.step + 1, self.watchdog.phase, self.held)
-            if stop is None:
-                raise
-            logger.exception("%s", error)
-            raise stop from error
         finally:
             self.watchdog.close()
             self.events.close()
@@ -387,7 +389,7 @@ class Trainer:
         tokenizer = self.data.manifest["tokenizer"]
         files = {
             "config.yaml": to_yaml(self.config),
-            "tokenizer.json": Path(self.data.tokenizer_file).read_text(),
+            "tokenizer.json": self.tokenizer,
             "boundaries.json": json.dumps({key: tokenizer[key] for key in ("bos_id", "eos_id")}),
         }
         self.writer.start(self.engine, self.state, files)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ssscale.errors import UserError
+from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint_folder import (
     FIRST_SAVE,
@@ -118,13 +119,7 @@ def inspect_together(path: Path, groups: Groups) -> str | None:
 
 def share(mine: Finding, groups: Groups) -> list[Finding]:
     """Every rank's finding."""
-    data = json.dumps([int(mine.condition), mine.problem, mine.file, socket.gethostname()]).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(groups.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(data)]))
-    longest = max(int(size) for size in sizes)
-    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(groups.world_size)]
-    dist.all_gather(texts, torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
-    answers = (json.loads(bytes(text.tolist())) for text in texts)
+    answers = gather_json([int(mine.condition), mine.problem, mine.file, socket.gethostname()])
     return [Finding(Condition(condition), *texts) for condition, *texts in answers]
 
 
