@@ -11,25 +11,35 @@ from rich.console import Console
 from data_prep.errors import DataError
 from data_prep.progress import Progress
 from data_prep.settings import PACKINGS, Settings, from_dict, from_yaml
+from data_prep.unforeseen import describe
+
+FAILED = 70  # EX_SOFTWARE
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. 0: done; 2: bad input, said in one sentence on stderr; 130: interrupted."""
-    args = _parser().parse_args(arguments)
+    """Run a command. 0: done; 130: interrupted.
+
+    With one sentence on stderr 2: bad input; 70: an error that nobody foresaw.
+    """
     console = Console()
+    args = argparse.Namespace()
     try:
+        args = _parser().parse_args(arguments)
         with Progress() as progress:
             args.run(args, console, progress)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a full disk, a folder that may not be written
-        where = error.filename or getattr(args, "out", args.command)
+        where = error.filename or getattr(args, "out", "data_prep")
         print(f"error: {error.strerror or error}: {where}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: the same command goes on", file=sys.stderr)
         return 130
+    except Exception as error:
+        print(f"failed: {describe(error, 'data_prep')}", file=sys.stderr)
+        return FAILED
     return 0
 
 

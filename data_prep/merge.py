@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.errors import DataError
+from data_prep.names import leads_out
 from data_prep.progress import Progress
 from data_prep.read_shards import read_manifest, shards
 from data_prep.write_shards import INDEX, TOKENIZER, ShardFolder, check_free, file_sha256
@@ -34,7 +35,7 @@ def merge(parts: list[str], out: str, progress: Progress) -> Manifest:
             splits[split] = counts
             for source in sources:
                 known |= _link(ordered, folder.partial, split, source, progress)
-        shutil.copyfile(Path(next(iter(ordered))) / TOKENIZER, folder.partial / TOKENIZER)
+        shutil.copyfile(_tokenizer(next(iter(ordered))), folder.partial / TOKENIZER)
         manifest = {key: first[key] for key in ("length", "packing", "dtype", "tokenizer")}
         manifest |= {"splits": splits, "settings": first["settings"] | {"task": None}}
         manifest["inputs"] = _sum([m["inputs"] for m in ordered.values()])
@@ -82,6 +83,8 @@ def _link(manifests: dict[str, Manifest], out: Path, split: str, source: str, pr
         for shard in shards(part, split, source):
             file = Path(part) / name / shard["zip_data"]["basename"]
             entry = manifest["files"][f"{name}/{file.name}"]
+            if leads_out(file, Path(part)):
+                raise DataError(f"shard {file} is a link that leads out of the data folder: put the file in its place")
             if not file.is_file() or file.stat().st_size != entry["bytes"]:
                 raise DataError(f"shard {file} is missing or of the wrong size")
             stem = f"shard.{len(entries):05}.mds"
@@ -93,6 +96,13 @@ def _link(manifests: dict[str, Manifest], out: Path, split: str, source: str, pr
     if entries:
         (target / INDEX).write_text(json.dumps({"version": 2, "shards": entries}, sort_keys=True))
     return known
+
+
+def _tokenizer(part: str) -> Path:
+    file = Path(part) / TOKENIZER
+    if leads_out(file, Path(part)) or not file.is_file():
+        raise DataError(f"{file} is missing, or a link that leads out of the data folder")
+    return file
 
 
 def _link_or_copy(file: Path, target: Path) -> None:

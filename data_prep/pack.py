@@ -7,8 +7,8 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,10 @@ class Part(NamedTuple):
 Row = list[Part]
 
 
+def _size(parts: list[Part]) -> int:
+    return sum(len(part.tokens) for part in parts)
+
+
 @dataclass
 class Counts:
     """Token accounting: tokens_in = tokens_out + sum(tokens_dropped.values())."""
@@ -39,6 +43,14 @@ class Counts:
     parts: int = 0
     tokens_dropped: dict[str, int] = field(default_factory=dict)
     documents_dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a packer has taken in and not given out. values: plain JSON; parts: with their tokens."""
+
+    values: dict[str, Any]
+    parts: list[Part]
 
 
 class Packer:
@@ -61,6 +73,22 @@ class Packer:
         dropped = self.counts.tokens_in - self.counts.tokens_out
         if dropped:
             self.counts.tokens_dropped["last row not full"] = dropped
+
+    def held(self) -> Held:
+        """What `restore` needs to go on with in another process."""
+        values, parts = self._held()
+        return Held({"counts": asdict(self.counts), **values}, parts)
+
+    def restore(self, held: Held) -> None:
+        """Go on with what another packer of the same settings has held. Raises LookupError, TypeError or ValueError."""
+        self.counts = Counts(**held.values["counts"])
+        self._restore(held)
+
+    def _held(self) -> tuple[dict[str, Any], list[Part]]:
+        raise NotImplementedError
+
+    def _restore(self, held: Held) -> None:
+        raise NotImplementedError
 
     def _counted(self, row: Row) -> Row:
         self.counts.rows += 1
@@ -95,6 +123,15 @@ class ConcatPacker(Packer):
     def _finish(self) -> Iterator[Row]:
         return iter(())
 
+    def _held(self) -> tuple[dict[str, Any], list[Part]]:
+        return {}, self.row
+
+    def _restore(self, held: Held) -> None:
+        self.row = list(held.parts)
+        self.room = self.length - _size(self.row)
+        if self.room < 1:
+            raise ValueError("more tokens than a row has")
+
 
 class BestFitPacker(Packer):
     """Best-fit decreasing over a buffer of documents, which bounds the memory; rows leave in a shuffled order.
@@ -108,24 +145,38 @@ class BestFitPacker(Packer):
         self.random = random.Random(seed)
         self.full: list[Row] = []
         self.parts: list[Part] = []
-        self.held = 0
+        self.held_tokens = 0
 
     def _add(self, part: Part) -> Iterator[Row]:
-        self.held += len(part.tokens)
+        self.held_tokens += len(part.tokens)
         while len(part.tokens) > self.length:
             head, part = part.split(self.length)
             self.full.append([head])
         self.parts.append(part)
-        if self.held >= self.buffer_tokens:
+        if self.held_tokens >= self.buffer_tokens:
             yield from self._flush()
 
     def _finish(self) -> Iterator[Row]:
         yield from self._flush()
 
+    def _held(self) -> tuple[dict[str, Any], list[Part]]:
+        version, numbers, gauss = self.random.getstate()
+        values = {"random": [version, list(numbers), gauss], "full": len(self.full)}
+        return values, [part for row in self.full for part in row] + self.parts
+
+    def _restore(self, held: Held) -> None:
+        version, numbers, gauss = held.values["random"]
+        self.random.setstate((version, tuple(numbers), gauss))
+        full = held.values["full"]
+        self.full, self.parts = [[part] for part in held.parts[:full]], held.parts[full:]
+        self.held_tokens = _size(held.parts)
+        if any(_size(row) != self.length for row in self.full):
+            raise ValueError("a full row that is not full")
+
     def _flush(self) -> Iterator[Row]:
         rows, left = close_rows(best_fit(self.parts, self.length), self.length)
         rows += self.full
-        self.full, self.parts, self.held = [], left, sum(len(part.tokens) for part in left)
+        self.full, self.parts, self.held_tokens = [], left, _size(left)
         self.random.shuffle(rows)
         for row in rows:
             self.random.shuffle(row)

@@ -85,7 +85,7 @@ class Parser:
             return ""
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not a JSON record: {error}") from error
         if not isinstance(record, dict):
             raise DataError(f"{where} is not a JSON object but {type(record).__name__}")

@@ -138,7 +138,14 @@ class _Conversion:
     def pack(self, source: str, inputs: Inputs) -> None:
         """Write a source's shards and note its counts."""
         settings, state = self.settings, self.state
-        state.packers = state.packers or {split: self._packer(split, source) for split in SPLITS}
+        state.packers = {split: self._packer(split, source) for split in SPLITS}
+        for split, held in state.held.items():
+            try:
+                state.packers[split].restore(held)
+            except (LookupError, TypeError, ValueError) as error:
+                where = self.folder.partial
+                raise DataError(f"the state in {where} is broken ({error}): remove {where}") from error
+        state.held = {}
         self.folder.begin(source, self.info.dtype, state.unfinished)
         self.progress.start(f"pack {source}", sum(item.bytes for _, item in inputs))
         positions: deque[tuple[int, int]] = deque()

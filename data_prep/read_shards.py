@@ -8,6 +8,7 @@ from typing import Any
 from data_prep import mds
 from data_prep.errors import DataError
 from data_prep.mds import Sample
+from data_prep.names import bad_name, bad_shard_name
 from data_prep.write_shards import FORMAT, MANIFEST, VERSION, checksum
 
 
@@ -19,7 +20,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
         raise DataError(f"{folder} has no {MANIFEST}" + (": its preparation has not ended" if partial else ""))
     try:
         manifest = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is broken: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{path} is not a manifest of packed rows (its format is not {FORMAT!r})")
@@ -27,6 +28,12 @@ def read_manifest(folder: str) -> dict[str, Any]:
         raise DataError(f"{path} has format version {manifest.get('version')}, this program reads {VERSION}")
     if manifest.get("checksum") != checksum(manifest):
         raise DataError(f"{path} is broken: its checksum does not match")
+    try:
+        found = bad_name(manifest)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DataError(f"{path} has not the form of a manifest: {error!r}") from error
+    if found is not None:
+        raise DataError(f"{path} is not to be trusted: {found}, which is not the name of a file in its folder")
     return manifest
 
 
@@ -34,9 +41,13 @@ def shards(folder: str, split: str, source: str) -> list[dict[str, Any]]:
     """The shards' entries in index.json, in order."""
     path = Path(folder) / split / source / "index.json"
     try:
-        return json.loads(path.read_bytes())["shards"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found: list[dict[str, Any]] = json.loads(path.read_bytes())["shards"]
+        bad = bad_shard_name(found)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is missing or broken: {error}") from error
+    if bad is not None:
+        raise DataError(f"{path} is not to be trusted: {bad}, which is not the name of a file in its folder")
+    return found
 
 
 def read_shard(folder: str, split: str, source: str, shard: dict[str, Any]) -> Iterator[Sample]:

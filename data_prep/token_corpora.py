@@ -15,6 +15,7 @@ import numpy as np
 
 from data_prep.errors import DataError
 from data_prep.mds import read_shard
+from data_prep.names import bad_shard_name
 from data_prep.readers import RawBatch
 
 MAX_TOKENS = 1 << 26  # of one document
@@ -101,6 +102,9 @@ def _samples(folder: str) -> Iterator[tuple[np.ndarray, int]]:
     index = Path(folder) / "index.json"
     try:
         shards: list[dict[str, Any]] = json.loads(index.read_bytes())["shards"]
+        bad = bad_shard_name(shards)
+        if bad is not None:
+            raise DataError(f"{index} is not to be trusted: {bad}, which is not the name of a file in its folder")
         consumed = 0
         for shard in shards:
             if "tokens" not in shard["column_names"]:

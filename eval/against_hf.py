@@ -98,7 +98,8 @@ class Backends:
         from ssscale.hf.convert import export_checkpoint
         from ssscale.parallel.groups import initialize
         from ssscale.schema import Precision
-        from ssscale.train.build import load_for_inference
+        from ssscale.train.build import load_model
+        from ssscale.train.reading import reading
 
         register()
         self.dtype, self.folder = dtype, folder
@@ -106,9 +107,10 @@ class Backends:
         if dtype == "float32":
             precision, changes = Precision.fp32, ["model.attention.skip_below=0"]
         groups = initialize()
-        model, config = load_for_inference(checkpoint, groups, precision, changes)
-        tokenizer = TextTokenizer.of_checkpoint(checkpoint)
-        export_checkpoint(checkpoint, folder, tokenizer.bos_id, tokenizer.eos_id)
+        with reading(checkpoint, groups):
+            model, config = load_model(checkpoint, groups, precision, changes)
+            tokenizer = TextTokenizer.of_checkpoint(checkpoint)
+            export_checkpoint(checkpoint, folder, tokenizer.bos_id, tokenizer.eos_id)
         self.device, self.length = torch.device(groups.device), length or config.data.length
         self.ours = PackedLM(model, tokenizer, self.length)
         self.name = f"{config.name}, {model.num_parameters():,} parameters"
@@ -121,7 +123,8 @@ class Backends:
 
         dtype = dtype or self.dtype
         if dtype not in self._models:
-            loaded = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).to(self.device).eval()
+            loaded = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, use_safetensors=True)
+            loaded = loaded.to(self.device).eval()
             self._models[dtype] = (loaded, AutoTokenizer.from_pretrained(self.folder))
         model, tokenizer = self._models[dtype]
         return HFLM(

@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssscale.errors import UserError
+from ssscale.errors import FAILED, UserError
 from ssscale.options import Command
+from ssscale.unforeseen import describe, describe_os_error
 
 
 @contextmanager
 def sentences(command: Command | None = None) -> Iterator[None]:
-    """A UserError becomes its sentence on stderr and exit code 2. --help prints the command's options."""
+    """A UserError becomes its sentence on stderr and exit code 2; what nobody foresaw one sentence and exit code 70.
+
+    --help prints the command's options.
+    """
     if command is not None:
         command.help_if_asked(sys.argv[1:])
     try:
@@ -22,6 +26,11 @@ def sentences(command: Command | None = None) -> Iterator[None]:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:
+        refused = describe_os_error(error) if isinstance(error, OSError) else None
+        said = f"error: {refused}" if refused else f"failed: {describe(error, Path(sys.argv[0]).stem or 'python')}"
+        print(said, file=sys.stderr)
+        sys.exit(2 if refused else FAILED)
 
 
 def whole_numbers(text: str, flag: str, least: int = 1, most: int = 2**24) -> list[int]:
@@ -38,8 +47,11 @@ def whole_numbers(text: str, flag: str, least: int = 1, most: int = 2**24) -> li
 def begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """What an earlier call with the same settings has written, else the settings alone."""
     if file.is_file():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        if all(before.get(key) == value for key, value in settings.items()):
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file} is broken: {error}; remove it to begin again") from None
+        if isinstance(before, dict) and all(before.get(key) == value for key, value in settings.items()):
             return dict(before)
     return dict(settings)
 

@@ -34,7 +34,7 @@ def read_documents(file: Path, option: str = "--texts=") -> Iterator[str]:
 def _text(line: str, file: Path, number: int) -> str:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{file}, line {number}, is no JSON") from None
     found = [record[key] for key in KEYS if isinstance(record, dict) and isinstance(record.get(key), str)]
     if not found:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -27,6 +26,7 @@ from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import generate
+from ssscale.parallel.exchange import gather_json
 from ssscale.schema import RopeScaling
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task does not say
@@ -218,9 +218,8 @@ class PackedLM(TemplateLM):
                     self._alive()
         found = collected(parts)
         if groups.replica_size > 1:
-            everything: list[dict[int, R]] = [{} for _ in range(groups.replica_size)]
-            dist.all_gather_object(everything, found, group=groups.replica_group)
-            found = {index: result for part in everything for index, result in part.items()}
+            for part in gather_json(list(found.items()), groups.replica_group):
+                found |= {index: tuple(result) if isinstance(result, list) else result for index, result in part}
         self.in_passes = False
         return found
 

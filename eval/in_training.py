@@ -17,6 +17,7 @@ from eval.suite import find_tasks, run_tasks
 from eval.text import TextTokenizer, held_out
 from ssscale.schema import Config
 from ssscale.train.build import open_data
+from ssscale.train.checkpoint_folder import checkpoint_path
 from ssscale.train.trainer import Trainer
 
 logger = logging.getLogger("ssscale")
@@ -62,9 +63,14 @@ class TaskEvaluation:
         for task, reason in outcome.failures.items():
             logger.warning("train.tasks: %s failed: %s", task, reason)
         tasks = {result.task: result.to_json() for result in outcome.results}
+        content = {"prefix": "BOS before every document", "tasks": tasks}
         changes = [] if self.limit is None else [f"limit={self.limit}"]
-        checkpoint = Path(config.folder) / "checkpoints" / f"step-{trainer.state.step:08d}"
-        add_results(results_file(checkpoint, changes), {"prefix": "BOS before every document", "tasks": tasks})
+        checkpoint = checkpoint_path(Path(config.folder) / "checkpoints", trainer.state.step)
+        file = results_file(checkpoint, changes)
+        try:
+            add_results(file, content)
+        except OSError as error:  # training goes on over a full disk, and metrics.jsonl has the values
+            logger.error("%s cannot be written: %s", file, error.strerror)
         return {
             f"{result.task}/{name.split(',')[0]}": value
             for result in outcome.results

@@ -31,8 +31,8 @@ from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import initialize
-from ssscale.train.build import load_for_inference
-from ssscale.train.checkpoint_folder import find_checkpoint
+from ssscale.train.build import load_model
+from ssscale.train.reading import reading
 
 CHANGEABLE = ("model.attention.", "model.position.")
 BINS = 200  # of a window, at most
@@ -98,11 +98,12 @@ def summarise(found: np.ndarray) -> dict[str, Any]:
 
 def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, lengths: list[int]) -> Path:
     """All lengths of one run. Returns the result's file."""
-    checkpoint = find_checkpoint(run, "RUN")
+    groups = initialize()
+    with reading(run, groups, "RUN") as checkpoint:
+        model, config = load_model(checkpoint, groups, changes=changes)
+        tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
     file = results_file(checkpoint, changes)
     file = file.with_name(f"long_context-{file.name}")
-    model, config = load_for_inference(checkpoint, initialize(), changes=changes)
-    tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
     windows = cut_windows(read_documents(arguments.texts), tokenizer, lengths[-1], arguments.windows, arguments.join)
     settings: dict[str, Any] = {
         "kind": "long_context",
@@ -157,4 +158,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with sentences():
+        main()

@@ -36,8 +36,8 @@ from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import extend, prefill
 from ssscale.parallel.groups import initialize
-from ssscale.train.build import load_for_inference
-from ssscale.train.checkpoint_folder import find_checkpoint
+from ssscale.train.build import load_model
+from ssscale.train.reading import reading
 
 CITIES = """Tokyo Paris London Berlin Madrid Rome Vienna Prague Warsaw Lisbon Dublin Oslo Stockholm Helsinki Copenhagen Brussels
 Amsterdam Zurich Geneva Athens Budapest Istanbul Cairo Nairobi Lagos Casablanca Dubai Mumbai Delhi Bangkok Singapore Jakarta
@@ -134,11 +134,12 @@ class Evaluation:
     """One run under one set of changes."""
 
     def __init__(self, run: Path, changes: list[str], arguments: argparse.Namespace, kind: str) -> None:
-        checkpoint = find_checkpoint(run, "RUN")
+        groups = initialize()
+        with reading(run, groups, "RUN") as checkpoint:
+            self.model, config = load_model(checkpoint, groups, changes=changes)
+            self.tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
         file = results_file(checkpoint, changes)
         self.file = file.with_name(f"{kind}-{file.name}")
-        self.model, config = load_for_inference(checkpoint, initialize(), changes=changes)
-        self.tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
         self.haystack = Haystack(read_documents(arguments.texts), self.tokenizer)
         self.result: dict[str, Any] = {
             "kind": kind,
@@ -235,4 +236,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with sentences():
+        main()

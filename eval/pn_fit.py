@@ -17,11 +17,14 @@ matplotlib.use("Agg")  # no display is needed
 
 from matplotlib import pyplot as plt
 
+from eval.command import sentences
 from eval.figures import BASELINE, COLOURS, DPI
 from eval.run import Run
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
+from ssscale.parallel.groups import initialize
 from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.reading import reading
 
 
 class Fit(NamedTuple):
@@ -69,12 +72,13 @@ def learned_pn(run: Run) -> np.ndarray:
     """p_n of the newest checkpoint, in fp32."""
     if run.checkpoint is None:
         raise UserError(f"{run.folder} has no checkpoint")
-    reader = CheckpointReader(run.checkpoint)
-    if "pn" not in reader.weights:
-        raise UserError(
-            f"{run.checkpoint} has no p_n: the run needs model.attention.core=ssmax model.attention.ssmax=pn"
-        )
-    return reader.whole("pn", "weight").numpy().astype(np.float64)
+    with reading(run.folder, initialize()) as checkpoint:
+        reader = CheckpointReader(checkpoint)
+        if "pn" not in reader.weights:
+            raise UserError(
+                f"{checkpoint} has no p_n: the run needs model.attention.core=ssmax model.attention.ssmax=pn"
+            )
+        return reader.whole("pn", "weight").numpy().astype(np.float64)
 
 
 def draw(p: np.ndarray, fit: Fit, title: str, file: Path) -> None:
@@ -100,13 +104,10 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--data", help="the data folder, where it has moved")
     arguments = parser.parse_args()
-    try:
-        run = Run.open(arguments.run)
-        p = learned_pn(run)
-        weights = occurrences(training_lengths(run, arguments.data), len(p))
-        fit = fit_logarithm(p, weights.astype(np.float64))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run = Run.open(arguments.run)
+    p = learned_pn(run)
+    weights = occurrences(training_lengths(run, arguments.data), len(p))
+    fit = fit_logarithm(p, weights.astype(np.float64))
     print(
         f"p_n ≈ {fit.a1:.4f} ln n {fit.a2:+.4f}, R² {fit.r2:.4f} over {int((weights > 0).sum())} n, {run.tokens:,} tokens"
     )
@@ -116,4 +117,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with sentences():
+        main()

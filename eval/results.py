@@ -10,6 +10,7 @@ from typing import Any
 from ssscale.errors import UserError
 
 FOLDER = "eval"
+TASK, LOSS = {"metric", "value", "stderr", "chance", "items"}, {"nats_per_token", "bits_per_byte"}
 
 
 def run_folder(checkpoint: Path) -> Path:
@@ -51,11 +52,25 @@ def read_results(file: Path) -> dict[str, Any]:
         return {}
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is broken: {error}; remove it and evaluate again") from error
     if not isinstance(results, dict):
         raise UserError(f"{file} is broken: it holds no object; remove it and evaluate again")
+    tasks = results.get("tasks", {})
+    losses = [results[key] for key in ("valid", "baseline") if key in results]
+    whole = isinstance(tasks, dict) and all(isinstance(task, dict) and task.keys() >= TASK for task in tasks.values())
+    if not whole or not all(isinstance(loss, dict) and loss.keys() >= LOSS for loss in losses):
+        raise UserError(f"{file} is broken: it holds no results; remove it and evaluate again")
     return results
+
+
+def check_writable(file: Path) -> None:
+    """Raise UserError, before the work, where results could not be written to a file after it."""
+    folder = next(parent for parent in file.absolute().parents if parent.is_dir())
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise UserError(
+            f"the results belong in {file}, and {folder} cannot be written: Permission denied, or read-only"
+        )
 
 
 def add_results(file: Path, results: dict[str, Any]) -> None:

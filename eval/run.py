@@ -6,12 +6,13 @@ from statistics import median
 from typing import Any
 
 from eval.results import newest_results
-from ssscale.config import from_yaml
+from ssscale.config import read_yaml
 from ssscale.errors import UserError
 from ssscale.schema import Config
-from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.checkpoint_folder import find_checkpoint, list_checkpoints
 from ssscale.train.records import read_metrics
 
+RECORD = {"step", "tokens", "stage", "loss", "lr", "tokens_per_second"}  # keys of a training record
 LAST = 5  # training records whose mean is the final training loss: one alone is noisy
 
 
@@ -24,7 +25,7 @@ class Run:
     training: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     results: dict[str, Any]
-    checkpoint: Path | None  # the newest
+    checkpoint: Path | None  # the newest whose files are all there
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
@@ -33,17 +34,17 @@ class Run:
         if not saved.is_file():
             raise UserError(f"{folder} is not a run folder: it has no config.yaml")
         records = read_metrics(folder / "metrics.jsonl")
-        training = [record for record in records if "loss" in record]
+        training = [record for record in records if record.keys() >= RECORD]
         if not training:
             raise UserError(f"{folder} has no training loss in its metrics.jsonl yet")
-        checkpoints = list_checkpoints(folder / "checkpoints")
+        has_any = list_checkpoints(folder / "checkpoints")
         return cls(
             folder,
-            from_yaml(saved.read_text(), str(saved)),
+            read_yaml(saved),
             training,
             [record for record in records if "valid_loss" in record],
             newest_results(folder),
-            checkpoints[-1] if checkpoints else None,
+            find_checkpoint(folder, "RUN", quiet=True) if has_any else None,
         )
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softplus
 
+from eval.command import sentences
 from kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 from ssscale.attention.stickbreaking import StickBreakingCore
 from ssscale.data.stream import PackedData
@@ -311,4 +312,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with sentences():
+        main()

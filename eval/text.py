@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from data_prep.errors import DataError
-from data_prep.tokenize import describe, vocab_size
+from data_prep.tokenize import describe, load, vocab_size
 from data_prep.words import word_encoder
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
@@ -24,10 +23,10 @@ class TextTokenizer:
     """
 
     def __init__(self, file: str, bos_id: int, eos_id: int) -> None:
-        self.tokenizer = Tokenizer.from_file(file)
-        self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        try:
+            self.tokenizer = load(file)
+        except DataError as error:
+            raise UserError(str(error)) from error
         self.bos_id, self.eos_id = bos_id, eos_id
         self.vocab_size = vocab_size(self.tokenizer)  # the model may have more rows
         self._words = word_encoder(self.tokenizer, "uint32")
@@ -45,8 +44,7 @@ class TextTokenizer:
             raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
         bounds = checkpoint / "boundaries.json"
         if bounds.is_file():
-            entry = json.loads(bounds.read_text(encoding="utf-8"))
-            return cls(str(file), entry["bos_id"], entry["eos_id"])
+            return cls(str(file), *_bounds(bounds))
         if data is not None:
             entry = data.manifest["tokenizer"]
             return cls(str(file), entry["bos_id"], entry["eos_id"])
@@ -77,6 +75,20 @@ class TextTokenizer:
     def decode_batch(self, texts: Sequence[Sequence[int]]) -> list[str]:
         """`decode` of many texts, on all cores."""
         return list(self.tokenizer.decode_batch([list(tokens) for tokens in texts], skip_special_tokens=False))
+
+
+def _bounds(file: Path) -> tuple[int, int]:
+    """BOS and EOS of boundaries.json. Raises UserError."""
+    try:
+        entry = json.loads(file.read_bytes())
+        bos, eos = entry["bos_id"], entry["eos_id"]
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"{file} is broken: {error!r}") from error
+    if type(bos) is not int or type(eos) is not int:
+        raise UserError(f"{file} is broken: bos_id and eos_id are {bos!r} and {eos!r}, not numbers of tokens")
+    return bos, eos
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch.process import WORKER, rank_environment
-from ssscale.errors import OUT_OF_MEMORY, STALLED, Stop, UserError
+from ssscale.errors import FAILED, OUT_OF_MEMORY, TOGETHER, Stop, UserError
 from ssscale.options import EVERY_KEY, Command, Option
+from ssscale.unforeseen import describe, describe_os_error
 
 __all__ = [
     "EVERY_KEY",
@@ -32,7 +33,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_CODES = "SSSCALE_EXIT_CODES"  # the variable that names a file for the codes with which ranks end
-ALONE = (2, OUT_OF_MEMORY)  # codes with which a rank ends while others are inside a collective with it
+ALONE = (2, FAILED, OUT_OF_MEMORY)  # codes with which a rank ends while others are inside a collective with it
 INTERRUPTED = 130  # as a shell says of a command that Ctrl-C has ended
 
 
@@ -82,13 +83,25 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave(2)
     except Stop as stop:
-        alone = stop.code in (STALLED, OUT_OF_MEMORY)  # not all ranks together
+        alone = stop.code not in TOGETHER
         if alone or rank() == 0:
             print(f"stopped: {stop}", file=sys.stderr, flush=True)
         leave(stop.code)
     except KeyboardInterrupt:
         leave(INTERRUPTED)
+    except Exception as error:
+        leave(end_of(error))
     sys.exit(0)
+
+
+def end_of(error: Exception) -> int:
+    """Say one sentence about an error that is neither the user's nor an ending, and return the exit code."""
+    refused = describe_os_error(error) if isinstance(error, OSError) else None
+    if refused is not None:
+        print(f"error: {refused}", file=sys.stderr, flush=True)
+        return 2
+    print(f"failed: {describe(error, Path(sys.argv[0]).stem or 'python')}", file=sys.stderr, flush=True)
+    return FAILED
 
 
 def leave(code: int) -> NoReturn:

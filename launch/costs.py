@@ -17,7 +17,7 @@ from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters
 from ssscale.schema import TrainConfig
-from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.checkpoint_folder import list_checkpoints, verify
 from ssscale.train.records import read_metrics
 
 COMMAND = Command(
@@ -71,8 +71,6 @@ def check_room(options: dict[str, Any], folder: Path) -> None:
 
 
 def measure_saves(options: dict[str, Any], extra: list[str]) -> None:
-    from ssscale.train.checkpoint import verify
-
     accumulation, steps = options.get("accumulation", 8), options.get("steps", 80)
     every = steps // 4
     if every < 3:

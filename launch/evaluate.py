@@ -157,7 +157,7 @@ def main(argv: list[str]) -> None:
     options, changes = COMMAND.parse(argv)
     settings = settings_of(options, changes)
     several = workers.Workers.of(options)
-    checkpoint = checked(options, settings)
+    path = checked(options, settings)
     if several is not None:
         own = [text for text in argv if text.partition("=")[0] not in ("gpus", "processes")]
         boot.leave(several.run("launch/evaluate.py", own, saves=False))
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> None:
 
     prepare()
     boot.log(logging.WARNING, force=False)
-    evaluate(checkpoint, settings, Console(quiet=boot.rank() != 0))
+    evaluate(path, settings, Console(quiet=boot.rank() != 0))
 
 
 def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
@@ -197,23 +197,24 @@ def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
 
 
 def checked(options: dict[str, Any], settings: Settings) -> Path:
-    """The checkpoint. Raises UserError for what can be seen without torch and lm-eval, which take seconds to import."""
+    """The checkpoint or run. Raises UserError for what can be seen without torch and lm-eval, which take seconds to import."""
     from eval.task_names import check_request
     from ssscale.config import change, validate
     from ssscale.train.early import check_data
 
-    checkpoint = find_checkpoint(Path(options["checkpoint"]))
+    path = Path(options["checkpoint"])
+    checkpoint = find_checkpoint(path, quiet=True)  # `reading` says what is broken
     config = change(saved_config(checkpoint), list(settings.changes))
     validate(config)
     check_request(settings.names, settings.eval_data, include=settings.include)
     if settings.valid or "cloze" in settings.names:
         check_data(config, settings.data, "valid", hint=DATA_HINT)
     check_results(checkpoint, settings)
-    return checkpoint
+    return path
 
 
-def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
-    """Everything that was asked for, printed and added to the results files of the checkpoint.
+def evaluate(path: Path, settings: Settings, console: Console) -> None:
+    """Everything that was asked for, printed and added to the results files of the checkpoint. path: it, or its run.
 
     Raises UserError, when all else is done, where a task failed.
     """
@@ -224,17 +225,20 @@ def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
     from eval.tables import show
     from eval.text import TextTokenizer
     from ssscale.parallel.groups import initialize
-    from ssscale.train.build import load_for_inference
+    from ssscale.train.build import load_model
+    from ssscale.train.reading import reading
 
     workers.check_device(torch.cuda.is_available())
     changes = list(settings.changes)
-    file = results_file(checkpoint, settings.folder_names, settings.out)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(settings.tensor, local_rank, TIMEOUT_MINUTES, distributed="RANK" in os.environ)
-    model, config = load_for_inference(checkpoint, groups, changes=changes)
-    needed = settings.valid or "cloze" in settings.names
-    held_out = open_data(config, "valid", settings.data) if needed else None
-    tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
+    with reading(path, groups) as checkpoint:
+        file = results_file(checkpoint, settings.folder_names, settings.out)
+        check_results(checkpoint, settings)
+        model, config = load_model(checkpoint, groups, changes=changes)
+        needed = settings.valid or "cloze" in settings.names
+        held_out = open_data(config, "valid", settings.data) if needed else None
+        tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
     about: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "parameters": model.num_parameters(),
@@ -277,11 +281,13 @@ def evaluate(checkpoint: Path, settings: Settings, console: Console) -> None:
 
 def check_results(checkpoint: Path, settings: Settings) -> None:
     """What is wrong with the results files is better said before the work than after it. Raises UserError."""
-    from eval.results import check_same, read_results, results_file
+    from eval.results import check_same, check_writable, read_results, results_file
 
     for names in (list(settings.changes), settings.folder_names):
         file = results_file(checkpoint, names, settings.out)
         read_results(file)
+        if boot.rank() == 0:
+            check_writable(file)
         if settings.out is not None:
             check_same(file, checkpoint, settings.keyed)
 

@@ -4,9 +4,10 @@ AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it wi
 `python launch/import_hf.py` is the way back.
 """
 
+import logging
 from pathlib import Path
 
-from launch.boot import Command, Option, run
+from launch.boot import Command, Option, log, run
 from ssscale.train.checkpoint_folder import check_empty, find_checkpoint, saved_config
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -30,18 +31,22 @@ COMMAND = Command(
 
 def main(argv: list[str]) -> None:
     options, _ = COMMAND.parse(argv)
-    checkpoint, out = find_checkpoint(Path(options["checkpoint"])), Path(options["out"])
+    given, out = Path(options["checkpoint"]), Path(options["out"])
+    saved_config(find_checkpoint(given, quiet=True))
     check_empty(out)
-    saved_config(checkpoint)
     from eval.environment import prepare
 
     prepare()
+    log(logging.WARNING, force=False)
 
     from eval.text import TextTokenizer
     from ssscale.hf.convert import export_checkpoint
+    from ssscale.parallel.groups import initialize
+    from ssscale.train.reading import reading
 
-    tokenizer = TextTokenizer.of_checkpoint(checkpoint)
-    export_checkpoint(checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options["dtype"])
+    with reading(given, initialize()) as checkpoint:
+        tokenizer = TextTokenizer.of_checkpoint(checkpoint)
+        export_checkpoint(checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options["dtype"])
     print(f"{checkpoint} → {out}")
 
 

@@ -60,7 +60,7 @@ def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]
     """The checkpoint and its configuration with the changes. Raises UserError for what can be seen without torch."""
     from ssscale.config import change, validate
 
-    checkpoint = find_checkpoint(Path(options["from"]), "from")
+    checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # FineTuning says what is broken
     config = change(saved_config(checkpoint), changes)
     validate(config)
     for file in options["questions"].split(","):

@@ -1,8 +1,9 @@
 """Pretrain a model. The same command continues a run that was stopped.
 
 gpus=8 starts eight processes on this machine; torchrun and srun (one task per GPU) start them too, on several machines;
-without any of these one process trains. Exit codes: 0 finished, 2 bad input, 75 a signal asked to stop and the step is saved,
-76 a step took too long or a rank is gone, 77 losses stay NaN, 78 out of memory; 75 and 76 call for the same command again.
+without any of these one process trains. Exit codes: 0 finished, 2 bad input, 70 an error that nobody foresaw, 75 a signal
+asked to stop and the step is saved, 76 a step took too long or a rank is gone, 77 losses stay NaN, 78 out of memory; 75 and
+76 call for the same command again.
 """
 
 import logging
@@ -70,7 +71,7 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
     import torch
 
     from ssscale.config import validate
-    from ssscale.errors import DIVERGED, SAVED, UNEQUAL, Stop
+    from ssscale.errors import TOGETHER, Stop
     from ssscale.train.advice import learning_rate_advice
 
     workers.check_device(torch.cuda.is_available())
@@ -80,6 +81,8 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
         logger.warning("warning: %s", advice)
 
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together
+    from ssscale.train.build import memory_of
+    from ssscale.train.estimate import check_memory
     from ssscale.train.trainer import Trainer
 
     tasks = None
@@ -101,10 +104,11 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
         ulysses=parallel.ulysses,
         ring=parallel.ring,
     )
+    check_memory(config, groups.world_size, memory_of(groups.device))
     try:
         Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID"), tasks=tasks).run()
     except Stop as stop:
-        if stop.code in (SAVED, DIVERGED, UNEQUAL):  # which all ranks find at the same step
+        if stop.code in TOGETHER:
             shutdown_together()
         raise
     shutdown()  # not after an error: the other ranks may be inside a collective, and the launcher ends them

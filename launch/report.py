@@ -7,6 +7,7 @@ and pn.csv, and summary.txt. Of several runs also one figure of them all, compar
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -51,14 +52,18 @@ def main(argv: list[str]) -> None:
 
     from eval.figures.runs import draw_run, draw_runs
     from eval.scales import write_scales
+    from ssscale.parallel.groups import initialize
+    from ssscale.train.reading import reading
 
     texts = []
     for run in runs:
         draw_run(run, run.folder / "loss.png")
-        if options["sample"] and run.checkpoint is not None:
-            sample(run, options.get("data"))
         if run.checkpoint is not None:
-            write_scales(run.checkpoint, saved_config(run.checkpoint), run.folder)
+            with reading(run.folder, initialize()) as checkpoint:
+                run = replace(run, checkpoint=checkpoint)
+                if options["sample"]:
+                    sample(run, options.get("data"))
+                write_scales(checkpoint, saved_config(checkpoint), run.folder)
         text = summary(run)
         (run.folder / "summary.txt").write_text(text, encoding="utf-8")
         texts.append(text)
@@ -76,10 +81,10 @@ def sample(run: "Run", data_path: str | None) -> None:
     from eval.sample import write_sample
     from eval.text import TextTokenizer
     from ssscale.parallel.groups import initialize
-    from ssscale.train.build import load_for_inference
+    from ssscale.train.build import load_model
 
     assert run.checkpoint is not None
-    model, config = load_for_inference(run.checkpoint, initialize())
+    model, config = load_model(run.checkpoint, initialize())
     try:
         data = open_data(config, "valid", data_path)
     except UserError as error:

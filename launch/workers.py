@@ -20,7 +20,7 @@ from typing import Any
 
 from launch.boot import ALONE, EXIT_CODES, ROOT, Option
 from launch.process import WORKER
-from ssscale.errors import DIVERGED, SAVED, STALLED, UNEQUAL, UserError
+from ssscale.errors import STALLED, TOGETHER, UserError
 
 OPTIONS = (
     Option("gpus", int, "start one process per GPU on this many of this machine's", at_least=1),
@@ -28,7 +28,7 @@ OPTIONS = (
 )
 GPU = "gpu"  # WORKER's value where each rank has a GPU
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-TOGETHER = (0, SAVED, DIVERGED, UNEQUAL)  # codes with which all ranks end, each when it has finished
+ENDS = (0, *TOGETHER)  # codes with which all ranks end, each when it has finished
 PATIENCE_S = 30.0  # for the others after one has failed: they may be inside a collective with it, and say why
 POLL_S = 0.05
 
@@ -159,7 +159,7 @@ def _wait(children: list[subprocess.Popen[bytes]], received: list[int], noted: P
         if mistakes:
             return mistakes[0]
         first = first or next((code for code in codes if code), 0)
-        if first not in TOGETHER and end == float("inf"):
+        if first not in ENDS and end == float("inf"):
             end = time.monotonic() + PATIENCE_S
             for child in children:
                 child.terminate()

@@ -117,7 +117,7 @@ def check_world(config: Config, options: Options, arguments: list[str]) -> None:
     if error is None:
         return
     validate(config, gpu=gpus > 0)
-    near = sorted(range(1, 2 * nodes), key=lambda count: abs(count - nodes))
+    near = sorted(range(max(1, nodes - 1024), nodes + 1024), key=lambda count: abs(count - nodes))
     works = next((count for count in near if problem(count) is None), None)
     if works is None:
         raise error

@@ -6,6 +6,7 @@ of frozen dataclasses and because every mistake must be one sentence that names 
 
 import dataclasses
 import difflib
+import os
 import re
 import types
 import typing
@@ -21,8 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from ssscale.errors import UserError
 from ssscale.schema import Config
 from ssscale.validate import validate
+from ssscale.yaml_nodes import check_nodes
 
-__all__ = ["CONFIGS", "change", "from_yaml", "load_config", "run_names", "save", "to_yaml", "validate"]
+__all__ = ["CONFIGS", "change", "from_yaml", "load_config", "read_yaml", "run_names", "save", "to_yaml", "validate"]
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -72,6 +74,19 @@ def from_yaml(text: str, source: str = "config.yaml") -> Config:
     return _build_config(_merge(_plain(Config()), tree), source)
 
 
+def read_yaml(path: Path) -> Config:
+    """The `Config` in a file that `to_yaml` wrote. Raises UserError, FileNotFoundError where there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is broken: {error}") from error
+    return from_yaml(text, str(path))
+
+
 def save(config: Config, path: str | Path) -> None:
     Path(path).write_text(to_yaml(config), encoding="utf-8")
 
@@ -85,11 +100,11 @@ def _find(name: str, folder: Path, asked_by: str) -> Path:
     """A name lies in configs/; a path ending in .yaml starts at the including file, or where the command runs."""
     if name.endswith(".yaml"):
         path = Path(name) if folder is CONFIGS else folder / name
-        if path.is_file():
+        if os.path.isfile(path):  # False too for names that no file can have
             return path
         raise UserError(f"{asked_by}: there is no file {path}")
     path = CONFIGS / f"{name}.yaml"
-    if name and path.is_file():
+    if name and os.path.isfile(path):
         return path
     known = sorted(str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.rglob("*.yaml"))
     if folder is CONFIGS and "/" not in name:
@@ -124,12 +139,17 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
 
 def _yaml(text: str, source: str) -> Tree:
     try:
+        check_nodes(text)
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{source} is not valid YAML{line}: {error.problem or error.context}") from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
         raise UserError(f"{source} is not valid YAML: {_first_line(error)}") from None
+    except RecursionError:
+        raise UserError(f"{source} is nested too deeply, or contains itself") from None
+    except (AssertionError, TypeError):  # OmegaConf's, of a document that is a number
+        raise UserError(f"{source} must hold `key: value` lines, not one value") from None
     if not isinstance(tree, dict):
         raise UserError(f"{source} must hold `key: value` lines, not a list")
     return typing.cast(Tree, tree)
@@ -153,9 +173,11 @@ def _parse(key: str, text: str) -> Any:
     if not text.strip():
         raise UserError(f"{key}= has no value: write {key}=VALUE, or {key}=null for none")
     try:
+        check_nodes(text)
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index, call-overload]
-    except (yaml.YAMLError, OmegaConfBaseException):
-        raise UserError(f"{key}={text}: the value is not valid YAML; quote it if it is meant as text") from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
+        shown = text if len(text) <= 100 else f"{text[:100]}…"
+        raise UserError(f"{key}={shown}: the value is not valid YAML; quote it if it is meant as text") from None
 
 
 def _set(tree: Tree, key: str, value: Any, options: Iterable[str]) -> None:

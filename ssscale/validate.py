@@ -1,8 +1,10 @@
 """Combinations that cannot run, each with a sentence that says what would. `ssscale.config` has checked the types."""
 
 import operator
+import unicodedata
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from typing import Any
 
 from ssscale.errors import UserError
@@ -29,7 +31,10 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
 
     world_size: processes of the run; None leaves out what depends on it. gpu: what `precision=auto` stands for.
     """
+    _check_leaves(config, "")
     _check_numbers(config)
+    if world_size is not None and world_size >= 2**31:
+        raise UserError("more than 2^31 processes: no machine has so many")
     _check_model(config.model)
     _check_attention(config.model)
     _check_position(config.model, gpu)
@@ -62,42 +67,46 @@ AT_LEAST_0: Bound = ("0 or more", operator.ge, 0)
 ABOVE_0: Bound = ("greater than 0", operator.gt, 0)
 BELOW_0: Bound = ("less than 0", operator.lt, 0)
 BELOW_1: Bound = ("less than 1", operator.lt, 1)
+# Beyond these nothing is meant, and what counts in 64 or 32 bits fails.
+SIZE: Bound = ("less than 2^31", operator.lt, 2**31)
+AT_MOST_1024: Bound = ("at most 1024", operator.le, 1024)
+A_YEAR: Bound = ("at most 31,536,000 seconds, a year", operator.le, 31_536_000)
 
 BOUNDS: dict[str, tuple[Bound, ...]] = {
-    "model.num_layers": (AT_LEAST_1,),
-    "model.hidden_size": (AT_LEAST_1,),
-    "model.ffn_hidden_size": (AT_LEAST_1,),
-    "model.num_heads": (AT_LEAST_1,),
-    "model.num_kv_heads": (AT_LEAST_1,),
-    "model.head_dim": (AT_LEAST_1,),
-    "model.vocab_size": (AT_LEAST_1,),
+    "model.num_layers": (AT_LEAST_1, ("at most 10,000", operator.le, 10_000)),
+    "model.hidden_size": (AT_LEAST_1, SIZE),
+    "model.ffn_hidden_size": (AT_LEAST_1, SIZE),
+    "model.num_heads": (AT_LEAST_1, SIZE),
+    "model.num_kv_heads": (AT_LEAST_1, SIZE),
+    "model.head_dim": (AT_LEAST_1, SIZE),
+    "model.vocab_size": (AT_LEAST_1, SIZE),
     "model.norm_eps": (ABOVE_0,),
     "model.init_std": (ABOVE_0,),
     "model.attention.ssmax_scale": (ABOVE_0,),
     "model.attention.skip_below": (AT_LEAST_0, BELOW_1),
     "model.position.rope_base": (ABOVE_0,),
     "model.position.rope_factor": (ABOVE_0,),
-    "model.position.train_length": (AT_LEAST_1,),
-    "model.position.window": (AT_LEAST_1,),
-    "model.width.base_hidden_size": (AT_LEAST_1,),
+    "model.position.train_length": (AT_LEAST_1, SIZE),
+    "model.position.window": (AT_LEAST_1, SIZE),
+    "model.width.base_hidden_size": (AT_LEAST_1, SIZE),
     "model.width.embedding_multiplier": (ABOVE_0,),
     "model.width.residual_multiplier": (ABOVE_0,),
     "model.width.logits_divisor": (ABOVE_0,),
     "model.width.matrix_lr_divisor": (ABOVE_0,),
     "model.width.matrix_init_divisor": (ABOVE_0,),
     "model.width.attention_scale": (ABOVE_0,),
-    "data.length": (("at least 2", operator.ge, 2),),
-    "data.num_workers": (AT_LEAST_0,),
-    "data.prefetch": (AT_LEAST_1,),
-    "data.timeout": (ABOVE_0,),
-    "data.cache_gb": (ABOVE_0,),
+    "data.length": (("at least 2", operator.ge, 2), SIZE),
+    "data.num_workers": (AT_LEAST_0, AT_MOST_1024),
+    "data.prefetch": (AT_LEAST_1, AT_MOST_1024),
+    "data.timeout": (ABOVE_0, A_YEAR),
+    "data.cache_gb": (ABOVE_0, ("less than 10^9", operator.lt, 1e9)),
     "optimizer.betas": (AT_LEAST_0, BELOW_1),
     "optimizer.eps": (ABOVE_0,),
     "optimizer.weight_decay": (AT_LEAST_0,),
     "optimizer.vector_lr_multiplier": (AT_LEAST_0,),
     "optimizer.clip": (AT_LEAST_0,),
-    "train.batch_size": (AT_LEAST_1,),
-    "train.microbatch": (AT_LEAST_1,),
+    "train.batch_size": (AT_LEAST_1, SIZE),
+    "train.microbatch": (AT_LEAST_1, SIZE),
     "train.max_steps": (AT_LEAST_0,),
     "train.seed": (AT_LEAST_0,),
     "train.log_every": (AT_LEAST_1,),
@@ -110,13 +119,13 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.profile": (AT_LEAST_1,),
     "train.max_skipped": (AT_LEAST_1,),
     "train.spike_z": (AT_LEAST_0,),
-    "train.watchdog": (AT_LEAST_0,),
+    "train.watchdog": (AT_LEAST_0, A_YEAR),
     "train.guard_every": (AT_LEAST_0,),
-    "train.keep": (AT_LEAST_1,),
+    "train.keep": (AT_LEAST_1, SIZE),
     "train.keep_every": (AT_LEAST_0,),
-    "parallel.tensor": (AT_LEAST_1,),
-    "parallel.ulysses": (AT_LEAST_1,),
-    "parallel.ring": (AT_LEAST_1,),
+    "parallel.tensor": (AT_LEAST_1, SIZE),
+    "parallel.ulysses": (AT_LEAST_1, SIZE),
+    "parallel.ring": (AT_LEAST_1, SIZE),
     "parallel.zero_stage": (AT_LEAST_0, ("at most 3", operator.le, 3)),
 }
 
@@ -130,12 +139,33 @@ STAGE_BOUNDS: dict[str, tuple[Bound, ...]] = {
     "schedule.power_b": (BELOW_0,),
     "ssmax_scale": (ABOVE_0,),
     "rope_base": (ABOVE_0,),
-    "length": (("at least 2", operator.ge, 2),),
-    "batch_size": (AT_LEAST_1,),
-    "microbatch": (AT_LEAST_1,),
+    "length": (("at least 2", operator.ge, 2), SIZE),
+    "batch_size": (AT_LEAST_1, SIZE),
+    "microbatch": (AT_LEAST_1, SIZE),
 }
 
-WARMUP_BOUNDS: dict[str, tuple[Bound, ...]] = {"batch_size": (AT_LEAST_1,), "tokens": (AT_LEAST_1,)}
+WARMUP_BOUNDS: dict[str, tuple[Bound, ...]] = {"batch_size": (AT_LEAST_1, SIZE), "tokens": (AT_LEAST_1,)}
+
+
+def _check_leaves(value: Any, key: str) -> None:
+    """What holds for every key: counts fit 64 bits, and texts can be printed, written to config.yaml and opened."""
+    if is_dataclass(value):
+        for entry in fields(value):
+            _check_leaves(getattr(value, entry.name), f"{key}.{entry.name}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_leaves(item, f"{key}.{index}")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _check_leaves(name, key)
+            _check_leaves(item, f"{key}.{name}")
+    elif type(value) is int and not -(2**63) <= value < 2**63:
+        raise UserError(f"{key} must be less than 2^63, not a number of {len(f'{value:x}') * 4} bits")
+    elif isinstance(value, str) and not isinstance(value, Enum):
+        if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
+            raise UserError(f"{key} has a character that no file can be named with: {value!r}")
+        if "${" in value:
+            raise UserError(f"{key} must not contain '${{', which stands for another key's value: {value!r}")
 
 
 def _check_numbers(config: Config) -> None:

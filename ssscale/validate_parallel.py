@@ -149,7 +149,8 @@ def _ulysses_hint(config: Config, ranks: int) -> str:
 
 def near_divisors(number: int, near: int, most: int = 6, times: int = 1) -> str:
     """The divisors of `number` that lie nearest `near`, at most `most`, each multiplied by `times`, as words."""
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    lower = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = sorted({*lower, *(number // n for n in lower)})
     nearest = sorted(sorted(divisors, key=lambda n: abs(n - near))[:most])
     return alternatives([str(n * times) for n in nearest])
 

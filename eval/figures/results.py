@@ -17,7 +17,7 @@ COMMANDS = {
 def read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{file} holds no object")

@@ -1,5 +1,6 @@
 """Training of a core's models on one number of pairs, all learning rates at once; stops and goes on at any step."""
 
+import json
 import math
 import os
 import time
@@ -9,11 +10,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eval.command import write
 from eval.mqrar.model import Bank, DenseCore
 from eval.mqrar.task import TEST_SEED, Task
+from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.schema import AttentionConfig, Core, ModelConfig, PositionConfig, PositionMethod
 
@@ -90,7 +94,7 @@ class Experiment:
 
     def __init__(self, config: ModelConfig, task: Task, recipe: Recipe, groups: Groups, file: Path) -> None:
         self.config, self.task, self.recipe, self.groups, self.file = config, task, recipe, groups, file
-        self.state_file = file.with_suffix(".pt")
+        self.state_file = file.with_suffix(".safetensors")
         dtype = torch.bfloat16 if groups.device.type == "cuda" else torch.float32
         self.bank = Bank(config, len(recipe.lrs), groups, dtype, recipe.seed)
         models = [{"params": self.bank.of_model(index), "lr": lr} for index, lr in enumerate(recipe.lrs)]
@@ -162,24 +166,37 @@ class Experiment:
         return [float(x) / asked for x in right]
 
     def _save(self) -> None:
-        state = {
-            "identity": self.identity,
-            "bank": self.bank.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "progress": (self.step, self.seconds, self.history),
-        }
+        optimizer = self.optimizer.state_dict()
+        tensors = {f"bank/{name}": weight for name, weight in self.bank.state_dict().items()}
+        for index, moments in optimizer["state"].items():
+            tensors |= {f"optimizer/{index}/{name}": moment for name, moment in moments.items()}
+        values = {"identity": self.identity, "groups": optimizer["param_groups"]}
+        values |= {"progress": [self.step, self.seconds, self.history]}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.state_file.with_suffix(".tmp")
-        torch.save(state, temporary)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary, metadata={"values": json.dumps(values)})
         os.replace(temporary, self.state_file)
 
     def _load(self) -> None:
-        state = torch.load(self.state_file, map_location=self.groups.device, weights_only=True)
-        if state["identity"] != self.identity:
+        try:
+            with safe_open(self.state_file, framework="pt", device=str(self.groups.device)) as opened:
+                values = json.loads(opened.metadata()["values"])
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{self.state_file} is broken ({error}): remove it to train from the beginning") from error
+        if values["identity"] != json.loads(json.dumps(self.identity)):
             return  # of other settings: overwritten when this one is stopped
-        self.bank.load_state_dict(state["bank"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds, self.history = state["progress"]
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "optimizer":
+                index, _, name = rest.partition("/")
+                moments.setdefault(int(index), {})[name] = tensor
+        bank = {name.removeprefix("bank/"): tensor for name, tensor in tensors.items() if name.startswith("bank/")}
+        self.bank.load_state_dict(bank)
+        self.optimizer.load_state_dict({"state": moments, "param_groups": values["groups"]})
+        self.step, self.seconds, self.history = values["progress"]
 
     def _write(self) -> None:
         accuracy = self.history[-1]["accuracy"]

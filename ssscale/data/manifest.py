@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ssscale.errors import UserError
+from ssscale.names import bad_name
 
 FORMAT = "ssscale-packed"
 VERSION = 1
@@ -13,10 +14,10 @@ NAME = "manifest.json"
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Raises UserError if the file is broken or of another format."""
+    """Raises UserError if the file is broken, of another format, or names a file outside its folder."""
     try:
         manifest = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is broken: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(f"{file} is not the manifest of a data folder (its format is not {FORMAT!r})")
@@ -25,7 +26,33 @@ def read(file: Path) -> dict[str, Any]:
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     if _sha256(content) != manifest.get("checksum"):
         raise UserError(f"{file} is corrupt: its checksum does not match")
+    try:
+        found = bad_name(manifest)
+        _check_form(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} has not the form of a manifest: {error!r}") from error
+    if found is not None:
+        raise UserError(f"{file} is not to be trusted: {found}, which is not the name of a file in its folder")
     return manifest
+
+
+def _check_form(manifest: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError for what no data_prep has written, though its checksum is right."""
+    tokenizer = manifest["tokenizer"]
+    numbers = [manifest["length"], tokenizer["vocab_size"], tokenizer["bos_id"], tokenizer["eos_id"]]
+    texts = [tokenizer["sha256"]]
+    for entry in manifest["files"].values():
+        numbers.append(entry["bytes"])
+        texts.append(entry["sha256"])
+    for split, sources in manifest["splits"].items():
+        for source, counts in sources.items():
+            numbers += [counts[key] for key in ("rows", "documents", "bytes", "tokens_in")]
+            if counts["rows"]:
+                manifest["files"][f"{split}/{source}/index.json"]
+    wrong = [number for number in numbers if type(number) is not int or number < 0]
+    wrong += [text for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} stands where a count or a sha256 must stand")
 
 
 def open_checked(

@@ -52,7 +52,7 @@ def read_squad(file: Path) -> list[Question]:
         questions = list(_questions(json.loads(text)))
     except (OSError, zstandard.ZstdError) as error:
         raise UserError(f"questions={file} cannot be read: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"questions={file} has not SQuAD's form (data, paragraphs, qas, answers): {error!r}") from None
     if not questions:
         raise UserError(f"questions={file} has no question with an answer")

@@ -23,6 +23,7 @@ from ssscale.data._torchvision import install_stand_in
 from ssscale.data.batch import Row
 from ssscale.data.order import WINDOW
 from ssscale.errors import UserError
+from ssscale.names import bad_shard_name, leads_out
 
 OPEN_SHARDS = 2 * WINDOW  # of a source; their memory maps outlive the files that make room in a cache
 INDEX = "index.json"
@@ -119,8 +120,18 @@ class RowStore:
             raise UserError(f"{index} is missing: {error.strerror}") from error
         if sha256(content).hexdigest() != index_sha256:
             raise UserError(f"{index} is corrupt: its sha256 is not the manifest's")
-        self._readers = [reader_from_json(str(self.folder), "", shard) for shard in json.loads(content)["shards"]]
-        columns = {tuple(zip(reader.column_names, reader.column_encodings)) for reader in self._readers}
+        try:
+            shards = json.loads(content)["shards"]
+            found = bad_shard_name(shards)
+            self._readers = [reader_from_json(str(self.folder), "", shard) for shard in shards if found is None]
+            self.shard_rows = [int(reader.samples) for reader in self._readers]
+            columns = {tuple(zip(reader.column_names, reader.column_encodings)) for reader in self._readers}
+        except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{index} has not the form of an index: {error!r}") from error
+        if found is not None:
+            raise UserError(f"{index} is not to be trusted: {found}, which is not the name of a file in its folder")
+        if leads_out(self.folder, place.local):  # shards are decompressed beside the index
+            raise UserError(f"{self.folder} is a link that leads out of the data folder: put its files in its place")
         if not all(COLUMNS.match(" ".join(f"{name}={encoding}" for name, encoding in found)) for found in columns):
             raise UserError(f"{index} has other columns than packed rows have: {sorted(columns)}")
         self._dtypes = [np.dtype(encoding.partition(":")[2]) for _, encoding in next(iter(columns), ())]
@@ -132,14 +143,13 @@ class RowStore:
             validate_hash="xxh64",
             keep_zip=not place.is_remote,
         )
-        self.shard_rows = [int(reader.samples) for reader in self._readers]
         # One more than are shuffled together: a reader enters a new window while another one is still in the old one.
         self.working_set = sum(sorted(int(reader.raw_data.bytes) for reader in self._readers)[-WINDOW - 1 :])
         self._ends = np.cumsum(self.shard_rows)
         self._open: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return sum(self.shard_rows)
 
     def shard_of(self, row: int) -> str:
         """The file that holds a row, for messages."""
@@ -175,6 +185,9 @@ class RowStore:
         """The decompressed shard as bytes, and where its samples begin and end."""
         reader = self._readers[shard]
         raw = self.folder / reader.raw_data.basename
+        for file in (_lock(raw), raw.with_name(f"{raw.name}.tmp")):
+            if file.is_symlink():  # both are written here and by streaming, which follow links
+                raise UserError(f"{file} is a link: remove it, as it would be written through")
         # Another rank or worker may be writing the same file, under the same temporary name.
         with locked(raw):
             data = _map(raw)
@@ -207,7 +220,7 @@ class RowStore:
 
 def locked(file: Path) -> FileLock:
     """A lock beside a file against the other processes of the node; the kernel frees it when its holder dies."""
-    lock = file.with_name(f".{file.name}.lock")
+    lock = _lock(file)
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
@@ -216,6 +229,10 @@ def locked(file: Path) -> FileLock:
             f"cannot write beside {file} ({error.strerror}): data.cache must name a folder for it"
         ) from error
     return FileLock(lock)
+
+
+def _lock(file: Path) -> Path:
+    return file.with_name(f".{file.name}.lock")
 
 
 def _decode(sample: np.ndarray, dtypes: Sequence[np.dtype]) -> Row:

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ssscale.data.batch import Batch, Row, collate
 from ssscale.data.order import Mix, Order
 from ssscale.data.shards import INDEX, Place, RowStore
 from ssscale.errors import UserError
+from ssscale.names import leads_out
 
 
 class PackedData:
@@ -93,9 +95,19 @@ class PackedData:
         """The tokenizer.json the rows were made with. Raises UserError if it is missing or another one."""
         entry = self.manifest["tokenizer"]
         file = self.place.fetch(entry["file"])
+        if leads_out(file, self.place.local):  # it is copied into every checkpoint
+            raise UserError(f"{file} is a link that leads out of the data folder: put the file in its place")
         if not file.is_file() or sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
             raise UserError(f"{file} is missing or corrupt: it has not the fingerprint that the manifest gives")
         return str(file)
+
+    @property
+    def tokenizer_text(self) -> str:
+        """What is in that file. Raises UserError."""
+        try:
+            return Path(self.tokenizer_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the tokenizer of {self.place.path} cannot be read: {error}") from error
 
     @property
     def bytes_per_target(self) -> float:

@@ -7,7 +7,7 @@ A folder holds config.json, generation_config.json, the weights as safetensors, 
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,15 +23,17 @@ from ssscale.config import from_yaml, to_yaml, validate
 from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
-from ssscale.parallel.groups import Groups
+from ssscale.names import is_plain, leads_out
+from ssscale.parallel.groups import Groups, initialize
 from ssscale.schema import Config
 from ssscale.train.build import build_model
-from ssscale.train.checkpoint import CheckpointReader, TrainState, verify
+from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes
 from ssscale.train.checkpoint_folder import check_empty, saved_config
 from ssscale.train.save import save_checkpoint
 
 SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+META = torch.device("meta")
 CODE = ("configuration_ssscale.py", "modeling_ssscale.py")
 AUTO = {
     "AutoConfig": "configuration_ssscale.SSScaleConfig",
@@ -53,27 +55,37 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
     """Write a checkpoint of any parallel layout as a folder for transformers.
 
     bos_id, eos_id: the tokens that bound a document; the tokenizer begins every text with BOS, as in training. Reads one
-    weight after the other. Raises UserError where the checkpoint is broken, has no tokenizer, or `out` holds something.
+    weight after the other; whoever calls has compared its files with their checksums (`reading`). Raises UserError where
+    the checkpoint has no tokenizer, or `out` holds something.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: weights are written as {', '.join(DTYPES)}")
     check_empty(out)
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
-    problem = verify(checkpoint)
-    if problem:
-        raise UserError(problem)
-    config = saved_config(checkpoint)
+    _check_link(checkpoint / "tokenizer.json", checkpoint)
+    config, reader = saved_config(checkpoint), CheckpointReader(checkpoint)
+    check_shapes(
+        reader, build_model(config, replace(initialize(), device=META), DTYPES[dtype]), initialize(), VOCAB_WEIGHTS
+    )
+    made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    _write_weights(_whole_weights(CheckpointReader(checkpoint), config, DTYPES[dtype]), out)
-    _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
-    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
-    spare = _ids_without_token(checkpoint / "tokenizer.json", config.model.vocab_size)
-    _write_json(out / "generation_config.json", ids | ({"suppress_tokens": spare} if spare else {}))
-    for name in CODE:
-        shutil.copyfile(Path(__file__).with_name(name), out / name)
-    # Last: a folder without it is no model.
-    _write_json(out / "config.json", hf_config(config, dtype) | ids)
+    try:
+        _write_weights(_whole_weights(reader, config, DTYPES[dtype]), out)
+        _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
+        ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
+        spare = _ids_without_token(checkpoint / "tokenizer.json", config.model.vocab_size)
+        _write_json(out / "generation_config.json", ids | ({"suppress_tokens": spare} if spare else {}))
+        for name in CODE:
+            shutil.copyfile(Path(__file__).with_name(name), out / name)
+        # Last: a folder without it is no model.
+        _write_json(out / "config.json", hf_config(config, dtype) | ids)
+    except BaseException:  # the same command can be given again
+        for file in out.iterdir():
+            file.unlink()
+        if made:
+            out.rmdir()
+        raise
 
 
 def hf_config(config: Config, dtype: str) -> dict[str, Any]:
@@ -108,7 +120,10 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> None:
 
     def flush() -> None:
         file = out / f"part-{len(files):05d}"
-        save_file(shard, file, metadata={"format": "pt"})
+        try:
+            save_file(shard, file, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full or read-only disk
+            raise UserError(f"{file} cannot be written: {error}") from error
         files.append({"file": file, "names": list(shard), "bytes": sum(w.nbytes for w in shard.values())})
         shard.clear()
 
@@ -130,7 +145,7 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> None:
 
 
 def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: int) -> None:
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = _open_tokenizer(file)
     bos, eos = (tokenizer.id_to_token(token) for token in (bos_id, eos_id))
     if bos is None or eos is None:
         raise UserError(f"{file} has no tokens {bos_id} and {eos_id} for a document's beginning and end")
@@ -157,7 +172,7 @@ def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: in
 
 def _ids_without_token(file: Path, vocab_size: int) -> list[int]:
     """The model's ids that its tokenizer does not have, and which generation must never choose."""
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = _open_tokenizer(file)
     return [i for i in range(vocab_size) if tokenizer.id_to_token(i) is None]
 
 
@@ -179,6 +194,9 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
         raise UserError(f"{folder} has no tokenizer.json")
+    # huggingface_hub's cache has links from snapshots/REVISION into blobs/, beside it.
+    _check_link(tokenizer, folder.parent.parent if folder.parent.name == "snapshots" else folder)
+    _open_tokenizer(tokenizer)
     model = build_model(config, groups, torch.float32)
     _fill(model, _open_weights(folder), folder)
     bounds = {"bos_id": content.get("bos_token_id"), "eos_id": content.get("eos_token_id")}
@@ -192,10 +210,23 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     return out / "checkpoints" / "step-00000000"
 
 
+def _check_link(file: Path, folder: Path) -> None:
+    """Raises UserError for a file that is copied and is a link to something elsewhere."""
+    if leads_out(file, folder):
+        raise UserError(f"{file} is a link that leads out of its folder: put the file in its place")
+
+
+def _open_tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more exact
+        raise UserError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} holds no object")
@@ -215,15 +246,28 @@ def _open_weights(folder: Path) -> dict[str, Any]:
     """Each weight's open file."""
     whole = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
-    names = {whole.name} if whole.is_file() else set(_read_json(index)["weight_map"].values())
+    names = [whole.name] if whole.is_file() else _weight_files(index)
     found: dict[str, Any] = {}
-    for name in sorted(names):
+    for name in names:
         try:
             opened = safe_open(folder / name, framework="pt")
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} cannot be read: {error}") from error
         found |= dict.fromkeys(opened.keys(), opened)
     return found
+
+
+def _weight_files(index: Path) -> list[str]:
+    """The files that an index names. Raises UserError for another form and for names outside its folder."""
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise UserError(f"{index} has no `weight_map` of weights to files")
+    for weight, name in names.items():
+        if not is_plain(name):
+            raise UserError(
+                f"{index} is not to be trusted: {weight} is in {name!r}, which is not the name of a file in its folder"
+            )
+    return sorted(set(names.values()))
 
 
 @torch.no_grad()
@@ -234,13 +278,18 @@ def _fill(model: nn.Module, weights: dict[str, Any], folder: Path) -> None:
         where = "config.json describes" if name in ours else "the folder has"
         raise UserError(f"{folder} is not whole: only {where} {name}")
     for name, weight in ours.items():
-        value = weights[name].get_tensor(name)
+        try:
+            value = weights[name].get_tensor(name)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UserError(f"{folder}: {name} cannot be read: {error}") from error
         wanted = list(weight.shape)
         if name in VOCAB_WEIGHTS:
             wanted[0] = model.config.vocab_size
             weight.zero_()
         if list(value.shape) != wanted:
             raise UserError(f"{folder}: {name} is {list(value.shape)}, and config.json describes {wanted}")
+        if not value.isfinite().all():
+            raise UserError(f"{folder}: {name} has NaN or Inf")
         weight[: wanted[0]] = value
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ssscale.errors import UserError
+from ssscale.parallel.exchange import gather_json
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,7 @@ def _context_groups(
     context = parallel_state.get_context_parallel_group()
     if ulysses == 1 or ring == 1:
         return (context if ulysses > 1 else None), (context if ring > 1 else None)
-    every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, dist.get_process_group_ranks(context))
-    whole = sorted({tuple(ranks) for ranks in every})
+    whole = sorted({tuple(ranks) for ranks in gather_json(dist.get_process_group_ranks(context))})
     neighbours = [list(ranks[i : i + ulysses]) for ranks in whole for i in range(0, len(ranks), ulysses)]
     apart = [list(ranks[i::ulysses]) for ranks in whole for i in range(ulysses)]
     found, _ = dist.new_subgroups_by_enumeration(neighbours, timeout)

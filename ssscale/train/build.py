@@ -1,6 +1,7 @@
 """From a configuration to a model on a device; from a checkpoint to a model that can be evaluated."""
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from ssscale.model.decoder import Decoder, padded_vocab
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config, ModelConfig, Precision
 from ssscale.train.checkpoint import CheckpointReader
-from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
+from ssscale.train.checkpoint_folder import saved_config
+from ssscale.train.estimate import check_weights
+from ssscale.train.reading import reading
 from ssscale.train.switch import load_switched
 
 logger = logging.getLogger("ssscale")
@@ -33,8 +36,16 @@ def choose_compile(config: Config, device: torch.device) -> Compile:
     return config.compile_on_gpu
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
-    """The decoder of a configuration on its device, its weights not yet filled."""
+    """The decoder of a configuration on its device, its weights not yet filled. Raises UserError where they cannot fit."""
+    check_weights(config, dtype.itemsize, memory_of(groups.device))
     with torch.device(groups.device):
         return Decoder(
             config.model,
@@ -114,13 +125,20 @@ def log_vocabulary(model: ModelConfig, entries: int) -> None:
 def load_for_inference(
     path: Path, groups: Groups, precision: Precision = Precision.auto, changes: Sequence[str] = ()
 ) -> tuple[Decoder, Config]:
-    """The model of a checkpoint (or of a run's newest one) in eval mode, and its configuration. Raises UserError.
+    """The model of a checkpoint (or of a run's newest whole one) in eval mode, and its configuration. Raises UserError.
 
     changes: `model.position.rope_base=500000` and the like, in place of what the checkpoint's configuration says.
     """
-    path = find_checkpoint(path)
-    config = change(saved_config(path), list(changes))
+    with reading(path, groups) as checkpoint:
+        return load_model(checkpoint, groups, precision, changes)
+
+
+def load_model(
+    checkpoint: Path, groups: Groups, precision: Precision = Precision.auto, changes: Sequence[str] = ()
+) -> tuple[Decoder, Config]:
+    """`load_for_inference` for whoever reads more of the checkpoint and has it open (`reading`)."""
+    config = change(saved_config(checkpoint), list(changes))
     validate(config)
     model = build_model(config, groups, choose_dtype(precision, groups.device))
-    load_switched(CheckpointReader(path), model, config.model, groups)
+    load_switched(CheckpointReader(checkpoint), model, config.model, groups)
     return model.eval().requires_grad_(False), config

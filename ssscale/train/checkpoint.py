@@ -6,19 +6,19 @@ A checkpoint is a folder `step-00001000` (docs/checkpoints.md gives the format):
   state.json              step, tokens, samples, fingerprints, world layout
   config.yaml             the merged configuration; tokenizer.json: the tokenizer of the data
   checksums.json       bytes and XXH3-128 of every other file
-`ssscale.train.save` writes it to `step-00001000.partial` and renames it once every rank has flushed its files.
+`ssscale.train.save` writes it to `step-00001000.partial` and renames it once every rank has flushed its files;
+`ssscale.train.whole` says which checkpoints are whole.
 """
 
 import json
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -26,12 +26,10 @@ from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_part, local_ranges, split_dim
-from ssscale.train.checkpoint_folder import list_checkpoints
 
 logger = logging.getLogger("ssscale")
 
 FORMAT = 2
-CHUNK = 2**26  # bytes read or written at once
 
 
 @dataclass(frozen=True)
@@ -45,56 +43,6 @@ class TrainState:
     data_fingerprint: str = ""
     valid_loss: float | None = None  # where this step was evaluated
     skipped: tuple[tuple[int, int], ...] = ()  # (step, rows passed over after it)
-
-
-def verify(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None where it is whole.
-
-    Of several ranks each reads its share of the large files.
-    """
-    try:
-        entries = json.loads((path / "checksums.json").read_text())
-        missing = [name for name in entries if not (path / name).is_file()]
-        if missing:
-            return f"{path / missing[0]} is missing"
-        sizes = [name for name, entry in entries.items() if (path / name).stat().st_size != entry["bytes"]]
-        if sizes:
-            return (
-                f"{path / sizes[0]} has {(path / sizes[0]).stat().st_size:,} bytes, not {entries[sizes[0]]['bytes']:,}"
-            )
-        for name in sorted(entries)[rank::world_size]:
-            if checksum(path / name) != entries[name]["xxh3"]:
-                return f"{path / name} is broken: its checksum is another"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path / 'checksums.json'} cannot be read: {error}"
-    return None
-
-
-def checksum(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(file, "rb", buffering=0) as opened:
-        while chunk := opened.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def newest_whole(folder: Path, groups: Groups) -> "CheckpointReader | None":
-    """The newest checkpoint that is whole, found by all ranks together; a broken one is named and passed over.
-
-    Raises UserError where there are checkpoints and none is whole.
-    """
-    found = list_checkpoints(folder)
-    for path in reversed(found):
-        problem = verify(path, groups.rank, groups.world_size)
-        broken = torch.tensor(problem is not None, dtype=torch.int32)
-        dist.all_reduce(broken)
-        if not broken:
-            return CheckpointReader(path)
-        if problem is not None:
-            logger.error("%s; the checkpoint before it is taken", problem)
-    if found:
-        raise UserError(f"{folder} has no whole checkpoint left: remove its folders to start anew")
-    return None
 
 
 @dataclass(frozen=True)
@@ -114,26 +62,41 @@ class CheckpointReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            state = json.loads((path / "state.json").read_text())
-            self.state = TrainState(**{key: state[key] for key in TrainState.__dataclass_fields__})
-            self.state = replace(self.state, skipped=tuple((step, rows) for step, rows in self.state.skipped))
-            self.ranks: int = state["ranks"]
-            indices = [json.loads((path / f"rank-{rank:05d}.json").read_text()) for rank in range(self.ranks)]
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path} is not a whole checkpoint: {error}") from error
-        self.tensor_size: int = indices[0]["tensor_size"]
         self.weights: dict[str, dict[str, Any]] = {}
         self._pieces: dict[tuple[str, str], list[_Piece]] = {}
         self._open: dict[Path, Any] = {}
-        for rank, index in enumerate(indices):
-            file = path / f"rank-{rank:05d}.safetensors"
-            for name, entry in index["weights"].items():
-                self.weights.setdefault(name, {"shape": entry["shape"], "split_dim": entry["split_dim"]})
-            for entry in index["pieces"]:
-                ranges = index["weights"][entry["name"]]["ranges"]
-                piece = _Piece(file, entry["key"], entry["start"], entry["numel"], ranges)
-                self._pieces.setdefault((entry["name"], entry["state"]), []).append(piece)
+        try:
+            self._read_state()
+            for rank in range(self.ranks):
+                self._read_index(rank)
+        except OSError as error:
+            raise UserError(f"{path} is not a whole checkpoint: {error}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path} is not a whole checkpoint: its JSON has another form: {error!r}") from error
+
+    def _read_state(self) -> None:
+        state = json.loads((self.path / "state.json").read_bytes())
+        self.state = TrainState(**{key: state[key] for key in TrainState.__dataclass_fields__})
+        self.state = replace(self.state, skipped=tuple((int(step), int(rows)) for step, rows in self.state.skipped))
+        numbers = (self.state.step, self.state.applied_steps, self.state.tokens, self.state.samples, state["ranks"])
+        if any(type(number) is not int or number < 0 for number in numbers) or state["ranks"] < 1:
+            raise ValueError(f"state.json: {state}")
+        self.ranks: int = state["ranks"]
+
+    def _read_index(self, rank: int) -> None:
+        file = self.path / f"rank-{rank:05d}.safetensors"
+        index = json.loads(file.with_suffix(".json").read_bytes())
+        room = file.stat().st_size // 4  # elements that a file of fp32 can hold: none of its pieces is larger
+        if rank == 0:
+            self.tensor_size: int = index["tensor_size"]
+        for name, entry in index["weights"].items():
+            self.weights.setdefault(name, {"shape": entry["shape"], "split_dim": entry["split_dim"]})
+        for entry in index["pieces"]:
+            ranges = index["weights"][entry["name"]]["ranges"]
+            piece = _Piece(file, entry["key"], entry["start"], entry["numel"], ranges)
+            if not (piece.start >= 0 and 0 <= piece.numel <= room):
+                raise ValueError(f"{file.stem}.json: {entry}")
+            self._pieces.setdefault((entry["name"], entry["state"]), []).append(piece)
 
     def restore_rng(self, groups: Groups) -> None:
         """Set this rank's random number generators, where the checkpoint has as many ranks as the job."""
@@ -146,9 +109,26 @@ class CheckpointReader:
                     restore(saved.get_tensor(f"rng/{device}"))
 
     def whole(self, name: str, state: str) -> Tensor:
-        """A whole weight (or moment) in fp32 on the CPU, in the shape it had when saved (padded vocabulary included)."""
+        """A whole weight (or moment) in fp32 on the CPU, in the shape it had when saved (padded vocabulary included).
+
+        Raises UserError where it has elements that no piece holds, or a weight has NaN or Inf.
+        """
+        try:
+            result = self._whole(name, state)
+        except (LookupError, ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"{self.path}: {state} of {name} cannot be read: {error}") from error
+        if state == "weight" and not result.isfinite().all():
+            raise UserError(
+                f"{self.path} cannot be used: {state} of {name} has NaN or Inf, or elements that no file holds"
+            )
+        return result
+
+    def _whole(self, name: str, state: str) -> Tensor:
         entry = self.weights[name]
         shape, dim = entry["shape"], entry["split_dim"]
+        saved = sum(piece.numel for piece in self._pieces[name, state])
+        if math.prod(shape) > saved:  # before room is made for it
+            raise ValueError(f"{saved:,} of {math.prod(shape):,} elements are saved")
         parts: dict[tuple[tuple[int, int], ...], Tensor] = {}
         for piece in self._pieces[name, state]:
             ranges = tuple((a, b) for a, b in piece.ranges or [])
@@ -201,7 +181,9 @@ class CheckpointReader:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(piece.file, framework="pt")
             return self._open[piece.file].get_slice(piece.key)[first:last]
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
+            raise UserError(f"{piece.file} cannot be read: {error}") from error
+        except SafetensorError as error:
             raise UserError(f"{piece.file} is broken: {error}") from error
 
 

@@ -1,42 +1,190 @@
-"""Where a run's checkpoints lie and how they were configured; reads no weights and needs no torch."""
+"""Where a run's checkpoints lie, how they were configured and whether they are whole; reads no weights, needs no torch.
 
+A checkpoint is *broken* where its files differ from its checksums.json, and *unreadable* where the system refuses to read it
+(EIO, ESTALE, EACCES, ...), which may pass. `ssscale.train.whole` asks all ranks.
+"""
+
+import errno
+import json
+import logging
+import os
 import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
-from ssscale.config import from_yaml
+from ssscale.config import read_yaml
 from ssscale.errors import UserError
+from ssscale.names import is_plain
 from ssscale.schema import Config
+from ssscale.train.files import checksum, patiently
 
-NAME = re.compile(r"step-(\d{8,})")
+logger = logging.getLogger("ssscale")
+
+NAME = re.compile(r"step-([0-9]{8,})")
+MANIFEST = "checksums.json"
+SMALL = ("config.yaml", "state.json")  # files whose contents are compared before torch is imported
+FIRST_SAVE = "first_save.json"  # in the run's folder: a checkpoint of it has been committed once
+MISSING = (errno.ENOENT, errno.ENOTDIR)
+DAMAGED = (errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # no other attempt will find a file there
 
 
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint of a run was saved."""
-    return int(checkpoint.name.removeprefix("step-"))
+class Condition(IntEnum):
+    WHOLE = 0
+    BROKEN = 1
+    UNREADABLE = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a look at a checkpoint has shown. problem: a clause that names the file; file: its name within the folder.
+
+    host: that of the rank that looked, in what `share` returns.
+    """
+
+    condition: Condition = Condition.WHOLE
+    problem: str = ""
+    file: str = ""
+    host: str = ""
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from its folder's name."""
+    found = NAME.match(path.name)
+    assert found is not None, path
+    return int(found.group(1))
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and (path / "state.json").is_file()]
-    return sorted(found, key=step_of)
+    """The checkpoints in a folder by their names, oldest first, whole or not; none where there is no such folder.
+
+    Raises UserError where the folder is a link that leads nowhere, OSError where it cannot be listed.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        if folder.is_symlink():
+            target = f"{folder} is a link to {os.readlink(folder)}, which does not exist"
+            raise UserError(f"{target}: mount that disk, or remove the link") from None
+        return []
+    found = [folder / name for name in names if NAME.fullmatch(name)]
+    return sorted((path for path in found if path.is_symlink() or path.is_dir()), key=step_of)
 
 
-def find_checkpoint(path: Path, option: str = "checkpoint") -> Path:
-    """A checkpoint folder, given itself or its run's folder (the newest one there). Raises UserError naming the option."""
-    if (path / "state.json").is_file():
+def inspect(path: Path, names: Iterable[str] | None = None, rank: int = 0, world_size: int = 1) -> Finding:
+    """Compare a checkpoint with its checksums.json: names and sizes of all files, contents of some.
+
+    names: the files whose contents are read; None: those that fall to `rank` of `world_size`.
+    """
+    name = MANIFEST
+    try:
+        if path.is_symlink() and not path.exists():
+            problem = f"{path} is a link to {os.readlink(path)}, which does not exist"
+            return Finding(Condition.UNREADABLE, problem, MANIFEST)
+        entries = _read_manifest(path)
+        for name in sorted(entries):
+            size = (path / name).stat().st_size
+            if size != entries[name]["bytes"]:
+                problem = f"{path / name} has {size:,} bytes, not {entries[name]['bytes']:,}"
+                return Finding(Condition.BROKEN, problem, name)
+        share = sorted(entries)[rank::world_size] if names is None else sorted(entries.keys() & set(names))
+        for name in share:
+            if checksum(path / name) != entries[name]["xxh3"]:
+                return Finding(Condition.BROKEN, f"{path / name} is broken: its checksum is another", name)
+        name = MANIFEST
+        missing = _missing(path, entries)
+    except OSError as error:
+        if error.errno in MISSING:
+            return Finding(Condition.BROKEN, f"{path / name} is missing", name)
+        condition = Condition.BROKEN if error.errno in DAMAGED else Condition.UNREADABLE
+        return Finding(condition, f"{path / name} cannot be read: {error.strerror}", name)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return Finding(Condition.BROKEN, f"{path / name} is broken: {error}", name)
+    if missing is not None:
+        return Finding(Condition.BROKEN, f"{path / MANIFEST} is broken: it does not name {missing}", MANIFEST)
+    return Finding()
+
+
+def intact(path: Path) -> bool:
+    """Whether a checkpoint's files are there with their sizes, as far as they can be seen; weights are not read."""
+    return inspect(path, SMALL).condition is not Condition.BROKEN
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None where it is whole. Reads all of it in this process."""
+    return inspect(path).problem or None
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """Raises OSError or, for what a writer would not have written, ValueError."""
+    if not stat.S_ISREG(os.stat(path / MANIFEST).st_mode):
+        raise ValueError("it is not a file")  # a pipe would be waited for
+    entries: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_bytes())
+    if not isinstance(entries, dict):
+        raise ValueError("it holds no table of files")
+    for name in entries:
+        if not is_plain(name):
+            raise ValueError(f"{name!r} is not the name of a file in this folder")
+    return entries
+
+
+def _missing(path: Path, entries: dict[str, dict[str, Any]]) -> str | None:
+    """A file that every checkpoint has and the manifest does not name. Raises ValueError for a broken state.json."""
+    for name in ("state.json", "config.yaml"):
+        if name not in entries:
+            return name
+    ranks = json.loads((path / "state.json").read_bytes())["ranks"]
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"state.json gives it {ranks!r} ranks")
+    every = (f"rank-{rank:05d}.{kind}" for rank in range(ranks) for kind in ("json", "safetensors"))
+    return next((name for name in every if name not in entries), None)
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or (path / "state.json").is_file()
+
+
+def find_checkpoint(path: Path, option: str = "checkpoint", newest: bool = False, quiet: bool = False) -> Path:
+    """A checkpoint folder, given itself or its run's folder (the newest one there that is `intact`).
+
+    Says which broken ones it passes over, unless `quiet`; with `newest` it passes over none. Raises UserError naming the
+    option.
+    """
+    if patiently(lambda: is_checkpoint(path), path):
         return path
-    found = list_checkpoints(path / "checkpoints")
-    if not found:
-        problem = "neither a checkpoint nor a run folder that has one" if path.is_dir() else "there is no such folder"
+    folder, problem = path / "checkpoints", ""
+    before: list[Path] | None = None
+    while True:
+        found = patiently(lambda: list_checkpoints(folder), folder)
+        if not found or found == before:
+            break  # else a run that trains has saved and deleted meanwhile
+        before, problem = found, ""
+        for checkpoint in reversed(found):
+            finding = inspect(checkpoint, SMALL)
+            if finding.condition is not Condition.BROKEN:
+                return checkpoint
+            problem = problem or finding.problem
+            if newest:
+                break
+            if not quiet:
+                logger.warning("%s; the checkpoint before it is taken", finding.problem)
+    if problem and newest:
         raise UserError(f"{option}={path}: {problem}")
-    return found[-1]
+    is_there = "neither a checkpoint nor a run folder that has one" if path.is_dir() else "there is no such folder"
+    raise UserError(f"{option}={path}: {is_there}{problem and f': {problem}'}")
 
 
 def saved_config(checkpoint: Path) -> Config:
     """The configuration with which a checkpoint was trained. Raises UserError."""
-    file = checkpoint / "config.yaml"
     try:
-        return from_yaml(file.read_text(), str(file))
+        return read_yaml(checkpoint / "config.yaml")
     except OSError as error:
         raise UserError(f"{checkpoint} is not a whole checkpoint: {error}") from error
 

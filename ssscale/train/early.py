@@ -1,11 +1,13 @@
 """What can be seen of a run before torch is imported: its folder, its data, the weights that it begins from."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from ssscale.data import manifest as manifests
 from ssscale.errors import UserError
 from ssscale.schema import Config
-from ssscale.train.checkpoint_folder import find_checkpoint, list_checkpoints, step_of
+from ssscale.train.checkpoint_folder import FIRST_SAVE, find_checkpoint, intact, list_checkpoints, step_of
 from ssscale.train.run_folder import check_folder
 from ssscale.train.stages import Plan
 
@@ -17,10 +19,13 @@ def check_run(config: Config) -> None:
     """
     folder, plan = Path(config.folder), Plan(config)
     check_folder(folder, config)
-    checkpoints = list_checkpoints(folder / "checkpoints")
-    if config.init_from is not None and not checkpoints:
-        find_checkpoint(Path(config.init_from), "init_from")
-    own = plan.configs[plan.at(step_of(checkpoints[-1]) if checkpoints else 0).stage]
+    saved: list[Path] = []
+    with suppress(OSError, UserError):  # what is wrong with them, or with one rank's view, the ranks find together
+        saved = list_checkpoints(folder / "checkpoints")
+    if config.init_from is not None and not saved and not os.path.lexists(folder / FIRST_SAVE):
+        find_checkpoint(Path(config.init_from), "init_from", newest=True)
+    step = next((step_of(path) for path in reversed(saved) if intact(path)), 0)
+    own = plan.configs[plan.at(step).stage]
     sources = check_data(own)
     for index, stage in enumerate(config.train.stages):
         unknown = [name for name in stage.mix or {} if name not in sources]

@@ -5,10 +5,11 @@ its share of the optimizer: fp32 master weights and AdamW's two moments. Under `
 Activations are what autograd keeps of compiled blocks, as counted with saved-tensor hooks on our own decoder.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
-from ssscale.schema import Compile, Config, Core, PositionMethod, Precision, Recompute
+from ssscale.schema import Auto, Compile, Config, Core, PositionMethod, Precision, Recompute
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 
@@ -93,6 +94,38 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
         activations=tokens * activation_bytes_per_token(config) + fire_bytes(config),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
     )
+
+
+def check_memory(config: Config, gpus: int, room: int) -> None:
+    """Raise UserError where no stage can be trained in `room` bytes on each of so many GPUs, or processes without one.
+
+    The arithmetic leaves out what it cannot know and may be wrong by a little, so it refuses what cannot be right: more than
+    `room` for weights, gradients and optimizer, or twice as much in all.
+    """
+    for own in Plan(config).configs:
+        if isinstance(own.train.microbatch, Auto):
+            own = replace(own, train=replace(own.train, microbatch=1))  # what `auto` is at least
+        memory = memory_per_gpu(own, gpus)
+        kept = memory.weights + memory.gradients + memory.optimizer
+        if kept > room or memory.total > 2 * room:
+            part = "weights, gradients and optimizer" if kept > room else "activations and logits"
+            needed = kept if kept > room else memory.activations + memory.logits
+            raise UserError(
+                f"{part} take {needed / 2**30:,.0f} GiB on each of {gpus} ranks, which have {room / 2**30:,.0f}: make the "
+                "model or train.microbatch smaller, or take more ranks (launch/estimate.py shows the parts)"
+            )
+
+
+def check_weights(config: Config, width: int, room: int) -> None:
+    """Raise UserError where a rank's weights of `width` bytes each, with the table of positions, are more than `room`."""
+    model, length = config.model, config.data.length
+    tables = 8 * length * model.head_size if model.position.method is PositionMethod.rope else 0
+    needed = width * count_parameters(model, length) / config.parallel.tensor + tables
+    if needed > room:
+        raise UserError(
+            f"a model of {count_parameters(model, length):,} parameters for {length:,} tokens takes {needed / 2**30:,.0f} GiB, "
+            f"and there are {room / 2**30:,.0f}: make it smaller"
+        )
 
 
 def fire_bytes(config: Config) -> float:

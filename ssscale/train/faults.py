@@ -7,19 +7,20 @@ import statistics
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ssscale.data.order import Order
-from ssscale.errors import OUT_OF_MEMORY, STALLED, Stop
-from ssscale.schema import Config
+from ssscale.errors import OUT_OF_MEMORY, Stop
+from ssscale.train.appender import Appender
+
+if TYPE_CHECKING:
+    from ssscale.train.peers import Where
 
 logger = logging.getLogger("ssscale")
 
 GIB = 2**30
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Timed out", "NCCL", "gloo")
 
 
 class Rollback(Exception):  # noqa: N818 - an order, not a mistake
@@ -49,7 +50,7 @@ class SpikeDetector:
         self.losses.append(loss)
         return found
 
-    def look(self, folder: Path, step: int, loss: float, samples: range, order: Order) -> None:
+    def look(self, events: Appender, step: int, loss: float, samples: range, order: Order) -> None:
         """Note a loss that stands out, with the rows that made it."""
         z = self.score(loss)
         if z is not None:
@@ -57,34 +58,30 @@ class SpikeDetector:
             for sample in map(order.__getitem__, samples):
                 rows.setdefault(order.names[sample.source], []).append(sample.row)
             logger.warning("step %d: loss %.4g is a spike (z = %.1f); its rows are in events.jsonl", step, loss, z)
-            write_event(folder, {"event": "loss_spike", "step": step, "loss": loss, "z": z, "rows": rows})
+            write_event(events, {"event": "loss_spike", "step": step, "loss": loss, "z": z, "rows": rows})
 
 
-def write_event(folder: Path, event: dict[str, Any]) -> None:
-    """Append to events.jsonl, which no resuming cuts back."""
-    with open(folder / "events.jsonl", "a") as file:
-        file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S"), **event}) + "\n")
+def open_events(folder: Path) -> Appender:
+    """The run's events.jsonl, which no resuming cuts back."""
+    return Appender(folder / "events.jsonl")
 
 
-def explain(error: RuntimeError, config: Config, rank: int, step: int, phase: str, held: int) -> Stop | None:
-    """The end that an error means, or None where it is none of these. held: bytes allocated between two steps."""
-    where = f"rank {rank}, step {step}, {phase}"
-    if isinstance(error, torch.OutOfMemoryError):
-        now = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        train, parallel = config.train, config.parallel
-        grown = max(now - held, 0)
-        if held > grown:
-            part, change = (
-                "weights, gradients and optimizer",
-                "more ranks, parallel.zero_stage=2 or 3, or parallel.tensor",
-            )
-            change += f" (now ZeRO {parallel.zero_stage}, tensor {parallel.tensor})"
-        else:
-            part, change = "activations and logits", f"train.microbatch below {train.microbatch}"
-            change += f" or train.recompute=selective or full (now {train.recompute.value})"
-        sizes = f"{held / GIB:.1f} GiB stay between steps, {grown / GIB:.1f} GiB more were in use"
-        return Stop(f"{where}: out of GPU memory: {sizes}; the larger part is {part}: use {change}", OUT_OF_MEMORY)
-    if isinstance(error, dist.DistError) or any(text in str(error) for text in LOST_PEER):
-        first = (str(error).splitlines() or [""])[0]
-        return Stop(f"{where}: another rank is gone ({first[:200]}); the same command goes on", STALLED)
-    return None
+def write_event(events: Appender, event: dict[str, Any]) -> None:
+    events.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S"), **event}).encode() + b"\n")
+
+
+def out_of_memory(error: Exception, at: str, where: "Where") -> Stop | None:
+    """The end that running out of GPU memory means, None for any other error. at: the rank and the step."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    now = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    train, parallel, held = where.config.train, where.config.parallel, where.held
+    grown = max(now - held, 0)
+    if held > grown:
+        part, change = "weights, gradients and optimizer", "more ranks, parallel.zero_stage=2 or 3, or parallel.tensor"
+        change += f" (now ZeRO {parallel.zero_stage}, tensor {parallel.tensor})"
+    else:
+        part, change = "activations and logits", f"train.microbatch below {train.microbatch}"
+        change += f" or train.recompute=selective or full (now {train.recompute.value})"
+    sizes = f"{held / GIB:.1f} GiB stay between steps, {grown / GIB:.1f} GiB more were in use"
+    return Stop(f"{at}: out of GPU memory: {sizes}; the larger part is {part}: use {change}", OUT_OF_MEMORY)

@@ -16,10 +16,10 @@ from ssscale.errors import SAVED, Stop, UserError
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config, ScheduleConfig, ScheduleKind, StageConfig
 from ssscale.train.build import build_model, choose_dtype, log_choices
-from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights, newest_whole
-from ssscale.train.checkpoint_folder import find_checkpoint
+from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
+from ssscale.train.claim import RunFolder
 from ssscale.train.metrics import Metrics, Stopwatch
-from ssscale.train.run_folder import check_folder, claim_folder
+from ssscale.train.reading import reading
 from ssscale.train.save import CheckpointWriter, Retention
 from ssscale.train.schedule import learning_rate
 from ssscale.train.signals import StopSignals
@@ -84,11 +84,16 @@ class FineTuning:
         self.config, self.groups, self.examples, self.signals = config, groups, examples, signals
         self.files = files | {"config.yaml": to_yaml(config)}
         self.folder = Path(config.folder)
-        check_folder(self.folder, config)
-        reader = newest_whole(self.folder / "checkpoints", groups)
+        self.place = RunFolder(self.folder, config, groups)
+        with self.place.opening():
+            self._open()
+
+    def _open(self) -> None:
+        config, groups, found = self.config, self.groups, self.place.choice.path
+        reader = CheckpointReader(found) if found else None
         self.state = reader.state if reader else TrainState()
-        self.lock = claim_folder(self.folder, config, groups)
-        self.writer = CheckpointWriter(self.folder / "checkpoints", groups, Retention(1))
+        self.place.take(config)
+        self.writer = CheckpointWriter(self.folder / "checkpoints", groups, Retention(1), run=self.folder)
         dtype = choose_dtype(config.train.precision, groups.device)
         model = build_model(config, groups, dtype)
         log_choices(model, config, groups, dtype)
@@ -96,9 +101,8 @@ class FineTuning:
             load_weights(reader, model, groups)
         else:
             assert config.init_from is not None
-            load_switched(
-                CheckpointReader(find_checkpoint(Path(config.init_from), "from")), model, config.model, groups
-            )
+            with reading(Path(config.init_from), groups, "from", newest=True) as source:
+                load_switched(CheckpointReader(source), model, config.model, groups)
         self.engine = DeepSpeedEngine(model, config, groups)
         if reader is not None:
             load_training_state(reader, self.engine, groups)
@@ -132,8 +136,7 @@ class FineTuning:
                     if stop and not last:
                         raise Stop(f"step {step} is saved, the same command goes on", SAVED)
         finally:
-            if self.lock is not None:
-                self.lock.release()
+            self.place.release()
 
     def _train_step(self) -> tuple[float, float, int]:
         """One step. Returns its loss, the learning rate and the answers' tokens, over all ranks."""

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,47 @@ SILENT_S = 3 * HEARTBEAT_S
 
 
 def _machine() -> str:
-    """Host and process-id namespace: within one of these a process id says which process is meant."""
-    return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+    """Host, its boot and the process-id namespace: within these a process id says which process is meant."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _started(pid: int) -> float | None:
+    """When a living process began, in clock ticks since the boot, which setting the clock does not change.
+
+    None where there is no such process, or only what its parent has not yet asked about. Without /proc it is psutil's time
+    in seconds since 1970.
+    """
+    if not Path("/proc/self/stat").is_file():
+        try:
+            return psutil.Process(pid).create_time()
+        except psutil.NoSuchProcess:
+            return None
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    values = text.rpartition(b")")[2].split()  # the name before it may hold anything
+    return None if values[0] in (b"Z", b"X") else int(values[19])  # fields 3 and 22 of proc(5)
 
 
 class RunLock:
     """`run.lock` in a run folder: JSON of who trains there, touched every HEARTBEAT_S seconds by a thread.
 
-    A lock is stale, and taken over, when its process is gone (same host), when it belongs to an earlier start of this
-    same Slurm job, or when nobody has touched it for SILENT_S seconds (another host; the clocks are not compared).
+    A lock is stale, and taken over, when its process is gone (same boot of the same host), when it belongs to an earlier
+    start of this same Slurm job, or when nobody has touched it for SILENT_S seconds (otherwise). No clocks are compared.
     """
 
     def __init__(self, folder: Path, slurm_job: str | None) -> None:
         self.path = folder / "run.lock"
-        process = psutil.Process()
         self.owner = {
             "machine": _machine(),
             "host": socket.gethostname(),
-            "pid": process.pid,
-            "started": process.create_time(),
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),
             "slurm_job": slurm_job,
         }
         self._released = threading.Event()
@@ -56,8 +79,9 @@ class RunLock:
 
     def release(self) -> None:
         self._released.set()
-        if self._read() == self.owner:
-            self.path.unlink(missing_ok=True)
+        with suppress(OSError, UserError):  # a lock that cannot be removed is stale as soon as the process is gone
+            if self._read() == self.owner:
+                self.path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
         """Put our lock there, whole from the first moment, unless there is one."""
@@ -73,18 +97,19 @@ class RunLock:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            return json.loads(self.path.read_text())
+            owner = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise UserError(f"{self.path} is broken: remove it if no run is using the folder") from error
+        except (ValueError, RecursionError):
+            owner = None
+        if not isinstance(owner, dict) or not owner.keys() >= self.owner.keys() or type(owner["pid"]) is not int:
+            raise UserError(f"{self.path} is broken: remove it if no run is using the folder")
+        return owner
 
     def _is_alive(self, other: dict[str, Any]) -> bool:
         if other["machine"] == self.owner["machine"]:
-            try:
-                return psutil.Process(other["pid"]).create_time() == other["started"]
-            except psutil.NoSuchProcess:
-                return False
+            started = _started(other["pid"])
+            return started is not None and started == other["started"]
         if other["slurm_job"] is not None and other["slurm_job"] == self.owner["slurm_job"]:
             return False  # Slurm starts a job anew only after its earlier start has ended
         before = self._touched()
@@ -108,7 +133,7 @@ class RunLock:
             os.replace(self.path, aside)
         except FileNotFoundError:
             return
-        if json.loads(aside.read_text()) != other:
+        if json.loads(aside.read_bytes()) != other:
             os.link(aside, self.path)
         aside.unlink()
 
@@ -117,4 +142,4 @@ class RunLock:
             try:
                 os.utime(self.path)
             except OSError:
-                return
+                continue  # the file system may answer again

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,13 +16,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from ssscale.data.batch import IGNORE, Batch
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Config
+from ssscale.train.appender import Appender
+from ssscale.train.event_file import EventFile
 from ssscale.train.records import keep_until
 from ssscale.train.schedule import stage_at
 
@@ -39,9 +40,13 @@ class Metrics:
         if use_wandb:
             self.wandb = _wandb(folder)
         path = folder / "metrics.jsonl"
-        keep_until(path, first_step)
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115
-        self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        try:
+            keep_until(path, first_step)
+        except OSError as error:
+            raise UserError(f"{path} cannot be cut back to step {first_step}: {error.strerror}") from error
+        self.file = Appender(path)
+        self.tensorboard = EventFile(folder / "tensorboard", first_step + 1)
+        self.newest = first_step
         self.console = Console(soft_wrap=True)
         columns = (
             TextColumn("training"),
@@ -80,16 +85,11 @@ class Metrics:
         """
         if not self.is_main:
             return
-        self.file.write(json.dumps(record | {"time": round(time.time(), 3)}) + "\n")
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                self.tensorboard.add_scalar(name, value, record["step"])
-            elif isinstance(value, list):
-                for layer, entry in enumerate(value):
-                    mean = statistics.fmean(entry) if isinstance(entry, list) else entry
-                    self.tensorboard.add_scalar(f"{name}/layer{layer:02d}", mean, record["step"])
+        self.file.write(json.dumps(record | {"time": round(time.time(), 3)}).encode() + b"\n")
+        self.tensorboard.write(_scalars(record), record["step"])
+        self.newest = max(self.newest, record["step"])
         if self.wandb is not None:
-            self.wandb.log(record, step=record["step"])
+            self.wandb.log(record, step=self.newest)  # it takes no step twice; a save belongs to an earlier one
         shown = {
             name: value
             for name, value in record.items()
@@ -97,7 +97,20 @@ class Metrics:
         }
         if shown.keys() - {"step", "tokens"}:
             line = "  ".join(f"{name} {_short(value)}" for name, value in shown.items())
-            self.progress.console.print(line, highlight=False)
+            with suppress(OSError):  # the log of the job may lie on the full disk too
+                self.progress.console.print(line, highlight=False)
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a record by name, lists by layer."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, int | float) and name != "step":
+            found[name] = value
+        elif isinstance(value, list):
+            for layer, entry in enumerate(value):
+                found[f"{name}/layer{layer:02d}"] = statistics.fmean(entry) if isinstance(entry, list) else entry
+    return found
 
 
 def _wandb(folder: Path) -> Any:

@@ -154,8 +154,13 @@ def profiled(folder: Path, step: int, groups: Groups) -> Iterator[None]:
         torch.cuda.memory._record_memory_history()
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         yield
-    profile.export_chrome_trace(str(folder / f"step-{step}.json.gz"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(folder / f"step-{step}.json.gz"))
+        if cuda:
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{step}.pickle"))
+        logger.info("profile of step %d in %s", step, folder)
+    except OSError as error:
+        logger.error("the profile of step %d cannot be written: %s", step, error)
     if cuda:
-        torch.cuda.memory._dump_snapshot(str(folder / f"memory-{step}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
-    logger.info("profile of step %d in %s", step, folder)

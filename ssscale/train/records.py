@@ -1,29 +1,56 @@
 """metrics.jsonl: one JSON record per line."""
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+from ssscale.train.files import write_file
+
+logger = logging.getLogger("ssscale")
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line that a crash cut short is left out."""
-    records = []
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-    return records
+    """The records of a metrics file. What is not one is left out: a damaged line, or a last one that a crash cut short."""
+    data = path.read_bytes() if path.is_file() else b""
+    return [record for line in data.split(b"\n") if (record := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the records after a step: the run resumes there and will write them again, each once."""
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Drop the records after a step: the run resumes there and will write them again, each once.
+
+    Lines that cannot be read are moved to metrics.damaged.jsonl beside it. Raises OSError.
+    """
+    data = path.read_bytes() if path.is_file() else b""
+    *lines, last = data.split(b"\n")
+    records = [(line, _parse(line)) for line in lines if line.strip()]
+    if _parse(last) is not None:
+        records.append((last, _parse(last)))
+    kept = b"".join(line + b"\n" for line, record in records if record is not None and record["step"] <= step)
+    damaged = [line for line, record in records if record is None]
+    if damaged:
+        aside = path.with_name("metrics.damaged.jsonl")
+        logger.warning("%s: %d lines cannot be read and are moved to %s", path, len(damaged), aside.name)
+        with open(aside, "ab") as file:
+            file.writelines(line + b"\n" for line in damaged)
+            file.flush()
+            os.fsync(file.fileno())
+    if data == kept:
+        return
+    if data.startswith(kept):  # the usual case, which takes no room on a full disk
+        with open(path, "r+b") as file:
+            file.truncate(len(kept))
+            os.fsync(file.fileno())
+    else:
+        temporary = path.with_name(path.name + ".tmp")
+        write_file(temporary, [memoryview(kept)])
+        os.replace(temporary, path)

@@ -1,22 +1,24 @@
 """The folder of a run: who may write to it, and whether a configuration continues what lies there.
 
-Imports no torch at its top, for `check_folder`.
+Needs no torch: `check_folder` answers before it is imported. `ssscale.train.claim` takes a folder.
 """
 
 import json
+import logging
 import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssscale.config import from_yaml, to_yaml
+from ssscale.config import read_yaml, to_yaml
 from ssscale.errors import UserError
 from ssscale.schema import Config
+from ssscale.train.files import write_file
 
 if TYPE_CHECKING:
-    from ssscale.parallel.groups import Groups
     from ssscale.train.checkpoint import TrainState
-    from ssscale.train.lock import RunLock
+
+logger = logging.getLogger("ssscale")
 
 # A run cannot change these between a stop and its continuation: its weights or its data order would not fit.
 FIXED = ("model", "data.length", "data.one_document", "data.shuffle_seed", "train.batch_size", "train.seed")
@@ -52,7 +54,7 @@ def check_folder(folder: Path, config: Config) -> None:
 def _check_folder(folder: Path, config: Config) -> None:
     saved = folder / "config.yaml"
     if saved.is_file():
-        old = from_yaml(saved.read_text(), str(saved))
+        old = read_yaml(saved)
         for key in FIXED:
             difference = _first_difference(_value(old, key), _value(config, key), key)
             if difference:
@@ -64,40 +66,25 @@ def _check_folder(folder: Path, config: Config) -> None:
         raise UserError(f"run_dir={folder} holds something that is not a run; name an empty or a new folder")
 
 
-def claim_folder(folder: Path, config: Config, groups: "Groups", slurm_job: str | None = None) -> "RunLock | None":
-    """Make the run's folder, lock it and record the merged configuration; `check_folder` has allowed it on every rank.
-
-    Returns the main rank's lock. Raises UserError where another run is using the folder or it cannot be written.
-    """
-    import torch.distributed as dist  # which takes seconds: `check_folder` answers before that
-
-    from ssscale.train.lock import RunLock
-
-    dist.barrier()  # no rank writes before all have checked
-    lock = None
-    if groups.is_main:
-        saved = folder / "config.yaml"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = RunLock(folder, slurm_job)
-            lock.acquire()
-            temporary = saved.with_name("config.yaml.tmp")
-            temporary.write_text(to_yaml(config))
-            os.replace(temporary, saved)
-        except OSError as error:
-            raise UserError(f"run_dir={folder} cannot be written: {error.strerror}") from error
-    dist.barrier()
-    return lock
+def record_config(folder: Path, config: Config) -> None:
+    """Write the merged configuration to a folder that is locked. Raises OSError."""
+    temporary = folder / "config.yaml.tmp"
+    write_file(temporary, [memoryview(to_yaml(config).encode())])
+    os.replace(temporary, folder / "config.yaml")
 
 
 def write_rollback(folder: Path, state: "TrainState") -> None:
-    """Remember which rows a run passes over from now on, until a later checkpoint does."""
-    from ssscale.train.save import write_file
+    """Remember which rows a run passes over from now on, until a later checkpoint does.
 
+    On a full disk that is said and training goes on: a run that is stopped before its next save rolls back once more.
+    """
     file = folder / "rollback.json"
     text = json.dumps({"step": state.step, "skipped": state.skipped})
-    write_file(file.with_suffix(".tmp"), [memoryview(text.encode())])
-    os.replace(file.with_suffix(".tmp"), file)
+    try:
+        write_file(file.with_suffix(".tmp"), [memoryview(text.encode())])
+        os.replace(file.with_suffix(".tmp"), file)
+    except OSError as error:
+        logger.error("%s cannot be written: %s", file, error.strerror)
 
 
 def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
@@ -105,7 +92,13 @@ def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
     file = folder / "rollback.json"
     if not file.is_file():
         return state
-    saved = json.loads(file.read_text())
-    if saved["step"] != state.step:
-        return state
-    return replace(state, skipped=tuple((step, rows) for step, rows in saved["skipped"]))
+    try:
+        saved = json.loads(file.read_bytes())
+        skipped = tuple((int(step), int(rows)) for step, rows in saved["skipped"])
+        return replace(state, skipped=skipped) if saved["step"] == state.step else state
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{file} is broken ({error}): it names rows to pass over after NaN; remove it to train on them again"
+        ) from error

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -12,14 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from ssscale.engine.base import Engine
+from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_ranges, split_dim
-from ssscale.train.checkpoint import CHUNK, FORMAT, TrainState, checksum
-from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.checkpoint import FORMAT, TrainState
+from ssscale.train.checkpoint_folder import MANIFEST, checkpoint_path, list_checkpoints, step_of
+from ssscale.train.files import CHUNK, checksum, fsync_folder, write_file
+from ssscale.train.reading import unread
+from ssscale.train.whole import record_first_save, superseded
 
 logger = logging.getLogger("ssscale")
 
@@ -35,15 +39,29 @@ class Retention:
     best: bool = False
 
     def doomed(self, found: list[Path]) -> list[Path]:
-        """Of a run's checkpoints, oldest first, those that go."""
-        stay = set(found[-self.last :])
-        states = {path: json.loads((path / "state.json").read_text()) for path in found}
+        """Returns the checkpoints to delete, oldest first.
+
+        found: a run's checkpoints, oldest first, the last one just committed. One that has lost its state.json or its
+        checksums.json is not counted among those that stay, and is not deleted either.
+        """
+        losses = {path: loss for path in found if (loss := _valid_loss(path)) is not None}
+        stay = set(list(losses)[-self.last :])
         if self.every:
-            stay |= {path for path in found if states[path]["step"] % self.every == 0}
-        losses = {path: state["valid_loss"] for path, state in states.items() if state["valid_loss"] is not None}
-        if self.best and losses:
-            stay.add(min(losses, key=lambda path: losses[path]))
-        return [path for path in found if path not in stay]
+            stay |= {path for path in losses if step_of(path) % self.every == 0}
+        if self.best:
+            stay |= {path for path in sorted(losses, key=lambda path: losses[path])[:1] if losses[path] < math.inf}
+        return [path for path in losses if path not in stay]
+
+
+def _valid_loss(path: Path) -> float | None:
+    """A checkpoint's validation loss, infinite where it has none; None where the checkpoint cannot be counted."""
+    try:
+        loss = json.loads((path / "state.json").read_bytes())["valid_loss"]
+        if not (path / MANIFEST).is_file():
+            return None
+        return float(loss) if loss is not None and math.isfinite(loss) else math.inf
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -66,15 +84,16 @@ class CheckpointWriter:
     once `done` holds on every rank, `finish` commits the folder by a rename. What is not committed is never read.
     """
 
-    def __init__(self, folder: Path, groups: Groups, retention: Retention) -> None:
-        self.folder, self.groups, self.retention = folder, groups, retention
+    def __init__(self, folder: Path, groups: Groups, retention: Retention, run: Path | None = None) -> None:
+        """run: the run's folder, where the first commit is put on record."""
+        self.folder, self.groups, self.retention, self.run = folder, groups, retention, run
         self.buffer, self.locked = torch.empty(0, dtype=torch.uint8), False
         self.thread: threading.Thread | None = None
         self.pinning: threading.Thread | None = None
         self.error: OSError | None = None
         self.written_s = self.blocked_s = 0.0
         if groups.is_main:
-            for left in folder.glob("*.partial"):
+            for left in folder.glob("step-*.partial"):
                 shutil.rmtree(left, ignore_errors=True)
         dist.barrier()  # nobody writes before that
 
@@ -132,7 +151,8 @@ class CheckpointWriter:
         assert self.thread is None, "finish() the one before"
         began = time.perf_counter()
         self.state, self.error = state, None
-        self.partial = self.folder / f"step-{state.step:08d}.partial"
+        self.final = checkpoint_path(self.folder, state.step)
+        self.partial = self.final.with_name(f"{self.final.name}.partial")
         header, index = self._snapshot(engine)
         small = dict(files)
         if self.groups.is_main:
@@ -155,12 +175,17 @@ class CheckpointWriter:
             try:
                 self._commit()
             except OSError as error:
+                whole = False
                 logger.error("%s could not be committed: %s", self.partial, error)
-        if self.groups.is_main and not whole:
+        committed = torch.tensor([whole], dtype=torch.int32)
+        dist.broadcast(committed, 0)  # no rank takes for saved what the main rank could not commit
+        if self.groups.is_main and not committed:
             shutil.rmtree(self.partial, ignore_errors=True)
             logger.error("step %d is not saved: the checkpoints before it stay, training goes on", self.state.step)
+        if self.groups.is_main and committed:
+            self._tidy()
         self.blocked_s += time.perf_counter() - began
-        return Saved(self.state.step, self.blocked_s, self.written_s, self.size) if whole else None
+        return Saved(self.state.step, self.blocked_s, self.written_s, self.size) if committed else None
 
     def wait(self) -> Saved | None:
         """Finish at once, all ranks together. None where it could not be written."""
@@ -216,48 +241,39 @@ class CheckpointWriter:
                 index = json.loads(file.read_text())
                 entries[file.stem + ".safetensors"] = {"bytes": index["bytes"], "xxh3": index["xxh3"]}
         assert len(entries) >= 2 * self.groups.world_size, sorted(entries)
-        write_file(self.partial / "checksums.json", [memoryview(json.dumps(entries, indent=1).encode())])
+        write_file(self.partial / MANIFEST, [memoryview(json.dumps(entries, indent=1).encode())])
         fsync_folder(self.partial)
-        final = self.partial.with_suffix("")
-        doomed = []
-        if final.exists():  # a broken one that was passed over
-            doomed.append(final.with_name(final.name + ".old.partial"))
-            os.replace(final, doomed[0])
-        os.replace(self.partial, final)
+        if self.final.exists():  # somebody's: a broken one has been put aside when the run began
+            os.replace(self.final, self.final.with_name(f"{self.final.name}.old.partial"))
+        os.replace(self.partial, self.final)
         fsync_folder(self.folder)
-        doomed = [
-            path.with_name(path.name + ".partial") for path in self.retention.doomed(list_checkpoints(self.folder))
-        ]
-        for path in doomed:
-            os.replace(path.with_suffix(""), path)  # no half-deleted folder is ever taken for a whole checkpoint
-        if doomed:
+
+    def _tidy(self) -> None:
+        """After a commit: put the run's first one on record, and delete what need not stay. Failing here harms nothing."""
+        try:
+            if self.run is not None:
+                record_first_save(self.run, self.state.step)
+        except OSError as error:  # the next save tries again
+            logger.error("%s: the first save could not be put on record: %s", self.run, error)
+        try:
+            doomed = [self.final.with_name(f"{self.final.name}.old.partial"), *superseded(self.folder, self.state.step)]
+            found = [path for path in list_checkpoints(self.folder) if step_of(path) <= self.state.step]
+            for path in self.retention.doomed(found):
+                with unread(path) as free:
+                    if free:
+                        doomed.append(path.with_name(f"{path.name}.partial"))
+                        os.replace(path, doomed[-1])  # no half-deleted folder is ever taken for a whole checkpoint
+                    else:
+                        logger.info("%s is being read: it stays until the next save", path)
+        except (OSError, UserError) as error:
+            logger.error("checkpoints in %s could not be deleted: %s", self.folder, error)
+        if any(path.exists() for path in doomed):
             threading.Thread(target=_remove, args=(doomed,), name="retention").start()
 
 
 def _remove(folders: list[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_file(path: Path, chunks: list[memoryview]) -> dict[str, Any]:
-    """Write and flush a file; its size and checksum."""
-    digest, size = xxhash.xxh3_128(), 0
-    with open(path, "wb", buffering=0) as file:
-        for chunk in chunks:
-            digest.update(chunk)
-            size += len(chunk)
-            while chunk:
-                chunk = chunk[file.write(chunk) :]
-        os.fsync(file.fileno())
-    return {"bytes": size, "xxh3": digest.hexdigest()}
-
-
-def fsync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def rng_states() -> dict[str, Tensor]:

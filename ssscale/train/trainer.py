@@ -24,22 +24,17 @@ from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.schema import Compile, Config
 from ssscale.train.build import build_model, choose_compile, choose_dtype, log_choices, open_data
-from ssscale.train.checkpoint import (
-    CheckpointReader,
-    TrainState,
-    check_shapes,
-    load_training_state,
-    load_weights,
-    newest_whole,
-    verify,
-)
-from ssscale.train.checkpoint_folder import find_checkpoint, list_checkpoints
-from ssscale.train.faults import Rollback, SpikeDetector, explain, write_event
+from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
+from ssscale.train.checkpoint_folder import checkpoint_path
+from ssscale.train.claim import RunFolder
+from ssscale.train.faults import Rollback, SpikeDetector, open_events, write_event
 from ssscale.train.guard import check_copies, listed, without_gradient
 from ssscale.train.metrics import Metrics, Stopwatch, speed, step_record, sums_by_source
 from ssscale.train.microbatch import StageConfigs
 from ssscale.train.observe import StepParts, observe, profiled
-from ssscale.train.run_folder import check_folder, claim_folder, read_rollback, write_rollback
+from ssscale.train.peers import Peers, Where
+from ssscale.train.reading import reading
+from ssscale.train.run_folder import read_rollback, write_rollback
 from ssscale.train.save import CheckpointWriter, Retention, Saved
 from ssscale.train.schedule import learning_rate
 from ssscale.train.signals import StopSignals
@@ -70,26 +65,35 @@ class Trainer:
         self.started = time.perf_counter()
         self.run_config, self.groups, self.signals, self.tasks = config, groups, signals, tasks
         self.folder = Path(config.folder)
-        check_folder(self.folder, config)
         self.plan = Plan(config)
-        self.reader = newest_whole(self.folder / "checkpoints", groups)
+        self.peers = Peers(self.folder, groups)
+        self.place = RunFolder(self.folder, config, groups, slurm_job)
+        with self.peers.telling(lambda: Where(config, 0, "start", 0)), self.place.opening():
+            self._open(config)
+
+    def _open(self, config: Config) -> None:
+        found = self.place.choice.path
+        self.reader = CheckpointReader(found) if found else None
         self.state = read_rollback(self.folder, self.reader.state) if self.reader else TrainState()
         self.saved_step, self.spikes = self.state.step, SpikeDetector(config.train.spike_z)
         self.skipped_in_a_row = self.held = 0
-        self.configs = StageConfigs(self.plan, groups)
+        self.configs = StageConfigs(self.plan, self.groups)
+        self.events = open_events(self.folder)
         self.part = self.plan.at(self.state.step)
         self.config = self.configs.of(self.part)  # of the stage that is trained
         last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
         self._open_data(self.state.data_fingerprint or None if last == self.config.data.path else None)
-        self.lock = claim_folder(self.folder, config, groups, slurm_job)
+        self.place.take(config)
+        self.peers.open()
         retention = Retention(config.train.keep, config.train.keep_every, config.train.keep_best)
-        self.writer = CheckpointWriter(self.folder / "checkpoints", groups, retention)
+        self.writer = CheckpointWriter(self.folder / "checkpoints", self.groups, retention, run=self.folder)
         self._build()
 
     def _open_data(self, trained_on: str | None) -> None:
         """The stage's data. trained_on: the fingerprint that the checkpoint gives it."""
         data = self.config.data
         self.data = open_data(self.config, "train", fingerprint=None if data.accept_changed else trained_on)
+        self.tokenizer = self.data.tokenizer_text  # now rather than at the first save
         if trained_on not in (None, self.data.fingerprint):
             logger.warning("the data has changed since the checkpoint: going on at sample %d of it", self.state.samples)
         self.order = make_order(self.data, self.plan.mixes(data.path, self.state.skipped), data.shuffle_seed)
@@ -103,11 +107,8 @@ class Trainer:
         if self.reader is None:
             initialize_weights(model, config.model, groups, config.train.seed)
             if config.init_from is not None:
-                source = find_checkpoint(Path(config.init_from), "init_from")
-                problem = verify(source, groups.rank, groups.world_size)
-                if problem is not None:
-                    raise UserError(f"init_from={config.init_from}: {problem}")
-                load_switched(CheckpointReader(source), model, config.model, groups)
+                with reading(Path(config.init_from), groups, "init_from", newest=True) as source:
+                    load_switched(CheckpointReader(source), model, config.model, groups)
                 logger.info("weights from %s, a new optimizer", source)
         else:
             check_shapes(self.reader, model, groups, VOCAB_WEIGHTS)
@@ -133,8 +134,12 @@ class Trainer:
         Raises Stop where the run ends before its last step.
         """
         self.watchdog = Watchdog(self.folder, self.groups.rank, self.groups.world_size, self.run_config.train.watchdog)
+        with self.peers.telling(lambda: Where(self.config, self.state.step + 1, self.watchdog.phase, self.held)):
+            self._train()
+
+    def _train(self) -> None:
         try:
-            if self.plan.total_steps == 0 and not list_checkpoints(self.folder / "checkpoints"):
+            if self.plan.total_steps == 0 and self.place.choice.path is None:
                 self._start_save()  # the weights that the run begins with are what was asked for
                 if self.writer.wait() is None:
                     raise UserError(f"the weights could not be saved in {self.folder}: make room there")
@@ -144,16 +149,10 @@ class Trainer:
                 except Rollback:
                     self._roll_back()
             logger.info("%s is finished: step %d of %d", self.folder, self.state.step, self.plan.total_steps)
-        except RuntimeError as error:
-            stop = explain(error, self.config, self.groups.rank, self.state.step + 1, self.watchdog.phase, self.held)
-            if stop is None:
-                raise
-            logger.exception("%s", error)
-            raise stop from error
         finally:
             self.watchdog.close()
-            if self.lock is not None:
-                self.lock.release()
+            self.events.close()
+            self.place.release()
 
     def _run(self) -> None:
         train = self.run_config.train
@@ -177,6 +176,7 @@ class Trainer:
                     record = self._record(step, sums, lr, result.grad_norm)
                     record |= speed(self.watch.lap(self.state.tokens), self.config, self.groups)
                     metrics.write(record | self.parts.lap(step - logged))
+                    self.events.write(b"")  # what a full disk may not have taken
                     logged = step
                 metrics.advance(step)
                 self._check_step(result.skipped)
@@ -247,7 +247,7 @@ class Trainer:
         self.skipped_in_a_row += 1
         if self.groups.is_main:
             event = {"event": "skipped", "step": self.state.step, "in_a_row": self.skipped_in_a_row}
-            write_event(self.folder, event)
+            write_event(self.events, event)
         logger.warning("step %d has NaN or Inf in its gradients and changes nothing", self.state.step)
         if self.skipped_in_a_row >= self.run_config.train.max_skipped:
             raise Rollback
@@ -257,9 +257,10 @@ class Trainer:
         step, self.skipped_in_a_row = self.state.step, 0
         if self.writer.active:
             self.writer.wait()
-        reader = newest_whole(self.folder / "checkpoints", self.groups)
-        if reader is None:
+        found = self.place.find_again()
+        if found is None:
             raise Stop(f"losses are NaN up to step {step} and there is no checkpoint to go back to", DIVERGED)
+        reader = CheckpointReader(found)
         state, passed = reader.state, self.state.skipped
         if passed and passed[-1][0] == state.step:  # from memory: the main rank may have written its file already
             state = replace(state, skipped=passed)
@@ -274,7 +275,7 @@ class Trainer:
         self.state = replace(state, skipped=(*state.skipped, (state.step, rows)))
         if self.groups.is_main:
             write_rollback(self.folder, self.state)
-            write_event(self.folder, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
+            write_event(self.events, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
         logger.warning("NaN up to step %d: back to step %d, passing over %d rows", step, state.step, rows)
         self.part = self.plan.at(state.step)
         self.config = self.configs.of(self.part)
@@ -288,8 +289,14 @@ class Trainer:
             self._open_data(None)
         if self.config.model != before.model:
             self._save_now()
-            logger.info("stage %s changes the model", self.config.train.stages[part.stage].name)
-            self._rebuild(CheckpointReader(list_checkpoints(self.folder / "checkpoints")[-1]))
+            stage = self.config.train.stages[part.stage].name
+            if self.saved_step != self.state.step:
+                raise UserError(
+                    f"stage {stage} changes the model, and step {self.state.step} could not be saved in {self.folder}: make "
+                    f"room there; the same command trains again from step {self.saved_step}"
+                )
+            logger.info("stage %s changes the model", stage)
+            self._rebuild(CheckpointReader(checkpoint_path(self.folder / "checkpoints", self.state.step)))
         self.engine.set_batch_size(part.batch_size, self.config.train.microbatch_rows)
 
     def _rebuild(self, reader: CheckpointReader) -> None:
@@ -314,7 +321,7 @@ class Trainer:
         if self.last_targets and self.groups.is_main:
             loss /= self.groups.tensor_size * self.last_targets
             rows = range(self.state.samples - self.part.batch_size, self.state.samples)
-            self.spikes.look(self.folder, self.state.step, loss, rows, self.order)
+            self.spikes.look(self.events, self.state.step, loss, rows, self.order)
         self.held = torch.cuda.memory_allocated() if self.groups.device.type == "cuda" else 0
         if written == self.groups.world_size:
             with self.watch.paused():
@@ -382,7 +389,7 @@ class Trainer:
         tokenizer = self.data.manifest["tokenizer"]
         files = {
             "config.yaml": to_yaml(self.config),
-            "tokenizer.json": Path(self.data.tokenizer_file).read_text(),
+            "tokenizer.json": self.tokenizer,
             "boundaries.json": json.dumps({key: tokenizer[key] for key in ("bos_id", "eos_id")}),
         }
         self.writer.start(self.engine, self.state, files)
@@ -390,4 +397,4 @@ class Trainer:
     def _saved(self, saved: Saved | None) -> None:
         if saved is not None:
             self.saved_step = saved.step
-            self.metrics.write({"step": self.state.step, **saved.record(), "save_dip": self.watch.dip()})
+            self.metrics.write({"step": saved.step, **saved.record(), "save_dip": self.watch.dip()})

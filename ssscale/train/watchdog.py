@@ -49,8 +49,15 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self.timeout / 4)):
             if time.monotonic() - self.marked > self.timeout:
-                self._report()
-                os._exit(STALLED)
+                try:
+                    self._report()
+                except OSError as error:  # a full disk takes no stacks
+                    text = (
+                        f"no progress for {self.timeout:g} s at step {self.step}: rank {self.rank} is in {self.phase}"
+                    )
+                    print(f"stopped: {text}; no stacks: {error}", file=sys.stderr, flush=True)
+                finally:
+                    os._exit(STALLED)
 
     def _report(self) -> None:
         place = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": self.step}

@@ -3,6 +3,7 @@
 The seconds are the child's processor time, which other processes on the machine do not stretch.
 """
 
+import json
 import os
 import site
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ssscale.config import load_config, save
+from ssscale.train.files import checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 2.0
@@ -53,8 +55,11 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one checkpoint, as far as a mistake is looked for."""
     checkpoint = tmp_path_factory.mktemp("run") / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text("{}")
+    for name, text in (("state.json", '{"ranks": 1}'), ("rank-00000.json", "{}"), ("rank-00000.safetensors", "")):
+        (checkpoint / name).write_text(text)
     save(load_config(["config=tiny_sb"]), checkpoint / "config.yaml")
+    entries = {file.name: {"bytes": file.stat().st_size, "xxh3": checksum(file)} for file in checkpoint.iterdir()}
+    (checkpoint / "checksums.json").write_text(json.dumps(entries))
     return checkpoint.parents[1]
 
 

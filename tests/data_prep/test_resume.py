@@ -1,8 +1,10 @@
 """Conversions that are killed go on from where they stood, to the same bytes."""
 
 import contextlib
+import io
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -99,6 +101,81 @@ def test_killed_conversions_go_on(command: list[str], tmp_path: Path, packing: s
 
     monkeypatch.setattr(data_prep.sources.Input.read, "__defaults__", (None, 2000))  # many batches
     kill_and_go_on([*command, "--packing", packing], tmp_path, 5)
+
+
+class Planted:
+    """Whoever unpickles this has run the code of a stranger."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.file),)
+
+
+def edited(content: bytes, **changes: object) -> bytes:
+    with np.load(io.BytesIO(content)) as opened:
+        arrays = {name: opened[name] for name in opened.files}
+    values = json.loads(arrays["values"].tobytes()) | changes
+    arrays["values"] = np.frombuffer(json.dumps(values).encode(), np.uint8)
+    written = io.BytesIO()
+    np.savez(written, **arrays)
+    return written.getvalue()
+
+
+def test_a_state_is_read_and_never_run(command: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
+    """Whatever lies in .state: the conversion goes on from it, or one sentence names it."""
+    import data_prep.sources
+
+    monkeypatch.setattr(data_prep.sources.Input.read, "__defaults__", (None, 2000))
+    out = ["--out", str(tmp_path / "out"), "--save-every", "0"]
+    calls = run([*command, "--out", str(tmp_path / "whole"), "--save-every", "0"])[1]
+    state, at = tmp_path / "out.partial/.state", calls // 2
+    while run([*command, *out], at)[0] == 0 or not state.is_file():
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        at += calls // 50
+    good = state.read_bytes()
+    values = json.loads(np.load(state)["values"].tobytes())
+    objects = io.BytesIO()
+    np.savez(objects, values=np.array([Planted(tmp_path / "planted")], object))
+    shard = {"raw_data": {"basename": "../../../out"}, "zip_data": None}
+    bad = {
+        "a pickle": pickle.dumps(Planted(tmp_path / "planted")),
+        "a pickle in an npz": objects.getvalue(),
+        "nothing": b"",
+        "cut short": good[: len(good) // 2],
+        "a flipped byte": good[:200] + bytes([good[200] ^ 1]) + good[201:],
+        "no npz": b"PK" + bytes(300),
+        "another version": edited(good, version=1),
+        "a position of text": edited(good, position=["a", 0]),
+        "no position": edited(good, position=3),
+        "fewer than no documents": edited(good, documents=-1),
+        "names elsewhere": edited(good, shards={"train": [shard]}),
+        "finished with lists": edited(good, finished={"web": {"train": []}}),
+        "no random numbers": edited(good, held={"train": values["held"]["train"] | {"random": [3, [1], None]}}),
+    }
+    for kind, content in bad.items():
+        state.write_bytes(content)
+        assert main([*command, *out]) == 2, kind
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1, (kind, error)
+        assert "out.partial" in error, (kind, error)
+        assert "broken" in error, (kind, error)
+        assert not (tmp_path / "planted").exists(), kind
+    state.write_bytes(good)
+    assert main([*command, *out]) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_nothing_of_ours_unpickles() -> None:
+    forbidden = ("pickle", "torch.load(", "torch.save(", "allow_pickle=True", "shelve", "joblib", "_object(")
+    root = Path(__file__).resolve().parents[2]
+    for folder in ("data_prep", "eval", "kernels", "launch", "slurm", "ssscale"):
+        for file in (root / folder).rglob("*.py"):
+            text = file.read_text().replace('_dump_snapshot(str(folder / f"memory-{step}.pickle"))', "")
+            code = [line for line in text.splitlines() if any(word in line for word in forbidden)]
+            code = [line for line in code if not line.lstrip().startswith(("#", '"""'))]
+            assert code in ([], [line for line in code if "allow_pickle=False" in line]), (file, code)
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_a_checkpoint_without_tokenizer_and_broken_results(run):
         evaluate([f"checkpoint={run}", "tasks=none", "baseline=false"])
     results_file(checkpoint).unlink()
     (checkpoint / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"has no tokenizer.json"):
+    with pytest.raises(UserError, match=r"tokenizer.json is missing"):
         evaluate([f"checkpoint={run}", "tasks=none"])
 
 

@@ -184,7 +184,7 @@ def test_stopped_training_goes_on(groups, tmp_path):
     again = Experiment(config, task, recipe, groups, tmp_path / "b.json")
     assert again.step == 4
     assert again.run()
-    assert not (tmp_path / "b.pt").exists()
+    assert not (tmp_path / "b.safetensors").exists()
     for name in straight.bank.names:
         for one, other in zip(straight.bank.weights(name), again.bank.weights(name), strict=True):
             assert torch.equal(one, other)

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ssscale.train.checkpoint import verify
-from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.checkpoint_folder import list_checkpoints, verify
 from tests.slurm.jobs import ARGUMENTS, Job, cluster, losses, started, submit
 from tests.train.conftest import corpus  # noqa: F401 - a fixture
 from tests.train.ranks import SMALL, Ranks

@@ -1,11 +1,13 @@
 """Faults planted in one rank: NaN, spikes, hanging, dying, running out of memory."""
 
+import ctypes
 import functools
 import json
 import os
 import random
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,12 @@ def plant(fault: str, steps: tuple[int, ...], rank: int = 1) -> None:
                 self.norm.weight.data[:1].view(torch.int32).bitwise_xor_(len(calls) % MICROBATCHES)
             if fault == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            if fault == "bug":
+                raise RuntimeError("NCCL and gloo do not like this tensor: Timed out")
+            if fault == "backend":
+                raise torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage")
+            if fault == "crash":
+                ctypes.string_at(0)
             return losses * {"nan": torch.nan, "spike": 10.0, "bit": 1.0}[fault]
         return losses
 
@@ -141,7 +149,14 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
     ("fault", "codes", "sentence"),
     [
         ("die", [76, 1], r"rank 0, step 3, \w+: another rank is gone"),
-        ("memory", [76, 78], "rank 1, step 3, forward: out of GPU memory: 0.0 GiB stay between steps"),
+        # What a rank says of itself is what the others end with.
+        (
+            "bug",
+            [70, 70],
+            r"rank 0, step 3, \w+: rank 1 has ended: rank 1, step 3, forward: RuntimeError: NCCL and gloo",
+        ),
+        ("crash", [70, -11], r"rank 0, step 3, \w+: rank 1 has crashed: its stacks are in .*crash-rank-00001.txt"),
+        ("memory", [78, 78], "rank 1, step 3, forward: out of GPU memory: 0.0 GiB stay between steps"),
     ],
 )
 def test_a_rank_that_dies(fault: str, codes: list[int], sentence: str, arguments: list[str], tmp_path: Path) -> None:
@@ -149,3 +164,33 @@ def test_a_rank_that_dies(fault: str, codes: list[int], sentence: str, arguments
     with running(arguments, tmp_path / "run", plant=functools.partial(plant, fault, (3,))) as ranks:
         assert ranks.wait() == codes
         assert re.search(sentence, ranks.output())
+        assert "Traceback" not in ranks.output()
+    if fault == "bug":
+        assert "whole traceback is in" in ranks.output()
+        assert "do not like this tensor" in (tmp_path / "run/stacks/error-rank-00001.txt").read_text()
+
+
+def on_every_rank(fault: str) -> None:
+    plant(fault, (3,), int(os.environ["RANK"]))
+
+
+@pytest.mark.parametrize(
+    ("planted", "ends"),
+    [
+        # Both ranks find the same error of their connections, twice at the same step: a mistake, not an accident.
+        (functools.partial(on_every_rank, "backend"), [[76, 76], [70, 70]]),
+        # One leaves without a word, as when its node crashes. The fourth time at the same step ends the job.
+        (functools.partial(plant, "die", (3,)), [[76, 1], [76, 1], [76, 1], [70, 1]]),
+    ],
+)
+def test_what_happens_again_at_the_same_step_ends_the_job(
+    planted: Callable[[], None], ends: list[list[int]], arguments: list[str], tmp_path: Path
+) -> None:
+    arguments = [*arguments, "train.max_steps=12", "train.save_every=0"]
+    for codes in ends:
+        with running(arguments, tmp_path / "run", plant=planted) as ranks:
+            assert ranks.wait() == codes, ranks.output()
+    assert f"the same has happened {len(ends)} times at this step" in ranks.output()
+    assert "Traceback" not in ranks.output()
+    with running(arguments, tmp_path / "run", plant=functools.partial(plant, "die", (4,))) as ranks:
+        assert ranks.wait() == [76, 1], ranks.output()  # another step: an accident again

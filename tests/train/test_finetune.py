@@ -137,7 +137,7 @@ def test_a_step_is_plain_torchs(pretrained, tmp_path, groups):
     assert loss == pytest.approx(float(total) / tokens, rel=1e-5)
     for (name, exact), weight in zip(decoder.named_parameters(), run.engine.module.parameters(), strict=True):
         torch.testing.assert_close(weight, exact, atol=1e-5, rtol=1e-4, msg=name)
-    run.lock.release()
+    run.place.release()
 
 
 def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):

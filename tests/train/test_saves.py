@@ -1,16 +1,16 @@
 """Checkpoints that are damaged, that do not fit on the disk, that are kept and that are let go."""
 
+import json
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ssscale.train.checkpoint import verify
-from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.checkpoint_folder import list_checkpoints, verify
 from ssscale.train.save import Retention
-from tests.train.ranks import Ranks, state_of
+from tests.train.disks import small_disk as small_disk_at
+from tests.train.ranks import Ranks, running, state_of
 
 
 def flip(file: Path) -> None:
@@ -24,7 +24,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "flipped": ("rank-00000.safetensors", flip, "is broken: its checksum is another"),
     "empty": ("rank-00001.json", lambda file: file.write_bytes(b""), "has 0 bytes, not"),
     "gone": ("config.yaml", lambda file: file.unlink(), "is missing"),
-    "no list": ("checksums.json", lambda file: file.write_bytes(b"{"), "cannot be read"),
+    "no list": ("checksums.json", lambda file: file.write_bytes(b"{"), "is broken"),
+    "empty list": ("checksums.json", lambda file: file.write_bytes(b"{}"), "does not name state.json"),
+    "list gone": ("checksums.json", lambda file: file.unlink(), "is missing"),
 }
 
 
@@ -89,6 +91,7 @@ def test_retention(tmp_path: Path) -> None:
     for step, loss in losses.items():
         path = tmp_path / f"step-{step:08d}"
         path.mkdir()
+        (path / "checksums.json").touch()
         (path / "state.json").write_text(f'{{"step": {step}, "valid_loss": {"null" if loss is None else loss}}}')
     found = list_checkpoints(tmp_path)
 
@@ -104,15 +107,8 @@ def test_retention(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"this machine forbids mounts: {made.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disk_at(tmp_path / "small", "1m") as folder:
+        yield folder
 
 
 def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
@@ -130,3 +126,34 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
     (left,) = list_checkpoints(run_dir / "checkpoints")
     assert state_of(left)["step"] == 4
     assert verify(left) is None
+
+
+def test_a_model_is_never_changed_on_older_weights(small_disk: Path, corpus: Path) -> None:
+    """The stage that changes the model begins from a save of the step before it, which does not fit here."""
+    constant = {"kind": "constant", "lr": 1e-3}
+    stages = [
+        {"name": "softmax", "tokens": 8192, "schedule": constant},  # 8 steps
+        {"name": "ssmax", "tokens": 8192, "schedule": constant, "core": "ssmax"},
+    ]
+    arguments = [f"data.path={corpus}", "train.save_every=4", "train.keep=2", f"train.stages={json.dumps(stages)}"]
+    arguments += ["model.attention.core=softmax", "model.position.method=rope", "data.num_workers=0"]
+    ranks = Ranks(arguments, small_disk / "run", size=1)
+    assert ranks.wait() == [2], ranks.output()
+    assert ranks.records()[-1]["step"] == 8
+    assert "stage ssmax changes the model, and step 8 could not be saved in" in ranks.output()
+    assert "trains again from step 4" in ranks.output()
+
+
+def test_what_cannot_be_committed_is_not_saved(corpus: Path, tmp_path: Path) -> None:
+    arguments = [f"data.path={corpus}", "train.save_every=100", "data.num_workers=0", "train.max_steps=200"]
+    with running(arguments, tmp_path / "run", size=1) as ranks:
+        ranks.wait_for(lambda: any("saved_step" in record for record in ranks.records()))
+        # A mounted folder cannot be renamed.
+        with small_disk_at(tmp_path / "run/checkpoints/step-00000200", "64k"):
+            assert ranks.wait() == [2], ranks.output()
+    assert "step-00000200.partial could not be committed" in ranks.output()
+    assert "the last step could not be saved" in ranks.output()
+    (tmp_path / "run/checkpoints/step-00000200").rmdir()
+    again = Ranks(arguments, tmp_path / "run", size=1)
+    again.finish()
+    assert "(step 100)" in again.output()

@@ -1,5 +1,6 @@
 """Signals, the lock of a run folder, and what launchers pass on."""
 
+import functools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from launch.process import rank_environment
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.lock import RunLock
+from tests.train import disks
 from tests.train.ranks import SMALL, Ranks, free_port, running, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +70,28 @@ def test_a_folder_in_use_is_refused(arguments: list[str], tmp_path: Path) -> Non
         assert sentence in second.output()
         step = first.records()[-1]["step"]
         first.wait_for(lambda: first.records()[-1]["step"] > step)
+
+
+def in_another_clock(stat: Path) -> None:
+    """To plant: the kernel tells this process another time of its boot, as it does after the clock was set."""
+    disks.own_mounts()
+    disks.replace_file(Path("/proc/stat"), stat)
+
+
+def test_a_folder_in_use_is_refused_after_the_clock_was_set(arguments: list[str], tmp_path: Path) -> None:
+    disks.needs_mounts()
+    stat = tmp_path / "stat"
+    lines = Path("/proc/stat").read_text().splitlines()
+    later = [f"btime {int(line.split()[1]) + 3600}" if line.startswith("btime") else line for line in lines]
+    stat.write_text("\n".join(later) + "\n")
+    with running([*arguments, "train.max_steps=2000"], tmp_path / "run", size=1) as first:
+        first.wait_for_step(1)
+        lock = (tmp_path / "run/run.lock").read_bytes()
+        plant = functools.partial(in_another_clock, stat)
+        with running([*arguments, "train.max_steps=2000"], tmp_path / "run", size=1, plant=plant) as second:
+            assert second.wait() == [2]
+        assert f"run is in use by process {first.processes[0].pid} on {socket.gethostname()}" in second.output()
+        assert (tmp_path / "run/run.lock").read_bytes() == lock
 
 
 def test_a_stale_lock_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,153 @@
+"""What a run writes about itself: damaged lines, and a disk that is full for a while or to the end."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.train import disks
+from tests.train.ranks import Ranks, running
+from tests.train.test_faults import events, plant
+
+MORE = ["data.num_workers=0", "train.save_every=2"]
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank, 6 steps."""
+    folder = tmp_path_factory.mktemp("logs") / "run"
+    Ranks([f"data.path={corpus}", *MORE, "train.max_steps=6"], folder, size=1).finish()
+    return folder
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+
+
+LINES = {
+    "cut short": b'{"step": 2, "tokens": 20',
+    "not UTF-8": b'{"step": 2, "tokens": "\xff\xfe"}',
+    "a bare number": b"7",
+    "no step": b'{"loss": 5.0}',
+    "a step that is none": b'{"step": "2", "loss": 5.0}',
+    "nothing but zeros": bytes(64),
+}
+
+
+@pytest.mark.parametrize("damage", LINES)
+def test_a_damaged_line_takes_no_other_with_it(damage: str, run: Path, corpus: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    lines = (copy / "metrics.jsonl").read_bytes().splitlines()
+    lines.insert(2, LINES[damage])
+    (copy / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    ranks = Ranks([f"data.path={corpus}", *MORE, "train.max_steps=8"], copy, size=1)
+    ranks.finish()
+    assert [step for step, _ in losses(copy)] == list(range(1, 9))
+    assert losses(copy)[:6] == losses(run)
+    assert "Traceback" not in ranks.output()
+    assert ranks.output().count("lines cannot be read and are moved to metrics.damaged.jsonl") == 1
+    assert (copy / "metrics.damaged.jsonl").read_bytes() == LINES[damage] + b"\n"
+
+
+def test_a_last_line_that_a_crash_cut_short_is_written_again(run: Path, corpus: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    with open(copy / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 7, "tok')
+    Ranks([f"data.path={corpus}", *MORE, "train.max_steps=8"], copy, size=1).finish()
+    assert [step for step, _ in losses(copy)] == list(range(1, 9))
+    assert not (copy / "metrics.damaged.jsonl").exists()
+
+
+def flush_slowly() -> None:
+    fsync = os.fsync
+    os.fsync = lambda descriptor: (time.sleep(0.05), fsync(descriptor))[1]  # type: ignore[assignment]
+
+
+def saved_steps(run: Path) -> list[int]:
+    file = run / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [record["saved_step"] for record in records if "saved_step" in record]
+
+
+def test_the_records_of_saves_outlive_a_kill(corpus: Path, tmp_path: Path) -> None:
+    """A save is committed some steps later than it began; its record belongs to the step that it holds."""
+    arguments = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=20", "train.keep=9"]
+    with running([*arguments, "train.max_steps=5000"], tmp_path / "run", size=1, plant=flush_slowly) as ranks:
+        ranks.wait_for(lambda: 20 in saved_steps(tmp_path / "run"))
+        ranks.send(signal.SIGKILL)
+        ranks.wait()
+    (checkpoint,) = (tmp_path / "run/checkpoints").glob("step-*[0-9]")
+    assert checkpoint.name == "step-00000020"
+    Ranks([*arguments, "train.max_steps=60"], tmp_path / "run", size=1).finish()
+    assert saved_steps(tmp_path / "run") == [20, 40, 60]
+
+
+def fill(folder: Path) -> Path:
+    """A file that takes all that is left."""
+    file = folder / "filler"
+    with open(file, "wb", buffering=0) as opened:
+        for size in (4096, 512, 1):
+            try:
+                while opened.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
+    return file
+
+
+def shown_step(ranks: Ranks) -> int:
+    """The last step on the terminal, which lies on another disk."""
+    steps = [line.split()[1] for line in ranks.output().splitlines() if line.startswith("step ") and "loss" in line]
+    return int(steps[-1].replace(",", "")) if steps else 0
+
+
+def tensorboard_losses(run: Path) -> dict[int, float]:
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    return {event.step: event.value for event in found.Scalars("loss")}
+
+
+def test_training_goes_on_over_a_full_disk_and_nothing_is_lost(corpus: Path, tmp_path: Path) -> None:
+    arguments = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=1000", "train.max_steps=400"]
+    with disks.small_disk(tmp_path / "small", "4m") as disk:
+        nan = functools.partial(
+            plant, "nan", (60, 61), rank=0
+        )  # two microbatches of a step are two calls: step 30 is NaN
+        with running(arguments, disk / "run", size=1, plant=nan, log=tmp_path / "log") as ranks:
+            ranks.wait_for_step(5)
+            filler = fill(disk)
+            ranks.wait_for(lambda: shown_step(ranks) >= 150)
+            on_disk = ranks.records()[-1]["step"]
+            assert on_disk < 150
+            filler.unlink()
+            assert ranks.wait() == [0], ranks.output()
+        assert [step for step, _ in losses(disk / "run")] == list(range(1, 401))
+        kept: dict[int, Any] = {step: loss for step, loss in losses(disk / "run") if loss == loss}
+        assert tensorboard_losses(disk / "run").keys() == set(range(1, 401))
+        assert {step: tensorboard_losses(disk / "run")[step] for step in kept} == pytest.approx(kept, rel=1e-6)
+        found = [(event["event"], event["step"]) for event in events(disk / "run")]
+        assert ("skipped", 30) in found
+        assert ranks.output().count("metrics.jsonl cannot be written: No space left on device; kept in memory") == 1
+        assert ranks.output().count("events.jsonl cannot be written: No space left on device; kept in memory") == 1
+        assert "metrics.jsonl is written again, nothing of it is lost" in ranks.output()
+        assert "Traceback" not in ranks.output()
+
+
+def test_a_disk_that_stays_full_changes_no_exit_code(corpus: Path, tmp_path: Path) -> None:
+    """Its log lies there too, as under Slurm."""
+    arguments = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=0", "train.max_steps=100"]
+    with disks.small_disk(tmp_path / "small", "2m") as disk:
+        alone = functools.partial(disks.start_again, {})  # a process whose streams the interpreter closes
+        with running(arguments, disk / "run", size=1, plant=alone, log=disk / "log") as ranks:
+            ranks.wait_for_step(5)
+            fill(disk)
+            assert ranks.wait() == [0], ranks.output()
+        assert ranks.records()[-1]["step"] < 100

@@ -1,0 +1,380 @@
+"""No way to lose a run: checkpoints that break, vanish, hide, or are deleted while somebody reads them."""
+
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.train import disks
+from tests.train.ranks import Ranks, running
+from tests.train.test_kill import compare
+
+ROOT = Path(__file__).resolve().parents[2]
+EVERY = ["data.num_workers=0", "train.save_every=2", "train.keep=2"]
+
+
+@pytest.fixture(scope="module")
+def arguments(corpus: Path) -> list[str]:
+    return [f"data.path={corpus}", *EVERY]
+
+
+@pytest.fixture(scope="module")
+def run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank, 6 steps, checkpoints of steps 4 and 6."""
+    folder = tmp_path_factory.mktemp("lost") / "run"
+    Ranks([*arguments, "train.max_steps=6"], folder, size=1).finish()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def longer(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, 8 steps without a stop."""
+    folder = tmp_path_factory.mktemp("longer") / "run"
+    Ranks([*arguments, "train.max_steps=8"], folder, size=1).finish()
+    return folder
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "run", symlinks=True))
+
+
+def names(run: Path) -> list[str]:
+    return sorted(os.listdir(run / "checkpoints"))
+
+
+def cut(checkpoint: Path) -> None:
+    file = checkpoint / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a file cut short": (cut, "rank-00000.safetensors has"),
+    "no list of checksums": (lambda path: (path / "checksums.json").unlink(), "checksums.json is missing"),
+    "an empty list": (lambda path: (path / "checksums.json").write_text("{}"), "checksums.json is broken: it does not"),
+    "no state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+    "nothing in it": (lambda path: [file.unlink() for file in path.iterdir()] and None, "checksums.json is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_retention_never_counts_a_broken_checkpoint(
+    damage: str, copy: Path, longer: Path, arguments: list[str]
+) -> None:
+    """The newest is broken, later saves have other steps: the whole ones have to stay."""
+    break_it, sentence = DAMAGES[damage]
+    break_it(copy / "checkpoints/step-00000006")
+    other = [*arguments, "train.save_every=5", "train.keep=1", "train.max_steps=5"]
+    ranks = Ranks(other, copy, size=1)
+    ranks.finish()
+    assert names(copy) == ["step-00000005", "step-00000006.broken"]
+    assert f"checkpoints/step-00000006/{sentence}" in ranks.output()
+    assert "step-00000006 is broken and put aside as step-00000006.broken" in ranks.output()
+    assert f"resumed from {copy / 'checkpoints/step-00000004'} (step 4)" in ranks.output()
+    again = Ranks([*arguments, "train.max_steps=8"], copy, size=1)
+    again.finish()
+    assert "(step 5)" in again.output()
+    compare(longer, copy)
+    assert names(copy) == ["step-00000006", "step-00000008"]
+
+
+def test_what_replaces_a_broken_checkpoint_frees_its_room(copy: Path, run: Path, arguments: list[str]) -> None:
+    cut(copy / "checkpoints/step-00000006")
+    ranks = Ranks([*arguments, "train.max_steps=6"], copy, size=1)
+    ranks.finish()
+    assert "(step 4)" in ranks.output()
+    assert names(copy) == ["step-00000004", "step-00000006"]
+    compare(run, copy)
+
+
+# ---- what cannot be read for the moment
+
+
+def refusing(library: Path, path: str, code: int, times: int = 10**6) -> Callable[[], None]:
+    environment = {"LD_PRELOAD": str(library), "FAULT_PATH": path, "FAULT_ERRNO": str(code), "FAULT_TIMES": str(times)}
+    return functools.partial(disks.start_again, environment | {"SSSCALE_READ_RETRY_S": "1" if times > 9 else "30"})
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return disks.faulty_library(tmp_path_factory.mktemp("library"))
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("step-00000006/rank-00000.safetensors", errno.EIO),
+        ("step-00000006/checksums.json", errno.EACCES),
+        ("run/checkpoints", errno.ESTALE),  # the folder itself, and all in it
+    ],
+)
+def test_what_cannot_be_read_is_not_broken(
+    path: str, code: int, copy: Path, arguments: list[str], library: Path
+) -> None:
+    before, metrics = names(copy), (copy / "metrics.jsonl").read_bytes()
+    ranks = Ranks([*arguments, "train.max_steps=8"], copy, size=1, plant=refusing(library, path, code))
+    assert ranks.wait() == [2], ranks.output()
+    last = ranks.output().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert f"{path} cannot be read: {os.strerror(code)}" in last
+    assert "Traceback" not in ranks.output()
+    assert names(copy) == before
+    assert (copy / "metrics.jsonl").read_bytes() == metrics
+    again = Ranks([*arguments, "train.max_steps=8"], copy, size=1)
+    again.finish()
+    assert "step-00000006 (step 6)" in again.output()
+
+
+def test_what_can_be_read_the_third_time_is_read(copy: Path, longer: Path, arguments: list[str], library: Path) -> None:
+    plant = refusing(library, "step-00000006/state.json", errno.ESTALE, times=2)
+    ranks = Ranks([*arguments, "train.max_steps=8"], copy, size=1, plant=plant)
+    ranks.finish()
+    assert "state.json cannot be read: Stale file handle; trying again" in ranks.output()
+    assert "step-00000006 (step 6)" in ranks.output()
+    compare(longer, copy)
+
+
+# ---- checkpoints that are not there any more
+
+
+def unmount(run: Path) -> None:
+    """`checkpoints` is a link to another disk, which is not mounted."""
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").symlink_to("/nowhere/checkpoints")
+
+
+def empty(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+
+
+def stateless(run: Path) -> None:
+    for path in (run / "checkpoints").iterdir():
+        (path / "state.json").unlink()
+
+
+def a_file(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").touch()
+
+
+LOST: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a link that leads nowhere": (unmount, "checkpoints is a link to /nowhere/checkpoints, which does not exist"),
+    "an empty mount point": (empty, "has saved checkpoints before"),
+    "removed": (lambda run: shutil.rmtree(run / "checkpoints"), "has saved checkpoints before"),
+    "no state.json anywhere": (stateless, "step-00000006/state.json is missing"),
+    "a file": (a_file, "checkpoints cannot be read: Not a directory"),
+}
+
+
+def impatient() -> None:
+    os.environ["SSSCALE_READ_RETRY_S"] = "0"
+
+
+@pytest.mark.parametrize("loss", LOST)
+def test_a_run_that_has_saved_never_begins_again_by_itself(
+    loss: str, copy: Path, run: Path, arguments: list[str]
+) -> None:
+    lose, sentence = LOST[loss]
+    lose(copy)
+    metrics = (copy / "metrics.jsonl").read_bytes()
+    ranks = Ranks([*arguments, "train.max_steps=8"], copy, size=1, plant=impatient)
+    assert ranks.wait() == [2], ranks.output()
+    assert sentence in ranks.output().splitlines()[-1]
+    assert str(copy) in ranks.output().splitlines()[-1]
+    assert (copy / "metrics.jsonl").read_bytes() == metrics
+    if (copy / "checkpoints").is_dir():
+        shutil.rmtree(copy / "checkpoints")
+    (copy / "checkpoints").unlink(missing_ok=True)
+    shutil.copytree(run / "checkpoints", copy / "checkpoints")  # the disk is there again
+    again = Ranks([*arguments, "train.max_steps=8"], copy, size=1)
+    again.finish()
+    assert "step-00000006 (step 6)" in again.output()
+
+
+def as_nobody() -> None:
+    os.setegid(65534)
+    os.seteuid(65534)
+    impatient()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
+def test_checkpoints_that_may_not_be_listed(copy: Path, corpus: Path, arguments: list[str], tmp_path: Path) -> None:
+    for folder in (*corpus.parents[:2], *copy.parents[:3]):
+        folder.chmod(0o755)  # for nobody to read the data
+    for path in (copy, *copy.rglob("*")):
+        os.chown(path, 65534, 65534)
+    os.chown(copy / "checkpoints", 0, 0)
+    (copy / "checkpoints").chmod(0o700)
+    log = tmp_path / "log"
+    log.touch(0o666)
+    metrics = (copy / "metrics.jsonl").read_bytes()
+    ranks = Ranks([*arguments, "train.max_steps=8"], copy, size=1, plant=as_nobody, log=log)
+    assert ranks.wait() == [2], ranks.output()
+    assert f"{copy / 'checkpoints'} cannot be read: Permission denied" in ranks.output()
+    assert (copy / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_run_killed_before_its_first_save_begins_again(corpus: Path, tmp_path: Path) -> None:
+    few = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=100"]
+    with running([*few, "train.max_steps=5000"], tmp_path / "run", size=1) as ranks:
+        ranks.wait_for_step(3)
+        ranks.send(signal.SIGKILL)
+        ranks.wait()
+    again = Ranks([*few, "train.max_steps=4"], tmp_path / "run", size=1)
+    again.finish()
+    assert [record["step"] for record in again.records() if "loss" in record] == [1, 2, 3, 4]
+
+
+# ---- ranks that see different files
+
+
+@pytest.fixture(scope="module")
+def two(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, 6 steps."""
+    disks.needs_mounts()
+    folder = tmp_path_factory.mktemp("two") / "run"
+    Ranks([*arguments, "train.max_steps=6"], folder).finish()
+    return folder
+
+
+def see_nothing(folder: Path, rank: str, seconds: float, retry: str) -> None:
+    """To plant: one rank finds an empty folder, for ever or for a while."""
+    os.environ["SSSCALE_READ_RETRY_S"] = retry
+    if os.environ["RANK"] != rank:
+        return
+    # The thread that takes the mount away must have been started in its name space.
+    disks.own_mounts()
+    disks.hide(folder)
+    if seconds:
+        threading.Thread(target=lambda: (time.sleep(seconds), disks.show(folder)), daemon=True).start()
+
+
+@pytest.mark.parametrize("hidden", ["checkpoints", "checkpoints/step-00000006"])
+def test_ranks_that_see_different_checkpoints_stop(
+    hidden: str, two: Path, arguments: list[str], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(two, tmp_path / "run"))
+    plant = functools.partial(see_nothing, copy / hidden, "1", 0.0, "1")
+    ranks = Ranks([*arguments, "train.max_steps=8"], copy, plant=plant)
+    assert ranks.wait() == [2, 2], ranks.output()
+    assert "error: rank 1 on " in ranks.output()
+    assert "step-00000006/checksums.json is missing, which other ranks do not find" in ranks.output()
+    assert names(copy) == ["step-00000004", "step-00000006"]
+
+
+def test_a_view_that_is_old_for_a_moment_is_waited_for(two: Path, arguments: list[str], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(two, tmp_path / "run"))
+    plant = functools.partial(see_nothing, copy / "checkpoints/step-00000006", "1", 4.0, "30")
+    ranks = Ranks([*arguments, "train.max_steps=8"], copy, plant=plant)
+    ranks.finish()
+    assert "which other ranks do not find; trying again" in ranks.output()
+    assert "step-00000006 (step 6)" in ranks.output()
+
+
+# ---- readers of a run that trains
+
+
+def sums(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+class Reader:
+    """A command that stands still in the middle of a checkpoint: at the n-th time that it opens a file."""
+
+    def __init__(self, command: list[str], library: Path, path: str, opens: int, flag: Path) -> None:
+        self.flag = flag
+        fault = {"LD_PRELOAD": str(library), "FAULT_PATH": path, "FAULT_SKIP": str(opens - 1), "FAULT_FLAG": str(flag)}
+        environment = os.environ | fault | {"PYTHONPATH": str(ROOT), "SSSCALE_READ_RETRY_S": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        disks.wait_until(lambda: flag.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.process.communicate()
+
+    def end(self) -> tuple[int, str]:
+        """Let it go on; its exit code and stderr."""
+        self.flag.unlink()
+        _, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, errors
+
+
+WEIGHTS = "step-00000006/rank-00000.safetensors"
+
+
+def test_retention_waits_for_an_export(
+    copy: Path, run: Path, arguments: list[str], library: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "exported"
+    undisturbed = [sys.executable, "launch/export.py", f"checkpoint={run}", f"out={tmp_path / 'undisturbed'}"]
+    other = subprocess.Popen(undisturbed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ["launch/export.py", f"checkpoint={copy}", f"out={out}"]
+    reader = Reader(command, library, WEIGHTS, 2, tmp_path / "flag")  # the first is for its checksum
+    ranks = Ranks([*arguments, "train.keep=1", "train.max_steps=10"], copy, size=1)
+    ranks.finish()
+    code, errors = reader.end()
+    assert code == 0, errors
+    assert names(copy) == ["step-00000006", "step-00000010"]
+    assert other.wait(120) == 0
+    assert sums(out) == sums(tmp_path / "undisturbed")
+    Ranks([*arguments, "train.keep=1", "train.max_steps=12"], copy, size=1).finish()
+    assert names(copy) == ["step-00000012"]  # nobody reads it any more
+
+
+@pytest.mark.parametrize(("command", "opens"), [("export", 2), ("evaluate", 1)])
+def test_a_checkpoint_that_vanishes_while_it_is_read(
+    command: str, opens: int, copy: Path, library: Path, tmp_path: Path
+) -> None:
+    """As on a file system without locks: one sentence, and nothing half."""
+    out = tmp_path / "exported"
+    more = [f"out={out}"] if command == "export" else ["tasks=none", "baseline=false"]
+    given = f"checkpoint={copy / 'checkpoints/step-00000006'}"
+    reader = Reader([f"launch/{command}.py", given, *more], library, WEIGHTS, opens, tmp_path / "flag")
+    os.replace(copy / "checkpoints/step-00000006", copy / "checkpoints/step-00000006.partial")
+    shutil.rmtree(copy / "checkpoints/step-00000006.partial")
+    code, errors = reader.end()
+    assert code == 2, errors
+    assert "step-00000006" in errors.splitlines()[-1]
+    assert "deleted" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+    assert not out.exists()
+    assert not (copy / "eval").exists()
+
+
+def test_evaluation_takes_the_newest_whole_checkpoint_and_says_so(copy: Path) -> None:
+    weights = copy / "checkpoints/step-00000006/rank-00000.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    command = [sys.executable, "launch/evaluate.py", f"checkpoint={copy}", "tasks=none", "baseline=false"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank-00000.safetensors is broken: its checksum is another; the checkpoint before it is taken" in done.stderr
+    (results,) = (copy / "eval").glob("*.json")
+    assert results.name == "step-00000004.json"
+    assert json.loads(results.read_text())["checkpoint"].endswith("step-00000004")
+
+
+def test_an_evaluation_names_what_a_checkpoint_lacks(copy: Path) -> None:
+    for path in (copy / "checkpoints").iterdir():
+        (path / "checksums.json").unlink()
+    command = [sys.executable, "launch/evaluate.py", f"checkpoint={copy}", "tasks=none"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].endswith("checkpoints/step-00000006/checksums.json is missing")
