@@ -29,7 +29,8 @@ def with_microbatch(config: Config, batch_size: int, world_size: int, memory: fl
     """One stage's configuration with `auto` as a number of rows, for steps of `batch_size` rows over all ranks.
 
     The largest divisor of the rows per data-parallel rank that makes at most MOST_TOKENS tokens and whose estimate fits
-    `memory`, bytes of one GPU; the smallest one where none fits. Raises UserError where no divisor suits sequence parallelism. `config` has passed `check_world`.
+    `memory`, bytes of one GPU; the smallest one where none fits. Raises UserError where no divisor suits sequence
+    parallelism. `config` has passed `check_world`.
     """
     if not isinstance(config.train.microbatch, Auto):
         return config
