@@ -64,8 +64,7 @@ class Trainer:
     ) -> None:
         self.started = time.perf_counter()
         self.run_config, self.groups, self.signals, self.tasks = config, groups, signals, tasks
-        self.folder = Path(config.folder)
-        self.plan = Plan(config)
+        self.folder, self.plan = Path(config.folder), Plan(config)
         self.peers = Peers(self.folder, groups)
         self.place = RunFolder(self.folder, config, groups, slurm_job)
         with self.peers.telling(lambda: Where(config, 0, "start", 0)), self.place.opening():
