@@ -18,6 +18,7 @@ from lm_eval.tasks import TaskManager
 from eval.harness import PackedLM
 from eval.own_tasks import first_line, is_own
 from ssscale.errors import UserError
+from ssscale.parallel.exchange import gather_json
 
 BOOTSTRAP = 100  # resamplings for the standard error of metrics that are not a mean; that of a mean is exact
 
@@ -103,9 +104,7 @@ def agree(failure: str | None) -> str | None:
     """The first rank's failure that has any, on all ranks: one alone would wait for the others in the next pass."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return failure
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    return next((found for found in failures if found is not None), None)
+    return next((found for found in gather_json(failure) if found is not None), None)
 
 
 class Watch:
