@@ -60,7 +60,7 @@ def check_request(names: Sequence[str], eval_data: str, option: str = "tasks", i
             raise UserError(f"{option}={file}: there is no such file")
     for folder in include:
         if not Path(folder).is_dir():
-            raise UserError(f"include={folder}: there is no such folder")
+            raise UserError(f"include={folder}: there is no such folder (a YAML file is named in tasks=)")
     folders = [*map(Path, include), *(file.parent for file in files)]
     check_tasks([name for name in names if Path(name) not in files], eval_data, option, folders)
 

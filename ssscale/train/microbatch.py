@@ -21,14 +21,16 @@ logger = logging.getLogger("ssscale")
 GIB = 2**30
 H100_MEMORY = 79 * GIB  # bytes that CUDA reports of an 80 GB H100
 RESERVED = 3 * GIB  # CUDA's context, NCCL and fragmentation, which the estimate leaves out
+MOST_TOKENS = 65_536  # per rank and forward pass: the largest that was measured, and more is no faster
 MARGIN = 1.05  # the largest measured peak is 1.034 of its estimate (docs/benchmarks.md)
 
 
 def with_microbatch(config: Config, batch_size: int, world_size: int, memory: float = H100_MEMORY) -> Config:
     """One stage's configuration with `auto` as a number of rows, for steps of `batch_size` rows over all ranks.
 
-    The largest divisor of the rows per data-parallel rank whose estimate fits `memory`, bytes of one GPU; the smallest one
-    where none fits. Raises UserError where no divisor suits sequence parallelism. `config` has passed `check_world`.
+    The largest divisor of the rows per data-parallel rank that makes at most MOST_TOKENS tokens and whose estimate fits
+    `memory`, bytes of one GPU; the smallest one where none fits. Raises UserError where no divisor suits sequence
+    parallelism. `config` has passed `check_world`.
     """
     if not isinstance(config.train.microbatch, Auto):
         return config
@@ -41,7 +43,8 @@ def with_microbatch(config: Config, batch_size: int, world_size: int, memory: fl
             f"train.microbatch=auto finds no divisor of {rows} rows per rank whose tokens parallel.tensor={parallel.tensor} "
             "divides: set parallel.sequence=false, or use fewer processes"
         )
-    return next((changed for changed in found if fits(changed, world_size, memory)), found[-1])
+    small = (changed for changed in found if _tokens(changed) <= MOST_TOKENS)
+    return next((changed for changed in small if fits(changed, world_size, memory)), found[-1])
 
 
 def fits(config: Config, world_size: int, memory: float = H100_MEMORY) -> bool:
@@ -52,8 +55,12 @@ def fits(config: Config, world_size: int, memory: float = H100_MEMORY) -> bool:
 def divides_tokens(config: Config) -> bool:
     """Whether sequence parallelism can split a microbatch's tokens."""
     parallel = config.parallel
-    tokens = config.train.microbatch_rows * config.data.length // parallel.context
-    return parallel.tensor == 1 or not parallel.sequence or tokens % parallel.tensor == 0
+    return parallel.tensor == 1 or not parallel.sequence or _tokens(config) % parallel.tensor == 0
+
+
+def _tokens(config: Config) -> int:
+    """Of a microbatch on one rank."""
+    return config.train.microbatch_rows * config.data.length // config.parallel.context
 
 
 def _with(config: Config, rows: int) -> Config:

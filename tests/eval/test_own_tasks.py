@@ -311,7 +311,7 @@ def test_mistakes(run, own, tmp_path, monkeypatch) -> None:
         ([f"include={own / 'last.yaml'}", "tasks=x"], r"there is no such folder \(a YAML file is named in tasks=\)"),
         ([f"include={own}", "tasks=my_capital"], "did you mean my_capitals"),
         (["tasks=nowhere.yaml"], "tasks=nowhere.yaml: there is no such file"),
-        ([two, "tasks=bad"], r"there is no such task.*two/bad\.yaml cannot be read"),
+        ([two, "tasks=bad"], r"no such task.*two/bad\.yaml cannot be read"),
         ([f"tasks={tmp_path / 'two/bad.yaml'}"], r"two/bad\.yaml cannot be read"),
         ([f"tasks={tmp_path / 'two/no_task.yaml'}"], "defines no task: it has neither task: nor group:"),
         ([two, "tasks=my_capitals"], r"capitals\.yaml and .*copy\.yaml both define it"),
@@ -319,7 +319,7 @@ def test_mistakes(run, own, tmp_path, monkeypatch) -> None:
         ([two, "tasks=no_shots", "num_fewshot=1"], "no documents for examples but those that are scored"),
         ([two, "tasks=my_last_word", "num_fewshot=7"], "num_fewshot=7: the task has 6 documents for examples"),
         ([two, "tasks=my_group,my_last_word"], "both define it|my_group and my_last_word both have the task"),
-        ([two, "tasks=my_last_word", "num_fewshot=-1"], "num_fewshot must be 0 or more"),
+        ([two, "tasks=my_last_word", "num_fewshot=-1"], "num_fewshot must be at least 0"),
         ([two, "tasks=my_last_word", "samples=yes"], "samples must be true or false"),
     ]:
         with pytest.raises(UserError, match=words):

@@ -81,6 +81,7 @@ class Probe:
         (["gpus=1"], [1, 1], "1", False),  # one of two GPUs: half of the CPUs
         (["gpus=2"], [1, 1, 1, 1], "1", True),  # all GPUs: the whole nodes
         (["gpus=1", "exclusive=true"], [2, 2], "2", True),
+        (["gpus=1", "exclusive=true", "cpus=1"], [1, 1], "1", True),  # of the two that the job has: srun was told
     ],
 )
 def test_cpus_reach_the_ranks(
