@@ -50,12 +50,14 @@ def test_evaluate_and_report(run, model, valid, capsys):
 
 def test_results_of_several_evaluations_are_merged(run):
     checkpoint = run / "checkpoints" / "step-00000010"
-    add_results(results_file(checkpoint), {"tasks": {"one": {"value": 1}}, "baseline": {"targets": 2}})
-    add_results(results_file(checkpoint), {"tasks": {"two": {"value": 2}}})
+    one, two = ({"metric": "acc", "value": value, "stderr": None, "chance": None, "items": 2} for value in (0.5, 1.0))
+    baseline = {"nats_per_token": 2.0, "bits_per_byte": 1.0, "targets": 2}
+    add_results(results_file(checkpoint), {"tasks": {"one": one}, "baseline": baseline})
+    add_results(results_file(checkpoint), {"tasks": {"two": two}})
     evaluate([f"checkpoint={checkpoint}", "tasks=none", "baseline=false"])
     results = newest_results(run)
-    assert results["tasks"] == {"one": {"value": 1}, "two": {"value": 2}}
-    assert results["baseline"] == {"targets": 2}
+    assert results["tasks"] == {"one": one, "two": two}
+    assert results["baseline"] == baseline
     assert results["valid"]["nats_per_token"] > 0
 
 

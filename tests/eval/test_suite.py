@@ -267,8 +267,9 @@ def test_results_of_evaluations_at_once_are_all_kept(tmp_path) -> None:
 
 
 def add_one_by_one(file: str, worker: int) -> None:
+    task = {"metric": "acc", "value": 0.5, "stderr": None, "chance": None, "items": 2}
     for number in range(20):
-        add_results(Path(file), {"tasks": {f"{worker}.{number}": {}}})
+        add_results(Path(file), {"tasks": {f"{worker}.{number}": task}})
 
 
 def test_the_papers_averages_are_those_of_its_columns() -> None:
