@@ -42,7 +42,8 @@ def test_training_losses(tmp_path, monkeypatch):
     for name, apart, every in (("a", 0.0, 1), ("b", -0.25, 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(config)
-        records = [{"step": i, "tokens": 100 * i, "loss": 9 / i + apart, "lr": 1e-3} for i in range(every, 41, every)]
+        same = {"stage": "stable", "lr": 1e-3, "tokens_per_second": 1.0}
+        records = [{"step": i, "tokens": 100 * i, "loss": 9 / i + apart} | same for i in range(every, 41, every)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     figure = training.losses([tmp_path / "a", tmp_path / "b"])
     below = figure.axes[1]

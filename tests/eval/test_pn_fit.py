@@ -9,6 +9,7 @@ import torch
 
 from eval.pn_fit import fit_logarithm, main, occurrences
 from ssscale.config import to_yaml
+from ssscale.errors import UserError
 from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
 from ssscale.schema import AttentionConfig, Core, SSMaxVariant
@@ -61,5 +62,5 @@ def test_a_run_gives_its_fit_and_figure(run, config, groups, monkeypatch, capsys
 
 def test_a_run_without_pn_says_so(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pn_fit", str(run)])
-    with pytest.raises(SystemExit, match="has no p_n: the run needs"):
+    with pytest.raises(UserError, match="has no p_n: the run needs"):
         main()
