@@ -47,7 +47,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 class Peers:
-    """The ranks of a run, of which this is one. Made by all of them together."""
+    """The ranks of a run, this one included. All of them make it together."""
 
     def __init__(self, folder: Path, groups: Groups) -> None:
         self.folder, self.groups = folder / "stacks", groups

@@ -250,7 +250,7 @@ def two(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def see_nothing(folder: Path, rank: str, seconds: float, retry: str) -> None:
-    """To plant: one rank finds an empty folder, for ever or for a while."""
+    """To plant: one rank finds an empty folder, forever or for a while."""
     os.environ["SSSCALE_READ_RETRY_S"] = retry
     if os.environ["RANK"] != rank:
         return
