@@ -4,9 +4,9 @@ from ssscale.schema import Config
 from ssscale.train.schedule import stage_learning_rate
 from ssscale.train.stages import Plan
 
-# In docs/results/width.md every run above it ended at least 0.1 nats above the best one of its width: widths 256 to 1,024,
-# with width transfer and without. The width transfer's best learning rate lies on it, at every width.
-MATRIX_LR_TIMES_WIDTH = 4.0
+# From docs/results/width.md, widths 256 to 1,024. With width transfer the best runs reach it, and none was run above it.
+# Without, every run above it ended at least 0.4 nats above the best one of its width.
+MATRIX_LR_TIMES_WIDTH = {"with": 8.0, "without": 2.0}
 
 
 def learning_rate_advice(config: Config) -> str | None:
@@ -17,12 +17,14 @@ def learning_rate_advice(config: Config) -> str | None:
         for index, (stage, own) in enumerate(zip(stages, Plan(config).configs, strict=True))
     ]
     peak, model = max(found, key=lambda entry: entry[0] / entry[1].matrix_lr_divisor)
-    lr, most = peak / model.matrix_lr_divisor, MATRIX_LR_TIMES_WIDTH / model.hidden_size
+    transfer = "with" if model.width.base_hidden_size else "without"
+    times_width = MATRIX_LR_TIMES_WIDTH[transfer]
+    lr, most = peak / model.matrix_lr_divisor, times_width / model.hidden_size
     if lr <= most:
         return None
     return (
-        f"the matrices' learning rate reaches {lr:.2g}, above {MATRIX_LR_TIMES_WIDTH:g} / hidden_size = {most:.2g}: at 256 to "
-        f"1,024 wide every such run trained worse (docs/results/width.md); lower train.stages.N.schedule.lr to at most "
+        f"the matrices' learning rate reaches {lr:.2g}, above {times_width:g} / hidden_size = {most:.2g}, the most that is "
+        f"known to train well {transfer} width transfer (docs/results/width.md); lower train.stages.N.schedule.lr to at most "
         f"{most * model.matrix_lr_divisor:.2g}"
-        + ("" if model.width.base_hidden_size else ", or include model/power_width, which divides it by the width")
+        + ("" if transfer == "with" else ", or include model/power_width, which divides it by the width")
     )
