@@ -49,7 +49,8 @@ class RunLock:
     """`run.lock` in a run folder: JSON of who trains there, touched every HEARTBEAT_S seconds by a thread.
 
     A lock is stale, and taken over, when its process is gone (same boot of the same host), when it belongs to an earlier
-    start of this same Slurm job, or when nobody has touched it for SILENT_S seconds (otherwise). No clocks are compared.
+    start of this same Slurm job, or when nobody has touched it for SILENT_S seconds (otherwise, also where the file is
+    broken). No clocks are compared.
     """
 
     def __init__(self, folder: Path, slurm_job: str | None) -> None:
@@ -66,21 +67,27 @@ class RunLock:
     def acquire(self) -> None:
         """Raises UserError, naming host and process, where another run is alive; OSError where nothing can be written."""
         while not self._create():
-            other = self._read()
-            if other is None:
+            content = self._content()
+            if content is None:
                 continue
+            other = self._parse(content)
             if self._is_alive(other):
-                raise UserError(
-                    f"{self.path.parent} is in use by process {other['pid']} on {other['host']}: wait for it or stop it, "
-                    f"or give run_dir=FOLDER for another run"
+                by = (
+                    f"process {other['pid']} on {other['host']}"
+                    if other
+                    else f"a process that {self.path.name} does not name"
                 )
-            self._remove(other)
+                raise UserError(
+                    f"{self.path.parent} is in use by {by}: wait for it or stop it, or give run_dir=FOLDER for another run"
+                )
+            self._remove(content)
         threading.Thread(target=self._beat, name="run lock", daemon=True).start()
 
     def release(self) -> None:
         self._released.set()
-        with suppress(OSError, UserError):  # a lock that cannot be removed is stale as soon as the process is gone
-            if self._read() == self.owner:
+        with suppress(OSError):  # a lock that cannot be removed is stale as soon as the process is gone
+            content = self._content()
+            if content is not None and self._parse(content) == self.owner:
                 self.path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
@@ -95,23 +102,27 @@ class RunLock:
             ours.unlink()
         return True
 
-    def _read(self) -> dict[str, Any] | None:
+    def _content(self) -> bytes | None:
         try:
-            owner = json.loads(self.path.read_bytes())
+            return self.path.read_bytes()
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError):
-            owner = None
-        if not isinstance(owner, dict) or not owner.keys() >= self.owner.keys() or type(owner["pid"]) is not int:
-            raise UserError(f"{self.path} is broken: remove it if no run is using the folder")
-        return owner
 
-    def _is_alive(self, other: dict[str, Any]) -> bool:
-        if other["machine"] == self.owner["machine"]:
+    def _parse(self, content: bytes) -> dict[str, Any] | None:
+        """Who holds the lock; None where the file is broken."""
+        try:
+            owner = json.loads(content)
+        except (ValueError, RecursionError):
+            return None
+        whole = isinstance(owner, dict) and owner.keys() >= self.owner.keys() and type(owner["pid"]) is int
+        return owner if whole else None
+
+    def _is_alive(self, other: dict[str, Any] | None) -> bool:
+        if other is not None and other["machine"] == self.owner["machine"]:
             started = _started(other["pid"])
             return started is not None and started == other["started"]
-        if other["slurm_job"] is not None and other["slurm_job"] == self.owner["slurm_job"]:
-            return False  # Slurm starts a job anew only after its earlier start has ended
+        if other is not None and other["slurm_job"] is not None and other["slurm_job"] == self.owner["slurm_job"]:
+            return False  # Slurm starts a job again only after its earlier start has ended
         before = self._touched()
         end = time.monotonic() + SILENT_S
         while time.monotonic() < end:
@@ -126,14 +137,14 @@ class RunLock:
         except FileNotFoundError:
             return 0.0
 
-    def _remove(self, other: dict[str, Any]) -> None:
+    def _remove(self, content: bytes) -> None:
         """Remove a stale lock; if another start has replaced it meanwhile, give that one back."""
         aside = self.path.with_name(f"run.lock.stale.{self.owner['host']}.{self.owner['pid']}")
         try:
             os.replace(self.path, aside)
         except FileNotFoundError:
             return
-        if json.loads(aside.read_bytes()) != other:
+        if aside.read_bytes() != content:
             os.link(aside, self.path)
         aside.unlink()
 

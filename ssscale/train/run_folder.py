@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from ssscale.config import read_yaml, to_yaml
 from ssscale.errors import UserError
 from ssscale.schema import Config
+from ssscale.train.checkpoint_folder import SMALL, Condition, inspect, list_checkpoints, saved_config, step_of
 from ssscale.train.files import write_file
+from ssscale.train.stages import Plan
 
 if TYPE_CHECKING:
     from ssscale.train.checkpoint import TrainState
@@ -52,18 +54,37 @@ def check_folder(folder: Path, config: Config) -> None:
 
 
 def _check_folder(folder: Path, config: Config) -> None:
-    saved = folder / "config.yaml"
-    if saved.is_file():
-        old = read_yaml(saved)
-        for key in FIXED:
-            difference = _first_difference(_value(old, key), _value(config, key), key)
-            if difference:
-                raise UserError(
-                    f"{folder} holds a run with another configuration: {difference}; "
-                    "give run_dir=FOLDER for a new run, or the old value to continue"
-                )
-    elif folder.is_dir() and any(not path.name.startswith(OURS) for path in folder.iterdir()):
-        raise UserError(f"run_dir={folder} holds something that is not a run; name an empty or a new folder")
+    try:
+        difference = _difference(read_yaml(folder / "config.yaml"), config)
+        problem = difference and (
+            f"{folder} holds a run with another configuration: {difference}; "
+            "give run_dir=FOLDER for a new run, or the old value to continue"
+        )
+    except FileNotFoundError:
+        holds = folder.is_dir() and any(not path.name.startswith(OURS) for path in folder.iterdir())
+        problem = (
+            f"run_dir={folder} holds something that is not a run; name an empty or a new folder" if holds else None
+        )
+    except UserError as error:
+        if isinstance(error.__cause__, OSError):
+            raise  # what cannot be read for the moment may be right
+        problem = str(error)
+    if problem and not _continues_checkpoint(folder, config):
+        raise UserError(problem)
+
+
+def _difference(old: Config, new: Config) -> str | None:
+    """The first key in which a run cannot have changed from one start to the next."""
+    return next(filter(None, (_first_difference(_value(old, key), _value(new, key), key) for key in FIXED)), None)
+
+
+def _continues_checkpoint(folder: Path, config: Config) -> bool:
+    """Whether `config` continues the newest checkpoint: its copy of the configuration has a checksum, the run's has none."""
+    for path in reversed(list_checkpoints(folder / "checkpoints")):
+        if inspect(path, SMALL).condition is Condition.WHOLE:
+            plan = Plan(config)
+            return _difference(saved_config(path), plan.configs[plan.at(step_of(path)).stage]) is None
+    return False
 
 
 def record_config(folder: Path, config: Config) -> None:

@@ -1,0 +1,76 @@
+"""Damage of every kind, and kills, until the asked number has been tried.
+
+    python -m tests.chaos [--cases 30] [--kills 1000] [--pairs 50] [--seed 0] [--jobs 2] [--only KIND:NUMBER ...] [--out FILE]
+
+--cases: of each kind. --kills: of a run of one rank. --pairs: kills of one of two ranks. Exit code 1 where something came out
+differently from what its kind declares; the case is named, and `--only KIND:NUMBER --seed N` tries it again.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.chaos.attempt import KINDS, attempt, make_world
+from tests.chaos.kills import kill_one_of_two, kill_single
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=30)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--pairs", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ssscale-chaos-") as folder:
+        sys.exit(record(options, Path(folder)))
+
+
+def record(options: argparse.Namespace, folder: Path) -> int:
+    began = time.monotonic()
+    world = make_world(folder)
+    wanted = [(name, int(number)) for name, _, number in (only.partition(":") for only in options.only)] or [
+        (name, number) for number in range(options.cases) for name in KINDS
+    ]
+    failures = []
+    tried: Counter[str] = Counter()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (name, number), problem in zip(
+            wanted, pool.map(lambda case: attempt(world, *case, options.seed), wanted), strict=True
+        ):
+            tried[name] += 1
+            if problem:
+                failures.append({"case": f"{name}:{number}", "problem": problem})
+                print(f"{name}:{number} FAILED: {problem}\n", flush=True)
+    result = {
+        "seed": options.seed,
+        "cases": sum(tried.values()),
+        "by_kind": dict(tried),
+        "failures": failures,
+        "seconds_of_cases": round(time.monotonic() - began),
+    }
+    print(
+        f"{result['cases']} cases of {len(tried)} kinds, {len(failures)} failures, {result['seconds_of_cases']} s",
+        flush=True,
+    )
+    if options.kills and not options.only:
+        result["kills"] = kill_single(world, options.kills, options.seed)
+        print(result["kills"], flush=True)
+    if options.pairs and not options.only:
+        result["kills_of_one_of_two"] = kill_one_of_two(world, options.pairs, options.seed)
+        print(result["kills_of_one_of_two"], flush=True)
+    result["seconds"] = round(time.monotonic() - began)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The kinds of damage, each with the outcome that is right, declared before it is tried.
+
+A kind is a function that damages a `Scene`. `KINDS` holds all of them by name, and docs/faults.md is made of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tests.chaos.damage import snapshot
+from tests.chaos.scene import (
+    HANG_S,
+    Scene,
+    World,
+    check_identical,
+    check_output,
+    check_outside,
+    check_refusal,
+    demand,
+    resumed_from,
+)
+
+
+class Outcome(Enum):
+    """exit: what the docs say of the exit code. identical: of the result."""
+
+    GOES_ON = ("0", "yes")
+    REFUSES = ("2", "nothing is changed")
+    GOES_ON_OR_REFUSES = ("0, or 2 where the damage is read", "yes, or nothing is changed")
+
+    def __init__(self, code: str, identical: str) -> None:
+        self.code, self.identical = code, identical
+
+
+@dataclass(frozen=True)
+class Kind:
+    """fault, seen: what happens and what the user sees, as docs/faults.md says it. area: the heading there.
+
+    act: runs the command after the damage and judges what came of it.
+    """
+
+    name: str
+    area: str
+    fault: str
+    seen: str
+    outcome: Outcome
+    harm: Callable[[Scene], None]
+    act: Callable[["Kind", Scene], None]
+
+    def try_once(self, scene: Scene) -> None:
+        """Raises WrongOutcomeError with what came out differently."""
+        self.harm(scene)
+        self.act(self, scene)
+        check_outside(scene)
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(
+    area: str, fault: str, outcome: Outcome, seen: str, act: Callable[[Kind, Scene], None] | None = None
+) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
+    def register(harm: Callable[[Scene], None]) -> Callable[[Scene], None]:
+        name = getattr(harm, "__name__", "").replace("_", "-")
+        add(Kind(name, area, fault, seen, outcome, harm, act or resume))
+        return harm
+
+    return register
+
+
+def add(new: Kind) -> None:
+    assert new.name not in KINDS, new.name
+    KINDS[new.name] = new
+
+
+def resume(kind: Kind, scene: Scene) -> None:
+    """Start the run again, to two more steps."""
+    before, data = snapshot(scene.run), snapshot(scene.world.data)
+    ranks = scene.train()
+    code = ranks.wait(HANG_S)[0]
+    scene.output = ranks.output()
+    judge(kind, scene, code, before)
+    kept = {name: content for name, content in snapshot(scene.world.data).items() if name in data}
+    demand(kept == data, "the data was changed")
+
+
+def judge(kind: Kind, scene: Scene, code: int | None, before: dict[str, bytes | str]) -> None:
+    check_output(code, scene.output)
+    wanted = {Outcome.GOES_ON: (0,), Outcome.REFUSES: (2,), Outcome.GOES_ON_OR_REFUSES: (0, 2)}[kind.outcome]
+    demand(code in wanted, f"exit code {code}, not {wanted}:\n{scene.output}")
+    if code == 2:
+        # Damage that is met while it trains: nothing that was trained is lost.
+        check_refusal(scene, scene.output, before, "checkpoints/" if kind.outcome is Outcome.GOES_ON_OR_REFUSES else "")
+        return
+    since = resumed_from(scene.output)
+    demand(since in scene.resumes, f"it went on from step {since}, not {scene.resumes}:\n{scene.output}")
+    check_identical(scene.run, scene.world.folder / "plain", since, earlier=kind.area != "metrics.jsonl")
+
+
+def folder_of(world: World, kind: str, number: int) -> Path:
+    return world.folder / "cases" / f"{kind}-{number:04d}"

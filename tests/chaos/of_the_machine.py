@@ -1,0 +1,245 @@
+"""What a machine does to a run that trains: full and read-only disks, clocks that are set, signals, a second start."""
+
+import ctypes
+import functools
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.chaos.damage import delete
+from tests.chaos.kinds import Kind, Outcome, kind
+from tests.chaos.scene import (
+    HANG_S,
+    LONG,
+    LONG_KEYS,
+    Scene,
+    check_identical,
+    check_output,
+    demand,
+)
+from tests.train import disks
+from tests.train.ranks import Ranks
+from tests.train.test_logs import fill, shown_step
+
+GOES_ON = Outcome.GOES_ON
+DISK, CLOCK, PROCESSES = "The disk, while it trains", "The clock", "Processes"
+MS_RDONLY, MS_REMOUNT = 1, 32
+
+
+def begin(scene: Scene, run: Path) -> None:
+    """The scene's run becomes a new one of LONG steps."""
+    delete(scene.run)
+    scene.run = run
+
+
+def long_run(scene: Scene, during: Callable[[Ranks], None] = lambda ranks: None) -> tuple[int | None, str]:
+    ranks = scene.train(*LONG_KEYS)
+    try:
+        during(ranks)
+        code = ranks.wait(HANG_S)[0]
+    finally:
+        ranks.kill()
+    scene.output = ranks.output()
+    return code, scene.output
+
+
+def check_long(scene: Scene, code: int | None, since: int = 0) -> None:
+    check_output(code, scene.output)
+    demand(code == 0, f"exit code {code}:\n{scene.output}")
+    check_identical(scene.run, scene.world.folder / "long", since)
+
+
+def wait_for_step(scene: Scene, ranks: Ranks, most: int = LONG - 10) -> None:
+    step = scene.rng.randrange(0, most)
+    end = time.monotonic() + HANG_S
+    while shown_step(ranks) < step and ranks.processes[0].is_alive():
+        demand(time.monotonic() < end, f"it hangs:\n{ranks.output()}")
+        time.sleep(0.005)
+    scene.harmed = f"at step {step}"
+
+
+def train_on_a_disk(kind: Kind, scene: Scene) -> None:
+    """A file system of its own, which is filled at a random step and gets room again later, or after the end."""
+    with ExitStack() as stack:
+        disk = stack.enter_context(disks.small_disk(scene.folder / "disk", "4m"))
+        begin(scene, disk / "run")
+        freed = scene.rng.random() < 0.5
+
+        def during(ranks: Ranks) -> None:
+            wait_for_step(scene, ranks)
+            filler = fill(disk)
+            scene.harmed += " full" + (" for a while" if freed else " to the end")
+            if freed:
+                time.sleep(scene.rng.uniform(0.0, 0.5))
+                filler.unlink()
+
+        code, output = long_run(scene, during)
+        check_output(code, output)
+        demand(code == 0 or (code == 2 and "could not be saved" in output.splitlines()[-1]), f"{code}:\n{output}")
+        if code == 2:
+            (disk / "filler").unlink(missing_ok=True)
+            code, output = long_run(scene)
+        check_long(scene, code)
+
+
+@kind(
+    DISK,
+    "full for a while or to the end, from any step on",
+    GOES_ON,
+    "training goes on, the records wait in memory; exit code 2 where the last step could not be saved",
+    train_on_a_disk,
+)
+def full_disk(scene: Scene) -> None:
+    disks.needs_mounts()
+
+
+def become_read_only(folder: Path, started: float, seconds: float) -> None:
+    """To plant: from some moment on this process finds `folder` on a read-only file system, for some seconds."""
+    disks.own_mounts()
+
+    def later() -> None:
+        time.sleep(started)
+        libc = ctypes.CDLL(None)
+        name = bytes(folder)
+        libc.mount(name, name, None, disks.MS_BIND, None)
+        libc.mount(name, name, None, disks.MS_BIND | MS_REMOUNT | MS_RDONLY, None)
+        time.sleep(seconds)
+        libc.umount2(name, disks.MNT_DETACH)
+
+    threading.Thread(target=later, daemon=True).start()
+
+
+def train_on_a_read_only_disk(kind: Kind, scene: Scene) -> None:
+    run = scene.folder / "long"
+    run.mkdir()
+    begin(scene, run)
+    scene.plant = functools.partial(
+        become_read_only, run, scene.rng.uniform(0.0, 2.0), scene.rng.choice([0.3, 1.0, 100.0])
+    )
+    code, output = long_run(scene)
+    check_output(code, output)
+    if code == 2:
+        said = output.splitlines()[-1]
+        demand("could not be saved" in said or "Read-only file system" in said, output)
+        scene.plant = None
+        code, output = long_run(scene)
+    check_long(scene, code)
+
+
+@kind(
+    DISK,
+    "read-only for a while or to the end, from any moment on",
+    GOES_ON,
+    "as a full one; at the start exit code 2 and a sentence",
+    train_on_a_read_only_disk,
+)
+def read_only_disk(scene: Scene) -> None:
+    disks.needs_mounts()
+
+
+def jump(seed: int) -> None:
+    """To plant: the clock jumps by years, back and forth."""
+    rng, now = random.Random(seed), time.time
+    offset = [0.0]
+
+    def jumping() -> float:
+        if rng.random() < 0.05:
+            offset[0] = rng.uniform(-1.5e9, 1e9)
+        return now() + offset[0]
+
+    time.time = jumping
+
+
+def train_long(kind: Kind, scene: Scene) -> None:
+    begin(scene, scene.folder / "long")
+    code, _ = long_run(scene)
+    check_long(scene, code)
+
+
+@kind(CLOCK, "set back and forth by years while it trains", GOES_ON, "nothing", train_long)
+def clock_jumps(scene: Scene) -> None:
+    scene.plant = functools.partial(jump, scene.rng.getrandbits(32))
+
+
+def stop_and_go_on(kind: Kind, scene: Scene) -> None:
+    """A signal at any moment from the start of the first step on; then the same command."""
+    begin(scene, scene.folder / "long")
+    number = scene.rng.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+
+    def during(ranks: Ranks) -> None:
+        wait_for_step(scene, ranks)
+        scene.harmed += f" {number.name}"
+        time.sleep(scene.rng.uniform(0, 0.05))
+        if ranks.processes[0].is_alive():
+            ranks.send(number)
+
+    code, output = long_run(scene, during)
+    check_output(code, output)
+    demand(code in (0, 75), f"exit code {code}:\n{output}")
+    if code == 75:
+        demand("the same command goes on" in output, f"the end says nothing:\n{output}")
+        code, output = long_run(scene)
+    check_long(scene, code)
+
+
+@kind(
+    PROCESSES,
+    "SIGTERM, SIGUSR1 or SIGINT at any step",
+    GOES_ON,
+    "the step is saved, exit code 75; the same command goes on",
+    stop_and_go_on,
+)
+def signals(scene: Scene) -> None:
+    pass
+
+
+def pause(kind: Kind, scene: Scene) -> None:
+    begin(scene, scene.folder / "long")
+
+    def during(ranks: Ranks) -> None:
+        for _ in range(scene.rng.randrange(1, 4)):
+            time.sleep(scene.rng.uniform(0, 0.5))
+            if ranks.processes[0].is_alive():
+                ranks.send(signal.SIGSTOP)
+                time.sleep(scene.rng.uniform(0, 0.5))
+                ranks.send(signal.SIGCONT)
+
+    code, _ = long_run(scene, during)
+    check_long(scene, code)
+
+
+@kind(PROCESSES, "stopped and continued (SIGSTOP, SIGCONT)", GOES_ON, "nothing", pause)
+def paused(scene: Scene) -> None:
+    pass
+
+
+def start_twice(kind: Kind, scene: Scene) -> None:
+    """The same command twice, at any distance: one trains, the other is refused or, after the end, finds all done."""
+    begin(scene, scene.folder / "long")
+    first = scene.train(*LONG_KEYS)
+    time.sleep(scene.rng.choice([0.0, scene.rng.uniform(0, 2.0)]))
+    given = [*LONG_KEYS, f"data.path={scene.data}"]
+    second = Ranks(given, scene.run, size=1, log=scene.folder / "second")
+    codes = (first.wait(HANG_S)[0], second.wait(HANG_S)[0])
+    for code, ranks in zip(codes, (first, second), strict=True):
+        check_output(code, ranks.output())
+        if code == 2:
+            demand("is in use by process" in ranks.output().splitlines()[-1], ranks.output())
+    demand(0 in codes and set(codes) <= {0, 2}, f"exit codes {codes}:\n{first.output()}\n{second.output()}")
+    scene.output = first.output()
+    check_long(scene, 0)
+
+
+@kind(
+    PROCESSES,
+    "started a second time while it trains",
+    GOES_ON,
+    "the second names the process and host of the first, exit code 2",
+    start_twice,
+)
+def second_start(scene: Scene) -> None:
+    pass
