@@ -78,6 +78,10 @@ test: check  ## check and the CPU tests (about 15 minutes on 2 cores)
 test-slow: $(STAMP)  ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow
 
+CHAOS ?=
+test-chaos: $(STAMP)  ## random damage and 1,000 kills, with outcomes declared beforehand (about an hour; CHAOS="--cases 5 --kills 100")
+	@$(BIN)/python -m tests.chaos --out runs/chaos.json $(CHAOS)
+
 test-gpu: $(STAMP)  ## the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu
 
@@ -107,7 +111,7 @@ test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (ins
 		echo "test-slurm: Slurm cannot be installed here (it needs root and apt-get): its tests are skipped"
 	$(BIN)/python -m pytest tests/slurm -m slurm -k "$(SLURM_TESTS)"
 
-.PHONY: help setup other-stack pretrain format check test test-slow test-gpu test-gpu-stack test-triton test-slurm
+.PHONY: help setup other-stack pretrain format check test test-slow test-chaos test-gpu test-gpu-stack test-triton test-slurm
 
 # Makes an installed other stack out of date.
 other-stack:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.chaos.attempt import KINDS, attempt, make_world
-from tests.chaos.kills import kill_one_of_two, kill_single
+from tests.chaos.kills import kill_all, kill_one_of_two
 
 
 def main() -> None:
@@ -61,13 +61,14 @@ def record(options: argparse.Namespace, folder: Path) -> int:
         flush=True,
     )
     if options.kills and not options.only:
-        result["kills"] = kill_single(world, options.kills, options.seed)
+        result["kills"] = kill_all(world, options.kills, options.seed)
         print(result["kills"], flush=True)
     if options.pairs and not options.only:
         result["kills_of_one_of_two"] = kill_one_of_two(world, options.pairs, options.seed)
         print(result["kills_of_one_of_two"], flush=True)
     result["seconds"] = round(time.monotonic() - began)
     if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if failures else 0
 

@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,10 @@ def wait_until_killed(ranks: Ranks, rng: random.Random, moment: str) -> None:
         time.sleep(0.004)
 
 
-def kill_single(world: World, kills: int, seed: int) -> dict[str, object]:
-    rng, run = random.Random(f"{seed}/single"), world.folder / "killed"
-    given = [f"data.path={world.data}", *KEYS]
+def kill_all(world: World, kills: int, seed: int, size: int = 1, keys: Sequence[str] = KEYS) -> dict[str, object]:
+    """Of all `size` ranks at once. The run is WORLD/killed, WORLD/plain-SIZE the one that nothing happened to."""
+    rng, run = random.Random(f"{seed}/{size}"), world.folder / "killed"
+    given = [f"data.path={world.data}", *keys]
     met: Counter[str] = Counter()
     while met.total() < kills:
         moment = rng.choice([*MOMENTS, "step", "instant"])
@@ -90,7 +91,7 @@ def kill_single(world: World, kills: int, seed: int) -> dict[str, object]:
             plant = functools.partial(die_in, moment, count, rng.random() < 0.5)
         log = world.folder / "killed.log"
         log.unlink(missing_ok=True)
-        ranks = Ranks([*given, "train.max_steps=1000000"], run, size=1, plant=plant, log=log)
+        ranks = Ranks([*given, "train.max_steps=1000000"], run, size=size, plant=plant, log=log)
         wait_until_killed(ranks, rng, moment)
         planted = not ranks.processes[0].is_alive()
         ranks.kill()
@@ -98,7 +99,7 @@ def kill_single(world: World, kills: int, seed: int) -> dict[str, object]:
         demand(code == -signal.SIGKILL, f"kill {met.total()}, {moment}: exit code {code}\n{ranks.output()[-3000:]}")
         demand("Traceback" not in ranks.output(), f"kill {met.total()}, {moment}:\n{ranks.output()[-3000:]}")
         met[moment if planted or moment not in MOMENTS else "step"] += 1
-    return finish(world, given, run, size=1) | {"kills": met.total(), "moments": dict(met)}
+    return finish(world, given, run, size) | {"kills": met.total(), "moments": dict(met)}
 
 
 def kill_one_of_two(world: World, kills: int, seed: int) -> dict[str, object]:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from launch.process import first_host
+from tests.promises import promises
 from tests.slurm.jobs import Job, job_field, losses, started, submit
 from tests.train.conftest import ROOT, corpus  # noqa: F401 - a fixture
 from tests.train.ranks import SMALL
@@ -133,6 +134,13 @@ def queued() -> str:
     return subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout
 
 
+@promises(
+    "Slurm",
+    "`env.sh` fails",
+    seen="before anything is queued: ``slurm/env.sh, line 2: `module load cuda` ended with code 127``",
+    code="2",
+    do="what it says",
+)
 def test_an_environment_that_fails_is_said_before_anything_waits(slurm: None, tmp_path: Path) -> None:
     site = tmp_path / "site.sh"
     site.write_text("export A=1\nmodule load cuda\n")
@@ -146,6 +154,13 @@ def test_an_environment_that_fails_is_said_before_anything_waits(slurm: None, tm
     assert not (tmp_path / "run").exists()
 
 
+@promises(
+    "Slurm",
+    "an interface that the node does not have",
+    seen="the job ends: `interface=ib0: node1 has only lo eth0`",
+    code="2",
+    do="what it says",
+)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

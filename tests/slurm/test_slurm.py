@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from ssscale.train.checkpoint_folder import list_checkpoints, verify
+from tests.promises import promises
 from tests.slurm.jobs import ARGUMENTS, Job, cluster, losses, started, submit
 from tests.train.conftest import corpus  # noqa: F401 - a fixture
 from tests.train.ranks import SMALL, Ranks
@@ -79,6 +80,49 @@ def unplug(job: Job) -> None:
     cluster("plug", "2")
 
 
+@promises(
+    "Slurm",
+    "the early signal",
+    seen="saved, queued itself again, went on",
+    code="",
+    identical="losses",
+)
+@promises(
+    "Slurm",
+    "`scontrol requeue`",
+    seen="went on from the last checkpoint",
+    code="",
+    identical="losses",
+)
+@promises(
+    "Slurm",
+    "preempted by another partition",
+    seen="the early signal; saved, queued again, went on after the other job",
+    code="",
+    identical="losses",
+)
+@promises(
+    "Slurm",
+    "a worker is killed",
+    seen="srun 137; queued itself again",
+    code="",
+    identical="losses",
+)
+@promises(
+    "Slurm",
+    "a node crashes",
+    seen="its peer: code 76; Slurm queues the job again for the node's failure",
+    code="",
+    identical="losses",
+)
+@promises(
+    "Slurm",
+    "a cable is pulled",
+    seen="Slurm marks the node down after `SlurmdTimeout` and queues the job again",
+    code="",
+    identical="losses",
+    do="plug it in",
+)
 @pytest.mark.parametrize("fault", [requeue, early_signal, kill_a_rank, preempt, crash, unplug])
 def test_a_job_gets_over(
     fault: Callable[[Job], None],
@@ -97,6 +141,13 @@ def test_a_job_gets_over(
     print(f"{fault.__name__}: finished {time.monotonic() - began:.0f} s after it; {job.log().splitlines()[-1]}")
 
 
+@promises(
+    "Slurm",
+    "the time limit comes near",
+    seen="saved at the signal, queued itself again",
+    code="",
+    identical="losses",
+)
 @pytest.mark.timeout(2400)
 def test_the_time_limit(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
     """Once the job trains, its limit comes near: with 60 to 120 s left, the signal is due 90 s before, or a minute sooner."""
@@ -116,6 +167,13 @@ def test_the_time_limit(slurm: None, corpus: Path, tmp_path: Path) -> None:  # n
     assert losses(job.run) == losses(run)
 
 
+@promises(
+    "Slurm",
+    "`scancel`",
+    seen="saved and stayed cancelled",
+    code="",
+    do="the same command starts it again",
+)
 def test_a_cancelled_job_saves_and_stays_cancelled(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
     job = Job(tmp_path / "run", corpus, steps=100_000)
     job.wait_for_step(25)
@@ -146,6 +204,13 @@ def test_what_follows_a_job(slurm: None, corpus: Path, tmp_path: Path) -> None: 
     bad.wait_for(lambda: bad.field("JobState", bad.followers[0]) == "CANCELLED", "end of what cannot start")
 
 
+@promises(
+    "Slurm",
+    "unknown partition, more nodes than there are",
+    seen="`Slurm refuses the job: … invalid partition specified: nowhere`",
+    code="2",
+    do="what it says",
+)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -10,6 +10,7 @@ import pytest
 from launch.pretrain import main
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
+from tests.promises import promises
 from tests.train.ranks import Ranks, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +47,14 @@ def test_bad_input_is_one_sentence(
     assert not run_dir.exists()
 
 
+@promises(
+    "Files and disks",
+    "resuming with a changed model or seed",
+    seen="`… holds a run with another configuration: model.hidden_size was 128 and is now 64`",
+    code="2",
+    identical="nothing is changed",
+    do="the old value, or another `run_dir`",
+)
 def test_a_run_folder_is_never_overwritten(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     good = [*TINY, f"run_dir={run_dir}", f"data.path={corpus}"]
@@ -71,6 +80,14 @@ def as_nobody() -> None:
     os.seteuid(65534)
 
 
+@promises(
+    "Files and disks",
+    "a run folder without permission",
+    seen="`run_dir=… cannot be written: Permission denied`",
+    code="2",
+    identical="nothing is changed",
+    do="another `run_dir`",
+)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
 @pytest.mark.parametrize("mode", [0o755, 0o700])
 def test_a_folder_without_permission(mode: int, corpus: Path, tmp_path: Path) -> None:

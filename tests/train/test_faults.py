@@ -17,6 +17,7 @@ import torch
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.faults import SpikeDetector
 from ssscale.train.watchdog import Watchdog
+from tests.promises import promises
 from tests.train.ranks import Ranks, running, state_of
 
 MICROBATCHES = 2  # of a step of 4 rows on 2 ranks
@@ -65,6 +66,12 @@ def events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
+@promises(
+    "Losses",
+    "NaN at a step on one rank",
+    seen="the step changes nothing on any rank; noted in `events.jsonl`",
+    code="",
+)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_nan_on_one_rank_skips_the_step_on_all(zero: int, arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=6", f"parallel.zero_stage={zero}"]
@@ -78,6 +85,12 @@ def test_nan_on_one_rank_skips_the_step_on_all(zero: int, arguments: list[str], 
     ranks.finish()
 
 
+@promises(
+    "Losses",
+    "NaN in `train.max_skipped` steps in a row",
+    seen="back to the last checkpoint, passing over the rows read since; written in `events.jsonl` and in the state",
+    code="",
+)
 def test_nan_in_a_row_goes_back_and_passes_over_the_rows(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=12", "train.max_skipped=2"]
     ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "nan", (6, 7)))
@@ -92,6 +105,13 @@ def test_nan_in_a_row_goes_back_and_passes_over_the_rows(arguments: list[str], t
     assert [record["step"] for record in records] == list(range(1, 13))
 
 
+@promises(
+    "Losses",
+    "NaN again after going back 3 times",
+    seen="`… with other rows: lower the learning rate`",
+    code="77",
+    do="that; the rows are in `events.jsonl`",
+)
 def test_nan_for_ever_ends_the_run(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=12", "train.max_skipped=2"]
     ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "nan", tuple(range(6, 99))))
@@ -99,6 +119,13 @@ def test_nan_for_ever_ends_the_run(arguments: list[str], tmp_path: Path) -> None
     assert "after going back to step 4 3 times with other rows: lower the learning rate" in ranks.output()
 
 
+@promises(
+    "Losses",
+    "a loss spike (robust z above `train.spike_z`)",
+    seen="step, loss, z and the step's rows in `events.jsonl`",
+    code="",
+    do="look at the rows",
+)
 def test_a_spike_is_noted_with_its_rows(arguments: list[str], tmp_path: Path) -> None:
     ranks = Ranks([*arguments, "train.max_steps=26"], tmp_path / "run", plant=functools.partial(plant, "spike", (24,)))
     ranks.finish()
@@ -120,6 +147,17 @@ def test_spikes_are_robust_deviations() -> None:
     assert SpikeDetector(threshold=0.0).score(99.0) is None
 
 
+@promises(
+    "Ranks",
+    "one bit of a weight differs between two ranks",
+    seen=(
+        "`step 8: norm.weight differs …` at the next multiple of `train.guard_every` (100) steps and before "
+        "that step is saved"
+    ),
+    code="79",
+    identical="from the last save",
+    do="the same command; a machine that does it again is broken",
+)
 def test_a_flipped_bit_ends_the_run_before_it_is_saved(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=12", "train.guard_every=4", "parallel.zero_stage=0"]
     ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "bit", (6,)))
@@ -128,6 +166,17 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(arguments: list[str], tmp
     assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1  # of step 4
 
 
+@promises(
+    "Ranks",
+    "one rank hangs",
+    seen=(
+        "`no progress for 3 s at step 3: rank 1 (forward on HOST) is behind the others`, every rank's stacks "
+        "in `stacks/`"
+    ),
+    code="76",
+    identical="from the last save",
+    do="the same command; read `stacks/rank-00001.txt`",
+)
 def test_a_hanging_rank_is_named_and_all_stacks_are_written(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=12", "train.watchdog=3"]
     with running(arguments, tmp_path / "run", plant=functools.partial(plant, "hang", (3,))) as ranks:
@@ -145,6 +194,41 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
     assert watchdog.verdict({0: place, 2: place}) == "no progress for 0 s at step 7: no answer from rank 1"
 
 
+@promises(
+    "Ranks",
+    "one rank dies without a word",
+    seen="the others: `rank 0, step 3, backward: another rank is gone`",
+    code="76",
+    identical="from the last save",
+    do="the same command",
+)
+@promises(
+    "Ranks",
+    "one rank fails",
+    seen=(
+        "it says why, the others say the same: `rank 0, step 3, agreement: rank 1 has ended: …`; the "
+        "traceback in `stacks/error-rank-00001.txt`"
+    ),
+    code="that of the rank",
+    identical="from the last save",
+    do="what it says",
+)
+@promises(
+    "Ranks",
+    "one rank crashes (SIGSEGV)",
+    seen="the others: `rank 1 has crashed: its stacks are in stacks/crash-rank-00001.txt`",
+    code="70",
+    identical="from the last save",
+    do="look at the stacks",
+)
+@promises(
+    "Ranks",
+    "out of GPU memory (planted)",
+    seen="rank, step, phase, what stays between steps and what came on top, and the key to change",
+    code="78",
+    identical="from the last save",
+    do="that key",
+)
 @pytest.mark.parametrize(
     ("fault", "codes", "sentence"),
     [
@@ -174,6 +258,14 @@ def on_every_rank(fault: str) -> None:
     plant(fault, (3,), int(os.environ["RANK"]))
 
 
+@promises(
+    "Ranks",
+    "a rank is gone the fourth time in a row at the same step; or all ranks find the same error of their connections twice",
+    seen="`the same has happened 4 times at this step`",
+    code="70",
+    identical="from the last save",
+    do="the tracebacks in `stacks/`",
+)
 @pytest.mark.parametrize(
     ("planted", "ends"),
     [

@@ -1,23 +1,20 @@
 """kill -9 of every process at random moments: the same command goes on, to the same bits."""
 
-import functools
 import hashlib
-import importlib
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from ssscale.train.records import read_metrics
-from tests.train.ranks import Ranks, free_port
+from tests.chaos.kills import kill_all
+from tests.chaos.scene import World
+from tests.promises import promises
+from tests.train.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,76 +36,22 @@ def compare(plain: Path, killed: Path) -> None:
     assert valid[0][-1:] == valid[1][-1:]
 
 
-MOMENTS = {  # of a save: the function that is left by kill -9 instead of running for the n-th time
-    "copy": ("ssscale.train.save", "collect", 2),
-    "write": ("ssscale.train.save", "write_file", 7),
-    "fsync": ("os", "fsync", 8),
-    "rename": ("os", "replace", 3),
-    "retention": ("ssscale.train.save", "_remove", 1),
-}
-
-
-def die_at(moment: str) -> None:
-    """Plant the end of this process, if it is the main rank, in the middle of a save."""
-    module_name, name, count = MOMENTS[moment]
-    module = importlib.import_module(module_name)
-    original, calls = getattr(module, name), []
-
-    def dying(*arguments: Any, **more: Any) -> Any:
-        calls.append(1)
-        if len(calls) == count and os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments, **more)
-
-    setattr(module, name, dying)
-
-
-def kill_often(kills: int, steps: int, arguments: list[str], run: Path) -> Counter[str]:
-    """Start the run, kill -9 all of it at a random step or within a save, and so on; how often which moment was met."""
-    met: Counter[str] = Counter()
-    for number in range(kills):
-        moment = random.choice([*MOMENTS, "step"])
-        plant = None if moment == "step" else functools.partial(die_at, moment)
-        ranks = Ranks([*arguments, f"train.max_steps={steps}"], run, plant=plant)
-        first = ranks.records()[-1]["step"] if ranks.records() else 0
-        target = min(first + random.randrange(2, 12), steps - 1)
-        end = time.monotonic() + 60
-        while all(process.is_alive() for process in ranks.processes) and time.monotonic() < end:
-            records = ranks.records()
-            if plant is None and records and records[-1]["step"] >= target:
-                break
-            time.sleep(0.01)
-        codes = [process.exitcode for process in ranks.processes]
-        if codes == [0, 0]:
-            return met
-        assert codes[0] in (None, -signal.SIGKILL), f"kill {number}, {moment}: {codes}\n{ranks.output()[-3000:]}"
-        met[moment] += 1
-        ranks.kill()
-    return met
-
-
 ARGUMENTS = ["train.eval_rows=4", "train.eval_every=100", "train.save_every=4", "train.keep=1", "data.num_workers=1"]
 
 
-def check_kills(kills: int, steps: int, corpus: Path, folder: Path) -> Counter[str]:
-    arguments = [f"data.path={corpus}", *ARGUMENTS]
-    Ranks([*arguments, f"train.max_steps={steps}"], folder / "plain").finish()
-    met = kill_often(kills, steps, arguments, folder / "killed")
-    Ranks([*arguments, f"train.max_steps={steps}"], folder / "killed").finish()
-    compare(folder / "plain", folder / "killed")
-    return met
-
-
-def test_a_run_killed_ten_times_ends_bit_identical(corpus: Path, tmp_path: Path) -> None:
-    met = check_kills(10, 100, corpus, tmp_path)
-    assert sum(met.values()) == 10
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_run_killed_a_hundred_times_ends_bit_identical(corpus: Path, tmp_path: Path) -> None:
-    met = check_kills(100, 1000, corpus, tmp_path)
-    print(f"killed {sum(met.values())} times: {dict(met)}; losses, weights and moments are bit-identical")
+@promises(
+    "Stops and starts",
+    "`kill -9` of all processes at any step or moment of a save",
+    seen="every start goes on",
+    code="",
+    identical="yes",
+    do="the same command",
+)
+def test_a_run_killed_six_times_ends_bit_identical(corpus: Path, tmp_path: Path) -> None:
+    """`make test-chaos` kills 1,000 times."""
+    found = kill_all(World(tmp_path, corpus), 6, seed=random.randrange(10**6), size=2, keys=ARGUMENTS)
+    assert found["kills"] == 6
+    compare(tmp_path / "plain-2", tmp_path / "killed")
 
 
 def torchrun(arguments: list[str]) -> subprocess.Popen[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.promises import promises
 from tests.train import disks
 from tests.train.ranks import Ranks, running
 from tests.train.test_faults import events, plant
@@ -42,6 +43,13 @@ LINES = {
 }
 
 
+@promises(
+    "Files and disks",
+    "a line of `metrics.jsonl` is damaged",
+    seen="moved to `metrics.damaged.jsonl`, said once; every other line stays",
+    code="0",
+    identical="yes",
+)
 @pytest.mark.parametrize("damage", LINES)
 def test_a_damaged_line_takes_no_other_with_it(damage: str, run: Path, corpus: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
@@ -118,6 +126,17 @@ def tensorboard_losses(run: Path) -> dict[int, float]:
     return {event.step: event.value for event in found.Scalars("loss")}
 
 
+@promises(
+    "Files and disks",
+    "the disk is full between saves",
+    seen=(
+        "`metrics.jsonl cannot be written: …; kept in memory`, said once; metrics, TensorBoard and events "
+        "are written when there is room"
+    ),
+    code="0",
+    identical="yes",
+    do="make room before the run ends",
+)
 def test_training_goes_on_over_a_full_disk_and_nothing_is_lost(corpus: Path, tmp_path: Path) -> None:
     arguments = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=1000", "train.max_steps=400"]
     arguments += ["train.batch_size=1"]

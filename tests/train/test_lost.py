@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.promises import promises
 from tests.train import disks
 from tests.train.ranks import Ranks, running
 from tests.train.test_kill import compare
@@ -111,6 +112,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return disks.faulty_library(tmp_path_factory.mktemp("library"))
 
 
+@promises(
+    "Files and disks",
+    "a checkpoint that cannot be read for the moment (EIO, ESTALE, EACCES)",
+    seen=(
+        "tried again for 30 s (`SSSCALE_READ_RETRY_S`), then `… cannot be read: Input/output error; nothing "
+        "there was changed`"
+    ),
+    code="2",
+    identical="nothing is changed",
+    do="mend the disk; move the checkpoint away to take the one before it",
+)
 @pytest.mark.parametrize(
     ("path", "code"),
     [
@@ -182,6 +194,14 @@ def impatient() -> None:
     os.environ["SSSCALE_READ_RETRY_S"] = "0"
 
 
+@promises(
+    "Files and disks",
+    "`checkpoints` is gone, empty, or a link to a disk that is not mounted",
+    seen="`… has saved checkpoints before (first_save.json) and … has none now`",
+    code="2",
+    identical="nothing is changed",
+    do="mount it; or begin again with another `run_dir`, or after moving the folder away",
+)
 @pytest.mark.parametrize("loss", LOST)
 def test_a_run_that_has_saved_never_begins_again_by_itself(
     loss: str, copy: Path, run: Path, arguments: list[str]
@@ -226,6 +246,14 @@ def test_checkpoints_that_may_not_be_listed(copy: Path, corpus: Path, arguments:
     assert (copy / "metrics.jsonl").read_bytes() == metrics
 
 
+@promises(
+    "Stops and starts",
+    "killed before the first save",
+    seen="the run begins again",
+    code="",
+    identical="yes",
+    do="the same command",
+)
 def test_a_run_killed_before_its_first_save_begins_again(corpus: Path, tmp_path: Path) -> None:
     few = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=100"]
     with running([*few, "train.max_steps=5000"], tmp_path / "run", size=1) as ranks:
@@ -261,6 +289,14 @@ def see_nothing(folder: Path, rank: str, seconds: float, retry: str) -> None:
         threading.Thread(target=lambda: (time.sleep(seconds), disks.show(folder)), daemon=True).start()
 
 
+@promises(
+    "Ranks",
+    "one rank does not see the newest checkpoint, or reads other bytes of it",
+    seen="tried again for 30 s, then `rank 1 on HOST: … is missing, which other ranks do not find`",
+    code="2",
+    identical="nothing is changed",
+    do="look at that host's mount or memory",
+)
 @pytest.mark.parametrize("hidden", ["checkpoints", "checkpoints/step-00000006"])
 def test_ranks_that_see_different_checkpoints_stop(
     hidden: str, two: Path, arguments: list[str], tmp_path: Path
@@ -337,6 +373,13 @@ def test_retention_waits_for_an_export(
     assert names(copy) == ["step-00000012"]  # nobody reads it any more
 
 
+@promises(
+    "Files and disks",
+    "a checkpoint is deleted while it is evaluated or exported",
+    seen="retention waits for readers; on a file system without locks `… was deleted or replaced while it was read`",
+    code="2",
+    do="the same command; a larger `train.keep`",
+)
 @pytest.mark.parametrize(("command", "opens"), [("export", 2), ("evaluate", 1)])
 def test_a_checkpoint_that_vanishes_while_it_is_read(
     command: str, opens: int, copy: Path, library: Path, tmp_path: Path

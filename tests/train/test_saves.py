@@ -9,6 +9,7 @@ import pytest
 
 from ssscale.train.checkpoint_folder import list_checkpoints, verify
 from ssscale.train.save import Retention
+from tests.promises import promises
 from tests.train.disks import small_disk as small_disk_at
 from tests.train.ranks import Ranks, running, state_of
 
@@ -76,6 +77,14 @@ def test_a_broken_checkpoint_is_passed_over(run: Path, corpus: Path, tmp_path: P
         assert whole == mended
 
 
+@promises(
+    "Files and disks",
+    "no whole checkpoint is left",
+    seen="`… has no whole checkpoint left`, and what is wrong",
+    code="2",
+    identical="nothing is changed",
+    do="restore one; or begin again with another `run_dir`",
+)
 def test_nothing_whole_is_left(run: Path, corpus: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -111,6 +120,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@promises(
+    "Files and disks",
+    "the disk is full during a save",
+    seen="`No space left on device`, the old checkpoint stays whole, training goes on",
+    code="0; 2 where it is the last save",
+    identical="yes",
+    do="make room; the same command",
+)
 def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
     small_disk: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +145,14 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
     assert verify(left) is None
 
 
+@promises(
+    "Files and disks",
+    "the disk is full when a stage changes the model",
+    seen="`stage … changes the model, and step 8 could not be saved`",
+    code="2",
+    identical="from the last save",
+    do="make room; the same command",
+)
 def test_a_model_is_never_changed_on_older_weights(small_disk: Path, corpus: Path) -> None:
     """The stage that changes the model begins from a save of the step before it, which does not fit here."""
     constant = {"kind": "constant", "lr": 1e-3}

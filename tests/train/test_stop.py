@@ -17,6 +17,7 @@ from launch.process import rank_environment
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.lock import RunLock
+from tests.promises import promises
 from tests.train import disks
 from tests.train.ranks import SMALL, Ranks, free_port, running, state_of
 
@@ -28,6 +29,14 @@ def arguments(corpus: Path) -> list[str]:
     return [f"data.path={corpus}", "train.save_every=1000"]
 
 
+@promises(
+    "Stops and starts",
+    "SIGUSR1, SIGTERM or SIGINT to one rank",
+    seen="all ranks save the same step: `… is saved, the same command goes on`",
+    code="75",
+    identical="yes",
+    do="the same command",
+)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, arguments: list[str], tmp_path: Path) -> None:
     with running([*arguments, "train.max_steps=2000"], tmp_path / "run") as ranks:
@@ -51,6 +60,14 @@ def stop_slowly() -> None:
     trainer.Trainer.save = lambda self, wait=False: time.sleep(60)  # type: ignore[assignment, method-assign]
 
 
+@promises(
+    "Stops and starts",
+    "a second SIGTERM or SIGINT",
+    seen="leaves at once",
+    code="128 + signal",
+    identical="from the last save",
+    do="the same command",
+)
 def test_a_second_signal_leaves_at_once(arguments: list[str], tmp_path: Path) -> None:
     with running([*arguments, "train.max_steps=2000"], tmp_path / "run", plant=stop_slowly) as ranks:
         ranks.wait_for_step(2)
@@ -61,6 +78,13 @@ def test_a_second_signal_leaves_at_once(arguments: list[str], tmp_path: Path) ->
         assert ranks.processes[0].exitcode == 128 + signal.SIGTERM
 
 
+@promises(
+    "Stops and starts",
+    "two runs on one folder",
+    seen="the second: `… is in use by process 4711 on node3`; the first goes on",
+    code="2",
+    do="wait, stop it, or another `run_dir`",
+)
 def test_a_folder_in_use_is_refused(arguments: list[str], tmp_path: Path) -> None:
     with running([*arguments, "train.max_steps=2000"], tmp_path / "run", size=1) as first:
         first.wait_for_step(1)
@@ -94,6 +118,15 @@ def test_a_folder_in_use_is_refused_after_the_clock_was_set(arguments: list[str]
         assert (tmp_path / "run/run.lock").read_bytes() == lock
 
 
+@promises(
+    "Stops and starts",
+    "a lock left by a dead run",
+    seen=(
+        "taken over: same boot of the same host: the process is gone; same Slurm job: an earlier start; "
+        "else, also where the file is broken: nobody has touched it for 15 s"
+    ),
+    code="",
+)
 def test_a_stale_lock_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -124,6 +157,13 @@ def test_a_lock_that_is_touched_from_elsewhere_is_alive(tmp_path: Path, monkeypa
     other.release()
 
 
+@promises(
+    "Stops and starts",
+    "torchrun is killed alone",
+    seen="its workers get SIGTERM, save and end",
+    code="75",
+    do="the same command",
+)
 def test_workers_stop_when_torchrun_is_killed_alone(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     command += ["launch/pretrain.py", *SMALL, *arguments, "train.max_steps=100000", f"run_dir={tmp_path / 'run'}"]

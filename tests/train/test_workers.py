@@ -17,6 +17,7 @@ from launch.workers import Workers
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.records import read_metrics
+from tests.promises import promises
 from tests.train.ranks import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +83,14 @@ def test_a_signal_is_passed_on_and_the_step_is_saved(corpus: Path, tmp_path: Pat
     assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1
 
 
+@promises(
+    "Ranks",
+    "one rank of `gpus=N` is killed",
+    seen="`rank 1 was killed (SIGKILL): …`, no rank is left",
+    code="76",
+    identical="from the last save",
+    do="the same command",
+)
 def test_a_killed_rank_ends_the_others(corpus: Path, tmp_path: Path) -> None:
     with started(corpus, tmp_path / "run", "train.max_steps=1000000") as run:
         run.wait_for_step(1)
@@ -96,6 +105,13 @@ def test_a_killed_rank_ends_the_others(corpus: Path, tmp_path: Path) -> None:
     assert not [worker for worker in every if worker.is_running()]
 
 
+@promises(
+    "Stops and starts",
+    "`launch/pretrain.py gpus=N` is killed alone",
+    seen="its workers save and end",
+    code="75",
+    do="the same command",
+)
 def test_ranks_stop_when_the_command_is_killed_alone(corpus: Path, tmp_path: Path) -> None:
     with started(corpus, tmp_path / "run", "train.max_steps=1000000") as run:
         run.wait_for_step(1)

@@ -1,0 +1,93 @@
+"""docs/faults.md: what is promised of every fault, made of the tests that show it.
+
+python -m tests.chaos.table
+"""
+
+import importlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.chaos.attempt import KINDS
+from tests.chaos.scene import ROOT
+from tests.promises import PROMISES
+
+FILE = ROOT / "docs/faults.md"
+RECORD = ROOT / "docs/results/chaos.json"
+MODULES = [
+    f"tests.train.test_{name}" for name in ("kill", "stop", "workers", "lost", "saves", "logs", "faults", "bad_input")
+]
+MODULES += ["tests.slurm.test_slurm", "tests.slurm.test_cluster"]
+AREAS = ("Stops and starts", "Files and disks", "Ranks", "Losses", "Slurm")
+COLUMNS = ("what happens", "what is seen", "exit code", "same bits")
+HEAD = """# Faults
+
+What happens to a run, what is seen, the exit code, and whether the run then ends with the same losses, weights and moments, to
+the last bit, as a run without the fault. `python -m tests.chaos.table` makes this page of the tests that show each row.
+
+Exit codes are listed in [running.md](running.md). After codes 75 and 76 the same command goes on, which `pretrain.sbatch` does
+by itself. Empty cells: it does not apply, or no test compares it.
+"""
+CHAOS = """
+## Random damage and kills
+`make test-chaos` tries each row below many times. Which file, which bytes and which moment are random, and the right outcome is
+declared beforehand (`tests/chaos/`). A traceback, exit code 70, a hang of more than 60 s, a run that begins again, a write
+outside the run's folders, or a result that differs by a bit counts as a failure. `make test` tries some of the rows once.
+"""
+
+
+def table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...]) -> list[str]:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def recorded() -> list[str]:
+    """What the last whole run of the chaos test has seen."""
+    if not RECORD.is_file():
+        return []
+    found = json.loads(RECORD.read_text())
+    single, pairs = found["kills"], found["kills_of_one_of_two"]
+    return [
+        f"\nRecorded on {found['date']} at commit {found['commit']}: {found['cases']:,} cases, at least "
+        f"{min(found['by_kind'].values())} of each of {len(found['by_kind'])} kinds; {single['kills']:,} times `kill -9` "
+        f"of a run of one rank ({single['steps']:,} steps); {pairs['kills']} times of one of two ranks "
+        f"({pairs['steps']:,} steps). "
+        f"{len(found['failures'])} failures.\n"
+    ]
+
+
+def text() -> str:
+    for module in MODULES:
+        importlib.import_module(module)
+    lines = [HEAD]
+    unknown = {promise.area for promise in PROMISES} - set(AREAS)
+    assert not unknown, unknown
+    for area in AREAS:
+        rows = [
+            (p.fault, p.seen, p.code, p.identical, p.do, f"`{p.test.removeprefix('tests/')}`")
+            for p in sorted(PROMISES, key=lambda promise: (promise.test, promise.fault))
+            if p.area == area
+        ]
+        lines += [
+            f"## {area}",
+            *table(rows, ("what happens", "what is seen", "exit code", "same bits", "what to do", "test")),
+            "",
+        ]
+    lines += [CHAOS.strip(), *recorded()]
+    for area in dict.fromkeys(kind.area for kind in KINDS.values()):
+        rows = [
+            (k.fault, k.seen, k.outcome.code, k.outcome.identical, f"`{k.name}`")
+            for k in KINDS.values()
+            if k.area == area
+        ]
+        lines += [f"### {area}", *table(rows, (*COLUMNS, "kind")), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    FILE.write_text(text())
+    print(FILE.relative_to(Path.cwd()) if FILE.is_relative_to(Path.cwd()) else FILE)
+
+
+if __name__ == "__main__":
+    main()
