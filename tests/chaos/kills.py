@@ -19,6 +19,7 @@ from tests.chaos.scene import HANG_S, World, check_identical, demand, losses
 from tests.train.ranks import Ranks
 
 KEYS = ["train.eval_every=0", "train.save_every=4", "train.keep=2", "data.num_workers=0"]
+ENDLESS = ["train.stages.0.tokens=1024000000"]  # a million steps, of which `train.max_steps` are trained
 LOST_PEER = 76
 MOMENTS = {  # functions in whose n-th call the process is killed, with the largest n
     "collect": ("ssscale.train.save", "collect", 4),
@@ -81,7 +82,7 @@ def wait_until_killed(ranks: Ranks, rng: random.Random, moment: str) -> None:
 def kill_all(world: World, kills: int, seed: int, size: int = 1, keys: Sequence[str] = KEYS) -> dict[str, object]:
     """Of all `size` ranks at once. The run is WORLD/killed, WORLD/plain-SIZE the one that nothing happened to."""
     rng, run = random.Random(f"{seed}/{size}"), world.folder / "killed"
-    given = [f"data.path={world.data}", *keys]
+    given = [f"data.path={world.data}", *ENDLESS, *keys]
     met: Counter[str] = Counter()
     while met.total() < kills:
         moment = rng.choice([*MOMENTS, "step", "instant"])
@@ -105,7 +106,7 @@ def kill_all(world: World, kills: int, seed: int, size: int = 1, keys: Sequence[
 def kill_one_of_two(world: World, kills: int, seed: int) -> dict[str, object]:
     """The other rank ends by itself, with the code that asks for another start."""
     rng, run = random.Random(f"{seed}/two"), world.folder / "killed-2"
-    given = [f"data.path={world.data}", *KEYS]
+    given = [f"data.path={world.data}", *ENDLESS, *KEYS]
     met: Counter[str] = Counter()
     while met.total() < kills:
         victim, moment = rng.randrange(2), rng.choice(["step", "instant"])

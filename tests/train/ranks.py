@@ -3,12 +3,13 @@
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ SMALL += ["model.num_heads=1", "train.batch_size=4", "train.microbatch=1", "trai
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the kernel gives out by itself, as one of those may be taken before the run listens on it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _rank(arguments: list[str], environment: dict[str, str], log: str, plant: Callable[[], None] | None) -> None:
