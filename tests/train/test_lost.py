@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.train import disks
-from tests.train.commands import run_command
+from tests.train.commands import let_others_in, run_command
 from tests.train.ranks import Ranks, running
 from tests.train.test_kill import compare
 
@@ -212,8 +212,7 @@ def as_nobody() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
 def test_checkpoints_that_may_not_be_listed(copy: Path, corpus: Path, arguments: list[str], tmp_path: Path) -> None:
-    for folder in (*corpus.parents[:2], *copy.parents[:3]):
-        folder.chmod(0o755)  # for nobody to read the data
+    let_others_in(corpus.parent, copy.parent)
     for path in (copy, *copy.rglob("*")):
         os.chown(path, 65534, 65534)
     os.chown(copy / "checkpoints", 0, 0)

@@ -20,7 +20,7 @@ from launch.report import main as report
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from tests.config.test_hostile import refuses
-from tests.train.commands import run_command
+from tests.train.commands import let_others_in, run_command
 from tests.train.ranks import SMALL, Ranks
 from tests.train.test_verified import sign
 
@@ -255,8 +255,7 @@ def arguments_of(module: str, run: Path, out: Path) -> list[str]:
 def test_what_may_not_be_read_or_written(
     module: str, shut: str, copy: Path, corpus: Path, tmp_path: Path, keys: list[str]
 ) -> None:
-    for folder in (*corpus.parents[:2], *tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o755)  # for nobody to come here at all
+    let_others_in(corpus.parent, tmp_path)
     (tmp_path / "out").mkdir(mode=0o755)
     folders = {"run": copy, "checkpoints": copy / "checkpoints", "checkpoint": copy / "checkpoints" / NEWEST}
     if shut in folders:
@@ -273,8 +272,7 @@ def test_what_may_not_be_read_or_written(
 def test_permission_to_write_checkpoints_is_tried_at_the_start(
     copy: Path, corpus: Path, keys: list[str], tmp_path: Path
 ) -> None:
-    for folder in (*corpus.parents[:2], *tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o755)
+    let_others_in(corpus.parent, tmp_path)
     for path in (copy, *copy.rglob("*")):
         os.chown(path, 65534, 65534)
     os.chown(copy / "checkpoints", 0, 0)  # may be read, not written
