@@ -4,18 +4,12 @@ A job is a function of a module under tests/, called on every worker as job(**ar
 """
 
 import importlib
-import multiprocessing
 import os
-import socket
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.train.ranks import CONTEXT, free_port
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
@@ -67,11 +61,10 @@ class Pool:
         return answers
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
             process.start()
             self.workers.append((process, ours))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.chaos.damage import WAYS, Way, any_way, file_of, snapshot
 from tests.chaos.kinds import Kind, Outcome, add, kind, resume
 from tests.chaos.scene import BEGUN, Scene
+from tests.train.commands import let_others_in
 from tests.train.test_verified import sign
 
 GOES_ON, REFUSES = Outcome.GOES_ON, Outcome.REFUSES
@@ -114,6 +115,7 @@ def give_to_nobody(scene: Scene) -> None:
         os.chown(path, 65534, 65534)
     for path in (scene.own_data(), *scene.data.rglob("*")):
         os.chown(path, 65534, 65534)
+    let_others_in(scene.folder)
     log = scene.folder / "log"
     log.touch(0o666)
     log.chmod(0o666)

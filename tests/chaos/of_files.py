@@ -18,11 +18,11 @@ from tests.chaos.scene import (
     Start,
     check_output,
     check_refusal,
-    command,
     demand,
     leaves,
     saved_tree,
 )
+from tests.train.commands import run_command
 from tests.train.ranks import SMALL, Ranks
 from tests.train.test_paths import CASES
 
@@ -153,7 +153,9 @@ def run_file(scene: Scene) -> None:
 def import_it(kind: Kind, scene: Scene) -> None:
     folder, out = scene.folder / "exported", scene.folder / "imported"
     plant = Start(scene.folder / "cwd", None)
-    code, scene.output = command("launch.import_hf", [f"folder={folder}", f"out={out}"], scene.folder / "log", plant)
+    code, scene.output = run_command(
+        "launch.import_hf", [f"folder={folder}", f"out={out}"], scene.folder / "log", plant
+    )
     check_output(code, scene.output)
     if code == 2:
         check_refusal(scene, scene.output, snapshot(scene.run))
@@ -189,7 +191,7 @@ def _read(scene: Scene, module: str, *arguments: str) -> None:
     before = snapshot(scene.run)
     plant = Start(scene.folder / "cwd", None)
     given = [f"checkpoint={scene.run}", *arguments]
-    code, scene.output = command(module, given, scene.folder / "log", plant)
+    code, scene.output = run_command(module, given, scene.folder / "log", plant)
     check_output(code, scene.output)
     demand(code == 0, f"exit code {code}:\n{scene.output}")
     after = snapshot(scene.run)

@@ -3,10 +3,7 @@
 import os
 import random
 import re
-import runpy
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +13,8 @@ import yaml
 from ssscale.train.checkpoint_folder import list_checkpoints, verify
 from ssscale.train.records import read_metrics
 from tests.chaos.damage import snapshot
-from tests.train.ranks import CONTEXT, Ranks
+from tests.train.commands import run_command
+from tests.train.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 60.0  # a command that takes longer counts as hanging
@@ -53,9 +51,8 @@ class World:
             Ranks([f"data.path={data}", *keys], folder / name, size=1).finish()
         for step in (BEGUN - 2, BEGUN):
             given = [f"checkpoint={folder}/begun/checkpoints/step-{step:08d}", f"out={folder}/exported-{step}"]
-            code, output = command("launch.export", given, folder / "export.log")
+            code, output = run_command("launch.export", given, folder / "export.log")
             assert code == 0, output
-        subprocess.run(["chmod", "-R", "a+rX", str(folder), str(data)], check=True)
         return world
 
 
@@ -120,30 +117,6 @@ class Start:
         os.chdir(self.cwd)
         if self.more is not None:
             self.more()
-
-
-def _command(module: str, arguments: list[str], log: str, plant: Callable[[], None] | None) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.argv = [module, *arguments]
-    if plant is not None:
-        plant()
-    runpy.run_module(module, run_name="__main__")
-
-
-def command(
-    module: str, arguments: list[str], log: Path, plant: Callable[[], None] | None = None
-) -> tuple[int | None, str]:
-    """Exit code (None: it hangs) and output of a command in a process of its own."""
-    process = CONTEXT.Process(target=_command, args=(module, arguments, str(log), plant))
-    process.start()
-    process.join(HANG_S)
-    code = process.exitcode
-    if code is None:
-        process.kill()
-        process.join()
-    return code, log.read_text(errors="replace")
 
 
 # ---- what a right outcome is

@@ -144,6 +144,8 @@ def test_many_processes_decompress_at_once(copy):
 
 def test_a_stalled_loader_is_an_error(folder, monkeypatch):
     monkeypatch.setattr(RowStore, "__getitem__", lambda store, row: time.sleep(60))
+    # torch waits so long, twice, for a worker that stands still before it kills it.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     start = time.monotonic()
     with pytest.raises(UserError, match=r"rank 0 got no batch from its loader, reading .*shard.00"):
         load(PackedData.open(str(folder)), num_workers=1, timeout=1)

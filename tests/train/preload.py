@@ -1,5 +1,7 @@
 """All that a run imports late, imported once by the process that the ranks of tests/train/ranks.py are forked from."""
 
+import gc
+
 from ssscale.data._torchvision import install_stand_in
 
 install_stand_in()
@@ -11,3 +13,7 @@ import transformers  # noqa: F401
 
 import ssscale.engine.deepspeed
 import ssscale.train.trainer  # noqa: F401
+
+# DeepSpeed collects garbage many times in each start: what is imported here need not be looked through again.
+gc.collect()
+gc.freeze()

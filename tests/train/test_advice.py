@@ -1,15 +1,12 @@
 """Learning rates that are too high for the width are named before the run starts."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ssscale.config import load_config, run_names
 from ssscale.train.advice import learning_rate_advice
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.train.ranks import Ranks
 
 
 @pytest.mark.parametrize("name", run_names())
@@ -44,14 +41,7 @@ def test_a_later_stage_counts() -> None:
 
 
 def test_pretrain_says_it_once(tmp_path: Path, corpus: Path) -> None:
-    command = [
-        sys.executable,
-        "launch/pretrain.py",
-        "config=tiny_sb",
-        "train.stages.0.schedule.lr=1",
-        "train.max_steps=1",
-    ]
-    command += [f"data.path={corpus}", f"run_dir={tmp_path / 'run'}", "train.eval_every=0", "train.save_every=0"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert (result.stdout + result.stderr).count("the matrices' learning rate reaches 1,") == 1
+    arguments = [f"data.path={corpus}", "data.num_workers=0", "train.stages.0.schedule.lr=1", "train.max_steps=1"]
+    ranks = Ranks([*arguments, "train.save_every=0"], tmp_path / "run", size=2)
+    ranks.finish()
+    assert ranks.output().count("the matrices' learning rate reaches 1,") == 1

@@ -11,6 +11,7 @@ from launch.pretrain import main
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from tests.promises import promises
+from tests.train.commands import let_others_in
 from tests.train.ranks import Ranks, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +92,7 @@ def as_nobody() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
 @pytest.mark.parametrize("mode", [0o755, 0o700])
 def test_a_folder_without_permission(mode: int, corpus: Path, tmp_path: Path) -> None:
-    for folder in (*corpus.parents[:2], *tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o755)  # for nobody to read the data
+    let_others_in(corpus.parent, tmp_path)
     shut = tmp_path / "shut"
     shut.mkdir(mode=mode)
     log = tmp_path / "log"

@@ -147,6 +147,21 @@ def test_spikes_are_robust_deviations() -> None:
     assert SpikeDetector(threshold=0.0).score(99.0) is None
 
 
+def flip_after_a_save() -> None:
+    """The save of step 4 is written before step 5 begins: its thread may else be slower than the steps until the run ends."""
+    from ssscale.train.save import CheckpointWriter
+
+    start = CheckpointWriter.start
+
+    def start_and_write(self: CheckpointWriter, *arguments: Any) -> None:
+        start(self, *arguments)
+        assert self.thread is not None
+        self.thread.join()
+
+    CheckpointWriter.start = start_and_write  # type: ignore[method-assign]
+    plant("bit", (6,))
+
+
 @promises(
     "Ranks",
     "one bit of a weight differs between two ranks",
@@ -160,7 +175,7 @@ def test_spikes_are_robust_deviations() -> None:
 )
 def test_a_flipped_bit_ends_the_run_before_it_is_saved(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=12", "train.guard_every=4", "parallel.zero_stage=0"]
-    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "bit", (6,)))
+    ranks = Ranks(arguments, tmp_path / "run", plant=flip_after_a_save)
     assert ranks.wait() == [79, 79]
     assert "step 8: norm.weight differs between rank 0, 1, which must hold the same bits" in ranks.output()
     assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1  # of step 4

@@ -18,6 +18,7 @@ import pytest
 
 from tests.promises import promises
 from tests.train import disks
+from tests.train.commands import let_others_in, run_command
 from tests.train.ranks import Ranks, running
 from tests.train.test_kill import compare
 
@@ -231,8 +232,7 @@ def as_nobody() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
 def test_checkpoints_that_may_not_be_listed(copy: Path, corpus: Path, arguments: list[str], tmp_path: Path) -> None:
-    for folder in (*corpus.parents[:2], *copy.parents[:3]):
-        folder.chmod(0o755)  # for nobody to read the data
+    let_others_in(corpus.parent, copy.parent)
     for path in (copy, *copy.rglob("*")):
         os.chown(path, 65534, 65534)
     os.chown(copy / "checkpoints", 0, 0)
@@ -358,8 +358,8 @@ def test_retention_waits_for_an_export(
     copy: Path, run: Path, arguments: list[str], library: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "exported"
-    undisturbed = [sys.executable, "launch/export.py", f"checkpoint={run}", f"out={tmp_path / 'undisturbed'}"]
-    other = subprocess.Popen(undisturbed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    undisturbed = [f"checkpoint={run}", f"out={tmp_path / 'undisturbed'}"]
+    assert run_command("launch.export", undisturbed, tmp_path / "log")[0] == 0
     command = ["launch/export.py", f"checkpoint={copy}", f"out={out}"]
     reader = Reader(command, library, WEIGHTS, 2, tmp_path / "flag")  # the first is for its checksum
     ranks = Ranks([*arguments, "train.keep=1", "train.max_steps=10"], copy, size=1)
@@ -367,7 +367,6 @@ def test_retention_waits_for_an_export(
     code, errors = reader.end()
     assert code == 0, errors
     assert names(copy) == ["step-00000006", "step-00000010"]
-    assert other.wait(120) == 0
     assert sums(out) == sums(tmp_path / "undisturbed")
     Ranks([*arguments, "train.keep=1", "train.max_steps=12"], copy, size=1).finish()
     assert names(copy) == ["step-00000012"]  # nobody reads it any more
@@ -400,24 +399,23 @@ def test_a_checkpoint_that_vanishes_while_it_is_read(
     assert not (copy / "eval").exists()
 
 
-def test_evaluation_takes_the_newest_whole_checkpoint_and_says_so(copy: Path) -> None:
+def test_evaluation_takes_the_newest_whole_checkpoint_and_says_so(copy: Path, tmp_path: Path) -> None:
     weights = copy / "checkpoints/step-00000006/rank-00000.safetensors"
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
-    command = [sys.executable, "launch/evaluate.py", f"checkpoint={copy}", "tasks=none", "baseline=false"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "rank-00000.safetensors is broken: its checksum is another; the checkpoint before it is taken" in done.stderr
+    arguments = [f"checkpoint={copy}", "tasks=none", "baseline=false"]
+    code, output = run_command("launch.evaluate", arguments, tmp_path / "log")
+    assert code == 0, output
+    assert "rank-00000.safetensors is broken: its checksum is another; the checkpoint before it is taken" in output
     (results,) = (copy / "eval").glob("*.json")
     assert results.name == "step-00000004.json"
     assert json.loads(results.read_text())["checkpoint"].endswith("step-00000004")
 
 
-def test_an_evaluation_names_what_a_checkpoint_lacks(copy: Path) -> None:
+def test_an_evaluation_names_what_a_checkpoint_lacks(copy: Path, tmp_path: Path) -> None:
     for path in (copy / "checkpoints").iterdir():
         (path / "checksums.json").unlink()
-    command = [sys.executable, "launch/evaluate.py", f"checkpoint={copy}", "tasks=none"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].endswith("checkpoints/step-00000006/checksums.json is missing")
+    code, output = run_command("launch.evaluate", [f"checkpoint={copy}", "tasks=none"], tmp_path / "log")
+    assert code == 2, output
+    assert output.splitlines()[-1].endswith("checkpoints/step-00000006/checksums.json is missing")

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,7 +20,8 @@ from launch.report import main as report
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from tests.config.test_hostile import refuses
-from tests.train.ranks import CONTEXT, SMALL, Ranks
+from tests.train.commands import let_others_in, run_command
+from tests.train.ranks import SMALL, Ranks
 from tests.train.test_verified import sign
 
 NEWEST = "step-00000004"
@@ -205,28 +205,6 @@ def test_sizes_that_no_machine_has_are_refused_before_they_are_allocated(
 # ---- processes
 
 
-def _command(module: str, arguments: list[str], log: str, plant: Callable[[], None] | None) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.argv = [module, *arguments]
-    if plant is not None:
-        plant()
-    runpy.run_module(module, run_name="__main__")
-
-
-def run_command(
-    module: str, arguments: list[str], log: Path, plant: Callable[[], None] | None = None
-) -> tuple[int | None, str]:
-    """The exit code and the output of a command in a process of its own."""
-    log.touch(0o666)
-    log.chmod(0o666)
-    process = CONTEXT.Process(target=_command, args=(module, arguments, str(log), plant))
-    process.start()
-    process.join(100)
-    return process.exitcode, log.read_text()
-
-
 class Planted(str):
     """An argument that no command foresees: looking at it fails."""
 
@@ -282,8 +260,7 @@ def arguments_of(module: str, run: Path, out: Path) -> list[str]:
 def test_what_may_not_be_read_or_written(
     module: str, shut: str, copy: Path, corpus: Path, tmp_path: Path, keys: list[str]
 ) -> None:
-    for folder in (*corpus.parents[:2], *tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o755)  # for nobody to come here at all
+    let_others_in(corpus.parent, tmp_path)
     (tmp_path / "out").mkdir(mode=0o755)
     folders = {"run": copy, "checkpoints": copy / "checkpoints", "checkpoint": copy / "checkpoints" / NEWEST}
     if shut in folders:
@@ -300,8 +277,7 @@ def test_what_may_not_be_read_or_written(
 def test_permission_to_write_checkpoints_is_tried_at_the_start(
     copy: Path, corpus: Path, keys: list[str], tmp_path: Path
 ) -> None:
-    for folder in (*corpus.parents[:2], *tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o755)
+    let_others_in(corpus.parent, tmp_path)
     for path in (copy, *copy.rglob("*")):
         os.chown(path, 65534, 65534)
     os.chown(copy / "checkpoints", 0, 0)  # may be read, not written

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +15,9 @@ from launch.report import main as report
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.train.files import checksum
+from tests.train.commands import run_command
 from tests.train.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 NEWEST, BEFORE = "step-00000004", "step-00000002"
 
 
@@ -153,13 +151,13 @@ def test_what_a_stranger_signed_is_one_sentence(damage: str, copy: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_an_older_step_is_named_in_what_is_printed(copy: Path) -> None:
+def test_an_older_step_is_named_in_what_is_printed(copy: Path, tmp_path: Path) -> None:
     flip(copy / "checkpoints" / NEWEST)
-    command = [sys.executable, "launch/evaluate.py", f"checkpoint={copy}", "tasks=none", "baseline=false"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"{NEWEST}/rank-00000.safetensors is broken" in done.stderr
-    assert "the checkpoint before it is taken" in done.stderr
+    arguments = [f"checkpoint={copy}", "tasks=none", "baseline=false"]
+    code, output = run_command("launch.evaluate", arguments, tmp_path / "log")
+    assert code == 0, output
+    assert f"{NEWEST}/rank-00000.safetensors is broken" in output
+    assert "the checkpoint before it is taken" in output
     assert [file.stem for file in (copy / "eval").glob("*.json")] == [BEFORE]
 
 
