@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tests.chaos.attempt import KINDS, attempt, make_world
 from tests.chaos.kills import kill_all, kill_one_of_two
+from tests.chaos.scene import WrongOutcomeError
 
 
 def main() -> None:
@@ -36,40 +37,43 @@ def main() -> None:
 def record(options: argparse.Namespace, folder: Path) -> int:
     began = time.monotonic()
     world = make_world(folder)
-    wanted = [(name, int(number)) for name, _, number in (only.partition(":") for only in options.only)] or [
-        (name, number) for number in range(options.cases) for name in KINDS
-    ]
-    failures = []
+    cases = [(name, int(number)) for name, _, number in (only.partition(":") for only in options.only)]
+    cases = cases or [(name, number) for number in range(options.cases) for name in KINDS]
+    failures: list[dict[str, str]] = []
     tried: Counter[str] = Counter()
+    result: dict[str, object] = {"seed": options.seed, "failures": failures}
+
+    def save() -> None:
+        result.update(cases=tried.total(), by_kind=dict(tried), seconds=round(time.monotonic() - began))
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    def fail(case: str, problem: str) -> None:
+        failures.append({"case": case, "problem": problem})
+        print(f"{case} FAILED: {problem}\n", flush=True)
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        for (name, number), problem in zip(
-            wanted, pool.map(lambda case: attempt(world, *case, options.seed), wanted), strict=True
-        ):
+        problems = pool.map(lambda case: attempt(world, *case, options.seed), cases)
+        for (name, number), problem in zip(cases, problems, strict=True):
             tried[name] += 1
             if problem:
-                failures.append({"case": f"{name}:{number}", "problem": problem})
-                print(f"{name}:{number} FAILED: {problem}\n", flush=True)
-    result = {
-        "seed": options.seed,
-        "cases": sum(tried.values()),
-        "by_kind": dict(tried),
-        "failures": failures,
-        "seconds_of_cases": round(time.monotonic() - began),
-    }
-    print(
-        f"{result['cases']} cases of {len(tried)} kinds, {len(failures)} failures, {result['seconds_of_cases']} s",
-        flush=True,
-    )
-    if options.kills and not options.only:
-        result["kills"] = kill_all(world, options.kills, options.seed)
-        print(result["kills"], flush=True)
-    if options.pairs and not options.only:
-        result["kills_of_one_of_two"] = kill_one_of_two(world, options.pairs, options.seed)
-        print(result["kills_of_one_of_two"], flush=True)
-    result["seconds"] = round(time.monotonic() - began)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+                fail(f"{name}:{number}", problem)
+            if tried.total() % len(KINDS) == 0:
+                save()  # what was tried is known although this is stopped
+    print(f"{tried.total()} cases of {len(tried)} kinds, {len(failures)} failures", flush=True)
+    for name, number, kill in (
+        ("kills", options.kills, kill_all),
+        ("kills_of_one_of_two", options.pairs, kill_one_of_two),
+    ):
+        if number and not options.only:
+            try:
+                result[name] = kill(world, number, options.seed)
+                print(name, result[name], flush=True)
+            except WrongOutcomeError as wrong:
+                fail(name, str(wrong))
+            save()
+    save()
     return 1 if failures else 0
 
 

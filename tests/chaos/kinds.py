@@ -90,8 +90,9 @@ def judge(kind: Kind, scene: Scene, code: int | None, before: dict[str, bytes | 
     wanted = {Outcome.GOES_ON: (0,), Outcome.REFUSES: (2,), Outcome.GOES_ON_OR_REFUSES: (0, 2)}[kind.outcome]
     demand(code in wanted, f"exit code {code}, not {wanted}:\n{scene.output}")
     if code == 2:
-        # Damage that is met while it trains: nothing that was trained is lost.
-        check_refusal(scene, scene.output, before, "checkpoints/" if kind.outcome is Outcome.GOES_ON_OR_REFUSES else "")
+        # What is wrong with data may be met by the first step, when the start is on record: nothing trained is lost.
+        started = kind.area == "The data folder"
+        check_refusal(scene, scene.output, before, "checkpoints/" if started else "")
         return
     since = resumed_from(scene.output)
     demand(since in scene.resumes, f"it went on from step {since}, not {scene.resumes}:\n{scene.output}")

@@ -35,8 +35,8 @@ from ssscale.train.save import save_checkpoint
 from tests.distributed.jobs import regroup
 from tests.distributed.matrix import CONTEXT, Layout
 
-# As small as leaves each of four parts of the embedding more than the 100,000 elements up to which DeepSpeed's ZeRO-3 divides
-# no weight, and no multiple of the ranks: the last one has padding.
+# A small vocabulary, of which a quarter of the embedding still has more than the 100,000 elements up to which DeepSpeed's
+# ZeRO-3 divides no weight, and no multiple of the ranks: the last one has padding.
 VOCAB, ROWS, LENGTH, LR = 12_801, 8, 24, 0.003
 # Of the rows of a step. Chunks have 12, 6 or 3 tokens: documents over all of them, over some, inside one, of one token, and
 # some that begin or end where a chunk does.
