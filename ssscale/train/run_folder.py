@@ -67,7 +67,7 @@ def _check_folder(folder: Path, config: Config) -> None:
         )
     except UserError as error:
         if isinstance(error.__cause__, OSError):
-            raise  # what cannot be read for the moment may be right
+            raise error.__cause__ from None  # what cannot be read for the moment may be right
         problem = str(error)
     if problem and not _continues_checkpoint(folder, config):
         raise UserError(problem)
