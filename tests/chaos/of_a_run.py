@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.chaos.damage import WAYS, Way, any_way, file_of, snapshot
+from tests.chaos.damage import WAYS, Way, any_way, delete, file_of, snapshot
 from tests.chaos.kinds import Kind, Outcome, add, kind, resume
 from tests.chaos.scene import BEGUN, Scene
 from tests.train.commands import let_others_in
@@ -238,9 +238,10 @@ def foreign_files(scene: Scene) -> None:
         name = scene.rng.choice(
             ["notes.txt", "step-x", "step-00000009x", "step-6", ".nfs0001", "step-00000099.tmp", "état"]
         )
+        delete(place / name)
         if scene.rng.random() < 0.5:
-            (place / name).mkdir(exist_ok=True)
-        elif not (place / name).is_dir():
+            (place / name).mkdir()
+        else:
             (place / name).write_bytes(scene.rng.randbytes(10))
 
 
