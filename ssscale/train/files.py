@@ -41,6 +41,19 @@ def write_file(path: Path, chunks: list[memoryview]) -> dict[str, Any]:
     return {"bytes": size, "xxh3": digest.hexdigest()}
 
 
+def move_folder_aside(path: Path) -> None:
+    """Free the name of one of the run's files where a folder has taken it; the folder keeps what it holds. Raises OSError."""
+    if not path.is_dir():
+        return
+    aside = next(
+        name
+        for number in itertools.count()
+        if not os.path.lexists(name := path.with_name(f"{path.name}.aside-{number}"))
+    )
+    logger.warning("%s is a folder where a file should be; it is moved to %s", path, aside.name)
+    path.rename(aside)
+
+
 def fsync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

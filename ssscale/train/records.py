@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ssscale.train.files import write_file
+from ssscale.train.files import move_folder_aside, write_file
 
 logger = logging.getLogger("ssscale")
 
@@ -28,8 +28,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def keep_until(path: Path, step: int) -> None:
     """Drop the records after a step: the run resumes there and will write them again, each once.
 
-    Lines that cannot be read are moved to metrics.damaged.jsonl beside it. Raises OSError.
+    Lines that cannot be read are moved to metrics.damaged.jsonl beside it, a folder of its name is moved aside. Raises OSError.
     """
+    move_folder_aside(path)
     data = path.read_bytes() if path.is_file() else b""
     *lines, last = data.split(b"\n")
     records = [(line, _parse(line)) for line in lines if line.strip()]

@@ -14,7 +14,7 @@ from ssscale.config import read_yaml, to_yaml
 from ssscale.errors import UserError
 from ssscale.schema import Config
 from ssscale.train.checkpoint_folder import SMALL, Condition, inspect, list_checkpoints, saved_config, step_of
-from ssscale.train.files import write_file
+from ssscale.train.files import move_folder_aside, write_file
 from ssscale.train.stages import Plan
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _check_folder(folder: Path, config: Config) -> None:
             f"run_dir={folder} holds something that is not a run; name an empty or a new folder" if holds else None
         )
     except UserError as error:
-        if isinstance(error.__cause__, OSError):
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, IsADirectoryError):
             raise error.__cause__ from None  # what cannot be read for the moment may be right
         problem = str(error)
     if problem and not _continues_checkpoint(folder, config):
@@ -90,7 +90,9 @@ def _continues_checkpoint(folder: Path, config: Config) -> bool:
 def record_config(folder: Path, config: Config) -> None:
     """Write the merged configuration to a folder that is locked. Raises OSError."""
     temporary = folder / "config.yaml.tmp"
+    move_folder_aside(temporary)
     write_file(temporary, [memoryview(to_yaml(config).encode())])
+    move_folder_aside(folder / "config.yaml")
     os.replace(temporary, folder / "config.yaml")
 
 

@@ -188,7 +188,7 @@ def not_there(scene: Scene) -> None:
     scene.plant, scene.harmed, scene.names = impatient, what, str(scene.run)
 
 
-RECORDED = "lines that cannot be read are moved to metrics.damaged.jsonl"
+RECORDED = "lines that cannot be read are moved to metrics.damaged.jsonl, a folder of its name to metrics.jsonl.aside-0"
 
 
 @kind(METRICS, "damaged in any way", GOES_ON, RECORDED)
@@ -208,8 +208,7 @@ def strange_lines(scene: Scene) -> None:
 
 @kind(RUN, "config.yaml damaged in any way", GOES_ON, "the newest checkpoint's copy is taken")
 def run_config(scene: Scene) -> None:
-    scene.harmed = scene.rng.choice([said for said in WAYS if said != "a folder of its name"])
-    WAYS[scene.harmed](scene.run / "config.yaml", scene.rng)
+    scene.harmed = any_way(scene.run / "config.yaml", scene.rng)
 
 
 @kind(RUN, "first_save.json or TensorBoard's file damaged in any way", GOES_ON, "nothing")
