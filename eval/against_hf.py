@@ -94,10 +94,10 @@ class Backends:
 
         from eval.harness import PackedLM
         from eval.text import TextTokenizer
+        from ssscale.config.schema import Precision
         from ssscale.hf import register
         from ssscale.hf.convert import export_checkpoint
         from ssscale.parallel.groups import initialize
-        from ssscale.schema import Precision
         from ssscale.train.build import load_model
         from ssscale.train.reading import reading
 

@@ -21,13 +21,13 @@ from eval.questions import Question, pack_families, with_headers
 from eval.text import TextTokenizer
 from kernels.softmax import varied_documents
 from kernels.upload import upload
+from ssscale.config.schema import RopeScaling
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import generate
 from ssscale.parallel.exchange import gather_json
-from ssscale.schema import RopeScaling
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task does not say
 

@@ -15,7 +15,7 @@ from eval.harness import PackedLM
 from eval.results import FOLDER, add_results, results_file
 from eval.suite import find_tasks, run_tasks
 from eval.text import TextTokenizer, held_out
-from ssscale.schema import Config
+from ssscale.config.schema import Config
 from ssscale.train.build import open_data
 from ssscale.train.checkpoint_folder import checkpoint_path
 from ssscale.train.trainer import Trainer

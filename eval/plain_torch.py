@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssscale.config import load_config
+from ssscale.config.schema import ModelConfig
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
-from ssscale.schema import ModelConfig
 
 
 class PlainBlock(nn.Module):

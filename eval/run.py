@@ -7,8 +7,8 @@ from typing import Any
 
 from eval.results import newest_results
 from ssscale.config import read_yaml
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
-from ssscale.schema import Config
 from ssscale.train.checkpoint_folder import find_checkpoint, list_checkpoints
 from ssscale.train.records import read_metrics
 

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from ssscale.schema import Config, Core, SSMaxVariant
+from ssscale.config.schema import Config, Core, SSMaxVariant
 from ssscale.train.checkpoint import CheckpointReader
 
 

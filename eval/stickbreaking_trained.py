@@ -24,12 +24,12 @@ from torch.nn.functional import scaled_dot_product_attention, softplus
 from eval.command import sentences
 from kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 from ssscale.attention.stickbreaking import StickBreakingCore
+from ssscale.config.schema import Precision
 from ssscale.data.stream import PackedData
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import generate
 from ssscale.parallel.groups import initialize
-from ssscale.schema import Precision
 from ssscale.train.build import load_for_inference
 
 THRESHOLD = 2**-12

@@ -14,9 +14,9 @@ from typing import Any
 from launch.benchmark import folder_of, run_stack
 from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config
+from ssscale.config.schema import TrainConfig
 from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters
-from ssscale.schema import TrainConfig
 from ssscale.train.checkpoint_folder import list_checkpoints, verify
 from ssscale.train.records import read_metrics
 

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.boot import EVERY_KEY, Command, Option, run
-from ssscale.config import load_config, validate
-from ssscale.schema import Config
+from ssscale.config import load_config
+from ssscale.config.schema import Config
 from ssscale.train.estimate import Estimate, estimate
 from ssscale.train.microbatch import H100_MEMORY, fits, with_microbatch
+from ssscale.validate import validate
 
 COMMAND = Command(
     about=__doc__,

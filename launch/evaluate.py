@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from eval.suite import Outcome
     from eval.text import TextTokenizer
     from eval.validation import Loss
+    from ssscale.config.schema import Config
     from ssscale.data.stream import PackedData
     from ssscale.model.decoder import Decoder
-    from ssscale.schema import Config
 
 SUITES = ("stickbreaking_paper", "ruler")
 DATA_HINT = "name the folder that the run was trained on with data=FOLDER"
@@ -199,8 +199,9 @@ def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
 def checked(options: dict[str, Any], settings: Settings) -> Path:
     """The checkpoint or run. Raises UserError for what can be seen without torch and lm-eval, which take seconds to import."""
     from eval.task_names import check_request
-    from ssscale.config import change, validate
+    from ssscale.config import change
     from ssscale.train.early import check_data
+    from ssscale.validate import validate
 
     path = Path(options["checkpoint"])
     checkpoint = find_checkpoint(path, quiet=True)  # `reading` says what is broken

@@ -17,7 +17,7 @@ from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
 from ssscale.train.signals import StopSignals
 
 if TYPE_CHECKING:
-    from ssscale.schema import Config
+    from ssscale.config.schema import Config
 
 logger = logging.getLogger("ssscale")
 
@@ -58,7 +58,8 @@ def main(argv: list[str]) -> None:
 
 def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]":
     """The checkpoint and its configuration with the changes. Raises UserError for what can be seen without torch."""
-    from ssscale.config import change, validate
+    from ssscale.config import change
+    from ssscale.validate import validate
 
     checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # FineTuning says what is broken
     config = change(saved_config(checkpoint), changes)
@@ -74,10 +75,10 @@ def finetune(options: dict[str, Any], checkpoint: Path, before: "Config", signal
     import torch
 
     from eval.text import TextTokenizer
-    from ssscale.config import validate
     from ssscale.data.questions import make_example, read_squad
     from ssscale.parallel.groups import initialize, shutdown
     from ssscale.train.finetune import FineTuning, finetuning_config
+    from ssscale.validate import validate
 
     workers.check_device(torch.cuda.is_available())
     tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)

@@ -17,7 +17,7 @@ from launch.process import follow_launcher
 from ssscale.train.signals import StopSignals
 
 if TYPE_CHECKING:
-    from ssscale.schema import Config
+    from ssscale.config.schema import Config
 
 logger = logging.getLogger("ssscale")
 
@@ -49,8 +49,9 @@ def main(argv: list[str]) -> None:
 
 def checked(arguments: list[str], world_size: int, gpu: bool) -> "Config":
     """The run's configuration. Raises UserError for what can be seen without torch, which takes seconds to import."""
-    from ssscale.config import load_config, validate
+    from ssscale.config import load_config
     from ssscale.train.early import check_run
+    from ssscale.validate import validate
 
     config = load_config(arguments, options=COMMAND.names)
     validate(config, world_size, gpu=gpu)
@@ -70,9 +71,9 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
     warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # about parts that we do not use
     import torch
 
-    from ssscale.config import validate
     from ssscale.errors import TOGETHER, Stop
     from ssscale.train.advice import learning_rate_advice
+    from ssscale.validate import validate
 
     workers.check_device(torch.cuda.is_available())
     validate(config, boot.world_size(), gpu=torch.cuda.is_available())

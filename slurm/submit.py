@@ -13,9 +13,10 @@ from typing import Any
 from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from slurm.environment import check_environment, split_flags
 from slurm.nodes import Node, Request, nodes_of, sbatch_flags
-from ssscale.config import load_config, validate
+from ssscale.config import load_config
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
-from ssscale.schema import Config
+from ssscale.validate import validate
 
 COMMAND = Command(
     about=__doc__,

@@ -162,7 +162,7 @@ class Command:
         lines = [*(self.about or "").strip().splitlines(), "", f"usage: {self.usage}"]
         rows = [(option.form, option.describe()) for option in self.options]
         if self.keys == EVERY_KEY:
-            rows.append(("key=value", "every other key of the configuration (ssscale/schema.py lists them)"))
+            rows.append(("key=value", "every other key of the configuration (ssscale/config/schema.py lists them)"))
         elif self.keys:
             keys = ", ".join(f"{key}*" for key in self.keys)
             rows.append(("key=value", f"keys of the configuration to change: {keys}"))

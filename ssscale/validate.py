@@ -7,8 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
-from ssscale.errors import UserError
-from ssscale.schema import (
+from ssscale.config.schema import (
     POSITIONS,
     WINDOWS,
     Auto,
@@ -21,6 +20,7 @@ from ssscale.schema import (
     SSMaxVariant,
     StageConfig,
 )
+from ssscale.errors import UserError
 from ssscale.train.microbatch import with_microbatch
 from ssscale.train.stages import Plan, stage_config
 from ssscale.validate_parallel import alternatives, check_parallel, check_world, near_divisors

@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
+from ssscale.config.schema import Auto, Compile, Config, PositionMethod, Precision, Recompute, RopeScaling, TrainConfig
 from ssscale.errors import UserError
-from ssscale.schema import Auto, Compile, Config, PositionMethod, Precision, Recompute, RopeScaling, TrainConfig
 
 
 def check_parallel(config: Config, gpu: bool) -> None:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssscale.config.schema import Core, ModelConfig, PositionConfig, PositionMethod, RopeScaling, SSMaxVariant
 from ssscale.layout import PackedLayout
-from ssscale.schema import Core, ModelConfig, PositionConfig, PositionMethod, RopeScaling, SSMaxVariant
 
 
 def rms(x: Tensor, w: Tensor, eps: float) -> Tensor:

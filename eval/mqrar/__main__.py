@@ -21,9 +21,9 @@ from eval.command import sentences, whole_numbers
 from eval.mqrar.picture import write_picture
 from eval.mqrar.task import Task
 from eval.mqrar.train import Experiment, Recipe, model_config
+from ssscale.config.schema import Core
 from ssscale.errors import SAVED, UserError
 from ssscale.parallel.groups import Groups, initialize
-from ssscale.schema import Core
 
 LETTERS = Task(pairs=16, length=64, num_keys=26, num_values=10)
 

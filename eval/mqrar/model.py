@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from kernels.stickbreaking.interface import MAX_HEAD_DIM
 from ssscale.attention import CORES
+from ssscale.config.schema import Core, ModelConfig
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
 from ssscale.position import Tables, position_tables, rotate
-from ssscale.schema import Core, ModelConfig
 
 
 class DenseCore(nn.Module):

@@ -10,7 +10,7 @@ from eval.command import write
 from eval.mqrar.model import Bank
 from eval.mqrar.task import TEST_SEED, Task
 from eval.mqrar.train import Experiment
-from ssscale.schema import Core
+from ssscale.config.schema import Core
 
 
 def symbols(task: Task, tokens: list[int]) -> list[str]:

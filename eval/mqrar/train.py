@@ -17,9 +17,9 @@ from torch import Tensor
 from eval.command import write
 from eval.mqrar.model import Bank, DenseCore
 from eval.mqrar.task import TEST_SEED, Task
+from ssscale.config.schema import AttentionConfig, Core, ModelConfig, PositionConfig, PositionMethod
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from ssscale.schema import AttentionConfig, Core, ModelConfig, PositionConfig, PositionMethod
 
 # arXiv:2410.17980, Section 5.1: 10^-4, 10^(-10/3), 10^(-8/3), 10^-2.
 LEARNING_RATES = tuple(10.0**exponent for exponent in (-4, -10 / 3, -8 / 3, -2))

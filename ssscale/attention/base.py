@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
 from ssscale.parallel.context import heads_to_tokens, tokens_to_heads
 from ssscale.parallel.groups import Groups
 from ssscale.position import Tables, rotate
-from ssscale.schema import ModelConfig
 
 # Writes this pass's k and v into a cache and returns those of all passes.
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -19,7 +19,7 @@ class AttentionCore(nn.Module):
 
     q: [T, N, H]; k, v: [T, K, H] for the heads of this tensor-parallel rank, or the whole cache where the layout says that
     keys were cached (`layout.past`). Returns [T, N, H].
-    Which position methods a core can be combined with is data: `ssscale.schema.POSITIONS`.
+    Which position methods a core can be combined with is data: `ssscale.config.schema.POSITIONS`.
     """
 
     def __init__(self, config: ModelConfig, groups: Groups) -> None:

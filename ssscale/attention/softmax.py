@@ -7,12 +7,12 @@ from kernels.exact import exact_attention
 from kernels.softmax import softmax_attention
 from kernels.ssmax import rotary_attention
 from ssscale.attention.base import AttentionCore, Extend
+from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.softmax_ring import ring_softmax
 from ssscale.position import Tables
 from ssscale.position.bias import position_bias
-from ssscale.schema import ModelConfig
 
 
 class SoftmaxCore(AttentionCore):

@@ -5,11 +5,11 @@ from torch import Tensor, nn
 
 from kernels.ssmax import query_factor
 from ssscale.attention.softmax import SoftmaxCore
+from ssscale.config.schema import ModelConfig, SSMaxVariant
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import mark_split
 from ssscale.position import Tables
-from ssscale.schema import ModelConfig, SSMaxVariant
 
 
 def query_base(layout: PackedLayout, window: int | None, pn: Tensor | None) -> Tensor:

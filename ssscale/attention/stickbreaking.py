@@ -4,10 +4,10 @@ from torch import Tensor
 
 from kernels.stickbreaking import stickbreaking_attention
 from ssscale.attention.base import AttentionCore
+from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.stickbreaking_ring import ring_stickbreaking
-from ssscale.schema import ModelConfig
 
 
 class StickBreakingCore(AttentionCore):

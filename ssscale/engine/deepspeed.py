@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssscale.config.schema import Config
 from ssscale.engine.base import Fragment, StepResult
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups, MegatronMPU
 from ssscale.parallel.megatron import split_dim
-from ssscale.schema import Config
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 # A ZeRO group is one flat tensor and one optimizer call; this many elements keep its indices well inside 32 bits.

@@ -19,17 +19,18 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
-from ssscale.config import from_yaml, to_yaml, validate
+from ssscale.config import from_yaml, to_yaml
+from ssscale.config.schema import Config
 from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.names import is_plain, leads_out
 from ssscale.parallel.groups import Groups, initialize
-from ssscale.schema import Config
 from ssscale.train.build import build_model
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes
 from ssscale.train.checkpoint_folder import check_empty, saved_config
 from ssscale.train.save import save_checkpoint
+from ssscale.validate import validate
 
 SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

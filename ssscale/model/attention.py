@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ssscale.attention import CORES
+from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import TransformerConfig, column_linear, row_linear
 from ssscale.position import Tables
-from ssscale.schema import ModelConfig
 
 if TYPE_CHECKING:
     from ssscale.model.cache import LayerCache

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ssscale.config.schema import ModelConfig, Recompute
 from ssscale.layout import PackedLayout
 from ssscale.model.attention import SelfAttention
 from ssscale.model.mlp import SwiGLU
@@ -13,7 +14,6 @@ from ssscale.model.recompute import keep_products
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import TransformerConfig
 from ssscale.position import Tables
-from ssscale.schema import ModelConfig, Recompute
 
 if TYPE_CHECKING:
     from ssscale.model.cache import LayerCache

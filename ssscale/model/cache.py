@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kernels.cached import plan_decode
 from kernels.upload import upload
+from ssscale.config.schema import Core
 from ssscale.layout import CachedKeys, PackedLayout
 from ssscale.model.decoder import Decoder
-from ssscale.schema import Core
 
 
 class LayerCache(NamedTuple):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ssscale.attention.ssmax import query_base
+from ssscale.config.schema import Core, ModelConfig, Recompute, SSMaxVariant
 from ssscale.layout import PackedLayout
 from ssscale.model.block import Block
 from ssscale.model.loss import token_losses
@@ -22,7 +23,6 @@ from ssscale.parallel.megatron import (
     vocabulary_embedding,
 )
 from ssscale.position import Tables, position_tables, with_block_mask
-from ssscale.schema import Core, ModelConfig, Recompute, SSMaxVariant
 
 if TYPE_CHECKING:
     from ssscale.model.cache import KVCache

@@ -1,6 +1,6 @@
 """Parameters and FLOPs by formula, without building the model."""
 
-from ssscale.schema import Core, ModelConfig, PositionMethod, SSMaxVariant
+from ssscale.config.schema import Core, ModelConfig, PositionMethod, SSMaxVariant
 
 # Dense bf16 FLOP/s of one H100 SXM or H200 by NVIDIA's data sheet; MFU is measured against it.
 PEAK_FLOPS = 989e12

@@ -5,11 +5,11 @@ import zlib
 import torch
 from torch import nn
 
+from ssscale.config.schema import ModelConfig
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_part
 from ssscale.position.bias import FIRE_HIDDEN
-from ssscale.schema import ModelConfig
 
 # 1 / sqrt(inputs) of each layer of FIRE's MLP.
 FIRE_BOUNDS = {"w1": 1.0, "b1": 1.0, "w2": FIRE_HIDDEN**-0.5, "b2": FIRE_HIDDEN**-0.5}

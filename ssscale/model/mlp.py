@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ssscale.config.schema import ModelConfig
 from ssscale.parallel.megatron import TransformerConfig, column_linear, row_linear
-from ssscale.schema import ModelConfig
 
 
 class SwiGLU(nn.Module):

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from kernels.flex import document_mask
 from kernels.ssmax import rotate as rotate_heads
+from ssscale.config.schema import ModelConfig, PositionMethod
 from ssscale.layout import PackedLayout
 from ssscale.position.rope import rope_tables
 from ssscale.position.scaling import scaled_base, scaled_positions
-from ssscale.schema import ModelConfig, PositionMethod
 
 
 class Tables(NamedTuple):

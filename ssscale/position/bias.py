@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.flex import biased_attention, linear_bias, mlp_bias, table_bias
+from ssscale.config.schema import ModelConfig, PositionMethod
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import mark_split, replicated
-from ssscale.schema import ModelConfig, PositionMethod
 
 FIRE_HIDDEN = 32
 FIRE_LENGTH = 512.0  # L0: the threshold where L_mult = 1

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ssscale.config.schema import ModelConfig, RopeScaling
 from ssscale.layout import PackedLayout
-from ssscale.schema import ModelConfig, RopeScaling
 
 
 def scaled_base(config: ModelConfig, layout: PackedLayout) -> float | Tensor:

@@ -1,6 +1,6 @@
 """What a run is told before it starts: settings that can run but that measurements speak against."""
 
-from ssscale.schema import Config
+from ssscale.config.schema import Config
 from ssscale.train.schedule import stage_learning_rate
 from ssscale.train.stages import Plan
 

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import torch
 
-from ssscale.config import change, validate
+from ssscale.config import change
+from ssscale.config.schema import Compile, Config, ModelConfig, Precision
 from ssscale.data.stream import PackedData
 from ssscale.environment import stack_note
 from ssscale.model.decoder import Decoder, padded_vocab
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Compile, Config, ModelConfig, Precision
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import saved_config
 from ssscale.train.estimate import check_weights
 from ssscale.train.reading import reading
 from ssscale.train.switch import load_switched
+from ssscale.validate import validate
 
 logger = logging.getLogger("ssscale")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ssscale.config import read_yaml
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.names import is_plain
-from ssscale.schema import Config
 from ssscale.train.files import checksum, patiently
 
 logger = logging.getLogger("ssscale")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Config
 from ssscale.train.checkpoint_folder import step_of
 from ssscale.train.lock import RunLock
 from ssscale.train.run_folder import check_folder, record_config

@@ -4,9 +4,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from ssscale.config.schema import Config
 from ssscale.data import manifest as manifests
 from ssscale.errors import UserError
-from ssscale.schema import Config
 from ssscale.train.checkpoint_folder import FIRST_SAVE, find_checkpoint, intact, list_checkpoints, step_of
 from ssscale.train.run_folder import check_folder
 from ssscale.train.stages import Plan

@@ -7,9 +7,9 @@ Activations are what autograd keeps of compiled blocks, as counted with saved-te
 
 from dataclasses import dataclass, fields, replace
 
+from ssscale.config.schema import Auto, Compile, Config, Core, PositionMethod, Precision, Recompute
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
-from ssscale.schema import Auto, Compile, Config, Core, PositionMethod, Precision, Recompute
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 

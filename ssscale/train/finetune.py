@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ssscale.config import to_yaml
+from ssscale.config.schema import Config, ScheduleConfig, ScheduleKind, StageConfig
 from ssscale.data.batch import IGNORE
 from ssscale.data.questions import Example, make_batch
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.errors import SAVED, Stop, UserError
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Config, ScheduleConfig, ScheduleKind, StageConfig
 from ssscale.train.build import build_model, choose_dtype, log_choices
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
 from ssscale.train.claim import RunFolder

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from ssscale.config.schema import Config
 from ssscale.data.batch import IGNORE, Batch
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Config
 from ssscale.train.appender import Appender
 from ssscale.train.event_file import EventFile
 from ssscale.train.records import keep_until

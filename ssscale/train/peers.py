@@ -20,9 +20,9 @@ from typing import IO, Any, NamedTuple
 
 import torch.distributed as dist
 
+from ssscale.config.schema import Config
 from ssscale.errors import FAILED, STALLED, TOGETHER, Stop, UserError
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Config
 from ssscale.train.faults import Rollback, out_of_memory
 from ssscale.train.whole import from_main
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssscale.config import read_yaml, to_yaml
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
-from ssscale.schema import Config
 from ssscale.train.checkpoint_folder import SMALL, Condition, inspect, list_checkpoints, saved_config, step_of
 from ssscale.train.files import move_folder_aside, write_file
 from ssscale.train.stages import Plan

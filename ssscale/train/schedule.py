@@ -8,7 +8,7 @@ stage in which it ends; the last step of a run may end beyond the last stage and
 import math
 from collections.abc import Sequence
 
-from ssscale.schema import DecayShape, ScheduleConfig, ScheduleKind, StageConfig
+from ssscale.config.schema import DecayShape, ScheduleConfig, ScheduleKind, StageConfig
 
 
 def learning_rate(stages: Sequence[StageConfig], batch_size: int, tokens: int) -> float:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ssscale.config.schema import Config, Core, ModelConfig, SSMaxVariant, StageConfig
 from ssscale.errors import UserError
-from ssscale.schema import Config, Core, ModelConfig, SSMaxVariant, StageConfig
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import logging
 import torch
 from torch import nn
 
+from ssscale.config.schema import Core, ModelConfig
 from ssscale.errors import UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Core, ModelConfig
 from ssscale.train.checkpoint import CheckpointReader, check_shapes, load_weights, new_weights
 from ssscale.train.checkpoint_folder import saved_config
 from ssscale.train.stages import switched_model

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssscale.config import to_yaml
+from ssscale.config.schema import Compile, Config
 from ssscale.data.batch import Batch, take_share
 from ssscale.data.stream import make_loader, make_order
 from ssscale.engine.deepspeed import DeepSpeedEngine
@@ -22,7 +23,6 @@ from ssscale.errors import DIVERGED, SAVED, Stop, UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Compile, Config
 from ssscale.train.build import build_model, choose_compile, choose_dtype, log_choices, open_data
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import checkpoint_path

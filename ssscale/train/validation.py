@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ssscale.config.schema import Config
 from ssscale.data.batch import take_share
 from ssscale.data.stream import PackedData, valid_batches
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Config
 from ssscale.train.metrics import losses_by_position, losses_by_source, mean_loss, sums_by_position, sums_by_source
 
 

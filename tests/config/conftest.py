@@ -1,6 +1,6 @@
 import pytest
 
-from ssscale import config as config_module
+from ssscale.config import load as config_module
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from ssscale.config import from_yaml, load_config, save, to_yaml
+from ssscale.config.schema import Config, Core, DecayShape, ScheduleKind, StageConfig
 from ssscale.errors import UserError
-from ssscale.schema import Config, Core, DecayShape, ScheduleKind, StageConfig
 
 
 def write(folder, name, text):
@@ -104,7 +104,7 @@ def test_round_trip_is_exact(tmp_path):
         ("microbatch=2", "there is no key 'microbatch'; did you mean train.microbatch or train.stages.0.microbatch?"),
         ("train.stages.1.schedule.llr=2", "did you mean train.stages.1.schedule.lr?"),
         ("gpu=64", "there is no key 'gpu'; did you mean gpus?"),
-        ("zzz.qqq=1", "there is no key 'zzz.qqq'; ssscale/schema.py lists them all"),
+        ("zzz.qqq=1", "there is no key 'zzz.qqq'; ssscale/config/schema.py lists them all"),
         ("model.num_layers.x=1", "did you mean model.num_layers?"),
         ("model.num_layers=two", "model.num_layers must be a whole number, not 'two'"),
         ("model.num_layers=2.5", "model.num_layers must be a whole number, not 2.5"),

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from launch import estimate as command
-from ssscale.config import from_yaml, load_config, to_yaml, validate
+from ssscale.config import from_yaml, load_config, to_yaml
+from ssscale.config.schema import Auto, Config
 from ssscale.errors import UserError
-from ssscale.schema import Auto, Config
 from ssscale.train.estimate import memory_per_gpu
 from ssscale.train.microbatch import H100_MEMORY, with_microbatch
 from ssscale.train.stages import stage_config
+from ssscale.validate import validate
 
 GIB = 2**30
 STUDIES = ["162m_softmax", "162m_ssmax_pn", "162m_ssmax_during", "350m_sb", "350m_rope", "350m_fire", "350m_alibi"]

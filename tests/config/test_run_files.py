@@ -2,11 +2,12 @@
 
 import pytest
 
-from ssscale.config import from_yaml, load_config, run_names, to_yaml, validate
+from ssscale.config import from_yaml, load_config, run_names, to_yaml
+from ssscale.config.schema import Config, Core, PositionMethod, RopeScaling, ScheduleKind, SSMaxVariant
 from ssscale.model.flops import count_parameters, flops_per_token
-from ssscale.schema import Config, Core, PositionMethod, RopeScaling, ScheduleKind, SSMaxVariant
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
+from ssscale.validate import validate
 
 PARAMETERS = {
     "162m_softmax": 162_148_608,

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ssscale.config import load_config
-from ssscale.schema import DecayShape, ScheduleConfig, ScheduleKind, StageConfig
+from ssscale.config.schema import DecayShape, ScheduleConfig, ScheduleKind, StageConfig
 from ssscale.train.schedule import decay_factor, learning_rate, power_learning_rate, stage_at
 from ssscale.train.stages import Plan
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from ssscale.config import load_config, validate
+from ssscale.config import load_config
+from ssscale.config.schema import BatchWarmup, Config, Core, DataConfig, StageConfig, TrainConfig
 from ssscale.errors import UserError
-from ssscale.schema import BatchWarmup, Config, Core, DataConfig, StageConfig, TrainConfig
 from ssscale.train.stages import Plan, stage_config
+from ssscale.validate import validate
 
 
 def run(*stages: StageConfig, batch: int = 4, max_steps: int | None = None) -> Config:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from ssscale.config import load_config, validate
+from ssscale.config import load_config
+from ssscale.config.schema import POSITIONS, Core, PositionMethod
 from ssscale.errors import UserError
-from ssscale.schema import POSITIONS, Core, PositionMethod
+from ssscale.validate import validate
 
 
 def refusal(name, *overrides, world_size=None, gpu=False):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from ssscale.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import VOCAB_WEIGHTS, Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.model.loss import IGNORE
 from ssscale.parallel.groups import Groups, initialize
-from ssscale.schema import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint

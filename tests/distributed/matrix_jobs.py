@@ -8,14 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssscale.data.batch import Batch, take_share
-from ssscale.engine.deepspeed import DeepSpeedEngine
-from ssscale.layout import PackedLayout
-from ssscale.model.decoder import Decoder
-from ssscale.model.init import initialize_weights
-from ssscale.model.loss import IGNORE
-from ssscale.parallel.groups import Groups
-from ssscale.schema import (
+from ssscale.config.schema import (
     AttentionConfig,
     Config,
     Core,
@@ -29,6 +22,13 @@ from ssscale.schema import (
     SSMaxVariant,
     TrainConfig,
 )
+from ssscale.data.batch import Batch, take_share
+from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.model.init import initialize_weights
+from ssscale.model.loss import IGNORE
+from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint

@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from ssscale.layout import PackedLayout
-from ssscale.model.decoder import Decoder
-from ssscale.model.init import initialize_weights
-from ssscale.parallel.context import share_of
-from ssscale.parallel.groups import Groups
-from ssscale.schema import (
+from ssscale.config.schema import (
     AttentionConfig,
     Compile,
     Config,
@@ -21,6 +16,11 @@ from ssscale.schema import (
     Recompute,
     TrainConfig,
 )
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.model.init import initialize_weights
+from ssscale.parallel.context import share_of
+from ssscale.parallel.groups import Groups
 from ssscale.train.estimate import activation_bytes_per_token
 from tests.distributed.jobs import regroup
 from tests.pool import Pool

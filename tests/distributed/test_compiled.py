@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ssscale.config.schema import Core, Recompute
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.context import share_of
-from ssscale.schema import Core, Recompute
 from tests.distributed.jobs import regroup
 from tests.distributed.test_activations import TOKENS, make_model
 from tests.pool import Pool

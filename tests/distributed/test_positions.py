@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from ssscale.config.schema import ModelConfig, PositionConfig, PositionMethod
 from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import extend, generate
 from ssscale.model.init import initialize_weights
-from ssscale.schema import ModelConfig, PositionConfig, PositionMethod
 from tests.distributed.jobs import regroup
 from tests.distributed.test_training import MODELS, TRAIN
 from tests.pool import Pool

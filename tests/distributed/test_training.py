@@ -5,11 +5,19 @@ from typing import Any
 import pytest
 import torch
 
+from ssscale.config.schema import (
+    AttentionConfig,
+    Config,
+    Core,
+    ModelConfig,
+    PositionConfig,
+    PositionMethod,
+    SSMaxVariant,
+)
 from ssscale.engine.deepspeed import parameter_groups
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.schema import AttentionConfig, Config, Core, ModelConfig, PositionConfig, PositionMethod, SSMaxVariant
 from tests.distributed.jobs import LENGTH, ROWS, VOCAB, make_batch
 from tests.plain_model import plain_losses
 from tests.pool import Pool

@@ -8,12 +8,12 @@ from data_prep.__main__ import main as data_prep
 from eval.harness import PackedLM
 from eval.text import TextTokenizer
 from ssscale.config import to_yaml
+from ssscale.config.schema import Config, DataConfig, ModelConfig, ScheduleConfig, StageConfig, TrainConfig
 from ssscale.data.stream import PackedData
 from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Config, DataConfig, ModelConfig, ScheduleConfig, StageConfig, TrainConfig
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
 

@@ -9,12 +9,12 @@ from lm_eval.api.instance import Instance
 from eval.batches import pack
 from eval.harness import PackedLM
 from eval.questions import Question, with_headers
+from ssscale.config.schema import AttentionConfig, Core, PositionConfig, PositionMethod
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import generate
 from ssscale.model.init import initialize_weights
-from ssscale.schema import AttentionConfig, Core, PositionConfig, PositionMethod
 from tests.eval.conftest import LENGTH
 
 PAIRS = [

@@ -15,10 +15,10 @@ from eval.mqrar.model import Bank, DenseCore
 from eval.mqrar.task import Task
 from eval.mqrar.train import Experiment, Recipe, model_config
 from kernels.stickbreaking import stickbreaking_reference
+from ssscale.config.schema import Core
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
-from ssscale.schema import Core
 
 CPU = torch.device("cpu")
 CORES = (Core.softmax, Core.stickbreaking)

@@ -11,13 +11,13 @@ import torch
 from eval.figures import needle as figures
 from eval.needle import ANSWER_TOKENS, Haystack, answer, draw_prompt, main, outcome
 from eval.text import TextTokenizer
+from ssscale.config.schema import AttentionConfig, Core, PositionConfig, PositionMethod
 from ssscale.data.questions import question_tokens
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.position import position_tables
 from ssscale.position.bias import ALiBi
-from ssscale.schema import AttentionConfig, Core, PositionConfig, PositionMethod
 from tests.eval.conftest import make_documents
 
 

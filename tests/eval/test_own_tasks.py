@@ -15,8 +15,8 @@ from eval.results import read_results
 from launch.evaluate import main as evaluate
 from launch.export import main as export
 from launch.report import main as report
+from ssscale.config.schema import Core
 from ssscale.errors import UserError
-from ssscale.schema import Core
 from tests.eval.own_data import CAPITALS, GROUP, LAST, question, write_lines, write_own_tasks
 from tests.eval.test_suite import write_run
 from tests.pool import Pool

@@ -9,10 +9,10 @@ import torch
 
 from eval.pn_fit import fit_logarithm, main, occurrences
 from ssscale.config import to_yaml
+from ssscale.config.schema import AttentionConfig, Core, SSMaxVariant
 from ssscale.errors import UserError
 from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
-from ssscale.schema import AttentionConfig, Core, SSMaxVariant
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
 from tests.eval.conftest import LENGTH

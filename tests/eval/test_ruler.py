@@ -37,12 +37,12 @@ from eval.suite import find_tasks, run_lm_eval
 from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
 from ssscale.config import to_yaml
+from ssscale.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from ssscale.errors import UserError
 from ssscale.hf import register
 from ssscale.hf.convert import WeightsOnly, export_checkpoint
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
-from ssscale.schema import Config, DataConfig, ModelConfig, TrainConfig
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint

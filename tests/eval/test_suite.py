@@ -21,13 +21,13 @@ from eval.tasks.local.files import FILES
 from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
 from ssscale.config import to_yaml
+from ssscale.config.schema import AttentionConfig, Config, Core, DataConfig, PositionConfig, PositionMethod
 from ssscale.errors import UserError
 from ssscale.hf import register
 from ssscale.hf.convert import WeightsOnly, export_checkpoint
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.schema import AttentionConfig, Config, Core, DataConfig, PositionConfig, PositionMethod
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
 from tests.eval.local_data import ITEMS, write_local_data

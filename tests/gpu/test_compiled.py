@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ssscale.config.schema import Core, Recompute
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Core, Recompute
 from tests.distributed.test_activations import make_model
 
 pytestmark = pytest.mark.gpu

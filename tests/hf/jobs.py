@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from ssscale.config import to_yaml
+from ssscale.config.schema import Config, DataConfig, ModelConfig
 from ssscale.engine.base import Fragment
 from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import split_dim
-from ssscale.schema import Config, DataConfig, ModelConfig
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
 from tests.distributed.jobs import regroup

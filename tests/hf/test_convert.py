@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from eval.text import TextTokenizer
 from launch.export import main as export_main
 from launch.import_hf import main as import_main
+from ssscale.config.schema import ModelConfig, WidthConfig
 from ssscale.errors import UserError
 from ssscale.hf import convert, register
 from ssscale.hf.convert import export_checkpoint, import_checkpoint
@@ -22,7 +23,6 @@ from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import generate
 from ssscale.parallel.groups import Groups
-from ssscale.schema import ModelConfig, WidthConfig
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import CheckpointReader
 from tests.distributed.test_training import make_model

@@ -9,9 +9,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from kernels.flex import BLOCK, document_mask
 from ssscale.attention.softmax import SoftmaxCore
+from ssscale.config.schema import ModelConfig, PositionConfig, PositionMethod
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
-from ssscale.schema import ModelConfig, PositionConfig, PositionMethod
 
 LENGTHS = [[1], [300], [128, 128], [5, 200, 1, 127, 130], [1, 1, 1, 400], [640]]
 

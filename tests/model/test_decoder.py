@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ssscale.config import load_config, run_names
+from ssscale.config.schema import ModelConfig, Recompute, WidthConfig
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.flops import count_parameters
@@ -14,7 +15,6 @@ from ssscale.model.init import initialize_weights
 from ssscale.model.loss import IGNORE
 from ssscale.model.recompute import keep_products
 from ssscale.parallel.groups import Groups
-from ssscale.schema import ModelConfig, Recompute, WidthConfig
 from tests.distributed.test_training import MODELS
 from tests.plain_model import plain_losses
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from ssscale.config.schema import ModelConfig, PositionConfig, RopeScaling
 from ssscale.layout import PackedLayout
 from ssscale.position.bias import alibi_slopes
 from ssscale.position.scaling import scaled_base
-from ssscale.schema import ModelConfig, PositionConfig, RopeScaling
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 12, 24, 32, 36])

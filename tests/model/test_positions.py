@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from ssscale.config.schema import POSITIONS, WINDOWS, Core, ModelConfig, PositionConfig, PositionMethod, RopeScaling
 from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
@@ -13,7 +14,6 @@ from ssscale.model.flops import count_parameters
 from ssscale.model.generate import extend, generate
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.schema import POSITIONS, WINDOWS, Core, ModelConfig, PositionConfig, PositionMethod, RopeScaling
 from tests.distributed.test_training import MODELS, make_model
 from tests.model.test_decoder import packed
 from tests.plain_model import plain_logits

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ssscale.config import load_config
+from ssscale.config.schema import Config, Core, ModelConfig, PositionConfig, PositionMethod, WidthConfig
 from ssscale.engine.deepspeed import parameter_groups
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Config, Core, ModelConfig, PositionConfig, PositionMethod, WidthConfig
 
 BASE, STEPS, LR, VOCAB, TOKENS = 64, 6, 2**-7, 256, 128
 TRANSFER = WidthConfig(base_hidden_size=BASE, embedding_multiplier=12, residual_multiplier=0.22, attention_scale=1 / 16)

@@ -4,9 +4,9 @@ import json
 from collections import defaultdict
 
 from ssscale.config import load_config
+from ssscale.config.schema import Config
 from ssscale.data.batch import collate
 from ssscale.errors import UserError
-from ssscale.schema import Config
 from ssscale.train.trainer import Trainer
 from tests.distributed.jobs import regroup
 

@@ -9,8 +9,8 @@ import torch
 import triton
 
 from ssscale import environment
+from ssscale.config.schema import ModelConfig
 from ssscale.environment import measured, stack_note
-from ssscale.schema import ModelConfig
 from ssscale.train.build import log_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]

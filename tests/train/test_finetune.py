@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import zstandard
 
 from ssscale.config import to_yaml
+from ssscale.config.schema import Config, DataConfig, ModelConfig
 from ssscale.data.batch import IGNORE
 from ssscale.data.questions import Example, make_batch, make_example, read_squad
 from ssscale.errors import UserError
@@ -16,7 +17,6 @@ from ssscale.hf.convert import WeightsOnly
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
-from ssscale.schema import Config, DataConfig, ModelConfig
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.checkpoint_folder import list_checkpoints

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from eval.scales import write_scales
+from ssscale.config.schema import Config, Core, DataConfig, ModelConfig, PositionConfig
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
-from ssscale.schema import Config, Core, DataConfig, ModelConfig, PositionConfig
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import list_checkpoints, saved_config

@@ -12,9 +12,10 @@ prepare()
 
 from eval.in_training import TaskEvaluation
 from launch.evaluate import main as evaluate
-from ssscale.config import load_config, validate
+from ssscale.config import load_config
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
-from ssscale.schema import Config
+from ssscale.validate import validate
 from tests.eval.local_data import write_local_data
 from tests.eval.own_data import LAST, write_own_tasks
 from tests.train.ranks import Ranks

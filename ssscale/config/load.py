@@ -19,14 +19,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ssscale.config.schema import Config
+from ssscale.config.yaml_nodes import check_nodes
 from ssscale.errors import UserError
-from ssscale.schema import Config
-from ssscale.validate import validate
-from ssscale.yaml_nodes import check_nodes
 
-__all__ = ["CONFIGS", "change", "from_yaml", "load_config", "read_yaml", "run_names", "save", "to_yaml", "validate"]
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 Tree = dict[str, Any]
 
@@ -315,7 +312,7 @@ def _unknown(key: str, source: str, options: Iterable[str] = ()) -> str:
     near = [name for name in valid if name.rpartition(".")[2] == last][:3]
     near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
     near = near or [n for n in valid if difflib.get_close_matches(last, [n.rpartition(".")[2]], cutoff=0.7)][:1]
-    hint = f"did you mean {_one_of(near)}?" if near else "ssscale/schema.py lists them all"
+    hint = f"did you mean {_one_of(near)}?" if near else "ssscale/config/schema.py lists them all"
     return f"there is no key {key!r}{_in(source)}; {hint}"
 
 

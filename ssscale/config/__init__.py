@@ -1,0 +1,5 @@
+"""The configuration of a run: its keys (`schema`), what fills them (`load`), and what its names stand for (`registry`)."""
+
+from ssscale.config.load import CONFIGS, change, from_yaml, load_config, read_yaml, run_names, save, to_yaml
+
+__all__ = ["CONFIGS", "change", "from_yaml", "load_config", "read_yaml", "run_names", "save", "to_yaml"]
