@@ -7,13 +7,15 @@ lse_i = ln Σ_j exp(scale · q_i·k_j) as [T, N] float32 (float64 for float64).
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+from .. import exact
+from ..exact import lse_dtype
 from . import cudnn_graphs
 from .documents import Documents
 
@@ -23,7 +25,6 @@ HALF = (torch.bfloat16, torch.float16)
 # Backward's scratch in cuDNN's deterministic mode grows with documents × length² (12 GiB at 16 × 4,096); and plans for
 # documents shorter than this cost more to build and to launch than they save.
 CUDNN_MIN_LENGTH = 256
-TILE_ELEMENTS = 1 << 22  # logits alive at once in plain torch
 
 _varied = ContextVar("_varied", default=False)
 
@@ -63,9 +64,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> tuple[Tens
         return _varlen_forward(q, k, v, documents)
     o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2], dtype=lse_dtype(q))
     for part, length in _parts(documents, q.shape[0]):
-        inputs = [_heads(_batched(x[part], length), q.shape[1]) for x in (q, k, v)]
-        run: Callable[..., tuple[Tensor, Tensor]] = _exact_forward if backend == "exact" else _cpu_forward
-        o_part, lse_part = run(*inputs, documents)
+        query, key, value = (_heads(_batched(x[part], length), q.shape[1]) for x in (q, k, v))
+        if backend == "exact":
+            o_part, lse_part = exact.forward(query, key, value, documents.scale, causal=True, window=documents.window)
+        else:
+            o_part, lse_part = _cpu_forward(query, key, value, documents)
         o[part] = o_part.transpose(1, 2).flatten(0, 1)
         lse[part] = lse_part.transpose(1, 2).flatten(0, 1)
     return o, lse
@@ -85,19 +88,19 @@ def backward(
         return dq, dk
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     for part, length in _parts(documents, q.shape[0]):
-        inputs = [_heads(_batched(x[part], length), q.shape[1]) for x in (grad_o, q, k, v, o)]
+        grad, query, key, value, o_part = (_heads(_batched(x[part], length), q.shape[1]) for x in (grad_o, q, k, v, o))
         lse_part = lse[part].unflatten(0, (-1, length)).transpose(1, 2)
-        run: Callable[..., tuple[Tensor, ...]] = _exact_backward if backend == "exact" else _cpu_backward
-        grads = run(*inputs, lse_part, documents)
-        for out, grad in zip((dq, dk, dv), grads):
+        tensors = (grad, query, key, value, o_part, lse_part)
+        if backend == "exact":
+            window, partial = documents.window, documents.partial
+            grads = exact.backward(*tensors, documents.scale, causal=True, window=window, partial=partial)
+        else:
+            grads = _cpu_backward(*tensors, documents)
+        for out, d_part in zip((dq, dk, dv), grads):
             # Keys that several query heads share get the sum of their gradients.
-            shared = grad.unflatten(1, (out.shape[1], -1)).sum(2) if grad.shape[1] != out.shape[1] else grad
+            shared = d_part.unflatten(1, (out.shape[1], -1)).sum(2) if d_part.shape[1] != out.shape[1] else d_part
             out[part] = shared.transpose(1, 2).flatten(0, 1)
     return dq, dk
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _choose(q: Tensor, documents: Documents) -> str:
@@ -205,50 +208,3 @@ def _cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return flash(grad_o, q, k, v, o, lse, 0.0, True, scale=documents.scale)
-
-
-def _tiles(q: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries of [B, N, L, H], and the keys they see, that keep about TILE_ELEMENTS logits alive."""
-    batch, heads, length, _ = q.shape
-    rows = max(1, TILE_ELEMENTS // (batch * heads * length))
-    for first in range(0, length, rows):
-        last = min(first + rows, length)
-        yield slice(first, last), slice(0 if window is None else max(0, first - window + 1), last)
-
-
-def _logits(q: Tensor, k: Tensor, rows: slice, keys: slice, documents: Documents) -> Tensor:
-    """[B, N, queries, keys] in at least float32, hidden keys at −∞."""
-    dtype = lse_dtype(q)
-    logits = q[:, :, rows].to(dtype) @ k[:, :, keys].to(dtype).transpose(-1, -2) * documents.scale
-    i, j = (torch.arange(part.start, part.stop, device=q.device) for part in (rows, keys))
-    distance = i[:, None] - j
-    hidden = distance < 0
-    if documents.window is not None:
-        hidden |= distance >= documents.window
-    return logits.masked_fill_(hidden, float("-inf"))
-
-
-def _exact_forward(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-    o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
-    for rows, keys in _tiles(q, documents.window):
-        logits = _logits(q, k, rows, keys, documents)
-        lse[:, :, rows] = logits.logsumexp(-1)
-        o[:, :, rows] = torch.exp(logits - lse[:, :, rows, None]) @ v[:, :, keys].to(lse.dtype)
-    return o, lse
-
-
-def _exact_backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, documents: Documents
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad, query, key, value = (x.to(lse.dtype) for x in (grad_o, q, k, v))
-    dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
-    for rows, keys in _tiles(q, documents.window):
-        weights = torch.exp(_logits(q, k, rows, keys, documents) - lse[:, :, rows, None])
-        d_weights = grad[:, :, rows] @ value[:, :, keys].transpose(-1, -2)
-        # Σ_j p_j dp_j over all keys, which is dO·o but for the rounding of o.
-        product = grad[:, :, rows] * o[:, :, rows].to(lse.dtype) if documents.partial else weights * d_weights
-        d_logits = weights * (d_weights - product.sum(-1, keepdim=True)) * documents.scale
-        dq[:, :, rows] = d_logits @ key[:, :, keys]
-        dk[:, :, keys] += d_logits.transpose(-1, -2) @ query[:, :, rows]
-        dv[:, :, keys] += weights.transpose(-1, -2) @ grad[:, :, rows]
-    return dq, dk, dv

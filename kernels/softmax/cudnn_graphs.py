@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.upload import upload
-
+from ..upload import upload
 from .documents import Documents, Rectangles, bucket
 
 logger = logging.getLogger(__name__)

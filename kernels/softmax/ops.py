@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..exact import lse_dtype
 from . import backends
 from .documents import Documents
 
@@ -44,7 +45,7 @@ def backward_op(
 
 @forward_op.register_fake
 def _(q, *_):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=backends.lse_dtype(q))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype(q))
 
 
 @backward_op.register_fake

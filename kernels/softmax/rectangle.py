@@ -6,8 +6,9 @@ The parts of one query's softmax are put together by their log-sum-exp (merge.py
 import torch
 from torch import Tensor
 
+from .. import exact
+from ..exact import lse_dtype
 from . import backends, cudnn_graphs
-from .backends import TILE_ELEMENTS, lse_dtype
 from .documents import Rectangles
 
 
@@ -107,41 +108,21 @@ def _flash_backward(
     return found
 
 
-def _blocks(q: Tensor, k: Tensor) -> list[slice]:
-    rows = max(1, TILE_ELEMENTS // (q.shape[1] * len(k)))
-    return [slice(first, first + rows) for first in range(0, len(q), rows)]
-
-
-def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    dtype = lse_dtype(q)
-    return torch.einsum("inh,jnh->nij", q.to(dtype), k.to(dtype)) * scale
+def _alone(x: Tensor, num_heads: int) -> Tensor:
+    """[T, K, H] → [1, N, T, H], key heads repeated for the query heads that share them."""
+    return x.repeat_interleave(num_heads // x.shape[1], 1).transpose(0, 1)[None]
 
 
 def _exact_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    o, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q))
-    for rows in _blocks(q, k):
-        logits = _logits(q[rows], k, scale)
-        lse[rows] = logits.logsumexp(-1).t()
-        o[rows] = torch.einsum("nij,jnh->inh", (logits - lse[rows].t()[..., None]).exp(), v.to(lse.dtype)).to(o.dtype)
-    return o, lse
+    query, key, value = (_alone(x, q.shape[1]) for x in (q, k, v))
+    o, lse = exact.forward(query, key, value, scale, causal=False)
+    return o[0].transpose(0, 1), lse[0].t()
 
 
 def _exact_backward(
     grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group = q.shape[1] // k.shape[1]
-    wide = lse_dtype(q)
-    key, value = (x.repeat_interleave(group, 1).to(wide) for x in (k, v))
-    dq = torch.empty(q.shape, dtype=wide, device=q.device)
-    dk, dv = torch.zeros_like(key), torch.zeros_like(value)
-    for rows in _blocks(q, key):
-        grad = grad_o[rows].to(wide)
-        weights = (_logits(q[rows], key, scale) - lse[rows].t()[..., None]).exp()
-        delta = (grad * o[rows].to(wide)).sum(-1).t()  # Σ_j p_j dp_j over all keys, here and elsewhere
-        d_logits = weights * (torch.einsum("inh,jnh->nij", grad, value) - delta[..., None]) * scale
-        dq[rows] = torch.einsum("nij,jnh->inh", d_logits, key)
-        dk += torch.einsum("nij,inh->jnh", d_logits, q[rows].to(wide))
-        dv += torch.einsum("nij,inh->jnh", weights, grad)
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    grad, query, key, value, out = (_alone(x, q.shape[1]) for x in (grad_o, q, k, v, o))
+    dq, dk, dv = exact.backward(grad, query, key, value, out, lse.t()[None], scale, causal=False, partial=True)
+    dq, dk, dv = (x[0].unflatten(0, (y.shape[1], -1)).sum(1).transpose(0, 1) for x, y in ((dq, q), (dk, k), (dv, v)))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.softmax.interface import check
-
+from ..softmax.interface import check
 from . import ops
 
 

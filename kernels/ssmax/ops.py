@@ -7,9 +7,9 @@ kernel writes dq and dk beside it, and autograd has nothing to add up.
 import torch
 from torch import Tensor
 
-from kernels.softmax import backends
-from kernels.softmax.documents import Documents
-
+from ..exact import lse_dtype
+from ..softmax import backends
+from ..softmax.documents import Documents
 from . import rotary
 from .reference import query_factor, rotate
 
@@ -95,7 +95,7 @@ def _rotate_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rotary.backward` in plain torch."""
     num_heads, num_kv_heads = dq.shape[1], dk.shape[1]
-    wide = backends.lse_dtype(qkv)
+    wide = lse_dtype(qkv)
     minus_sin = None if sin is None else -sin
     du = rotate(dq.to(wide), cos, minus_sin)
     dqkv[:, num_heads : num_heads + num_kv_heads] = rotate(dk.to(wide), cos, minus_sin)
@@ -115,7 +115,7 @@ def _(qkv, cos, sin, base, s, b, cu_seqlens, num_heads, *_):  # type: ignore[no-
     total, heads, head_dim = qkv.shape
     q = qkv.new_empty(total, num_heads, head_dim)
     k = qkv.new_empty(total, (heads - num_heads) // 2, head_dim)
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=backends.lse_dtype(q)), q, k
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q)), q, k
 
 
 @backward_op.register_fake

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import half, tile
-from .ops import aux_shapes, carry_dtype
+from .kept import aux_shapes, carry_dtype
 
 # Arguments for which Triton must not compile once more when they happen to be 1 or a multiple of 16: batches vary.
 COUNTS = (

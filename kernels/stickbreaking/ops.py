@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import torch_path
+from .kept import aux_shapes, carry_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -170,19 +171,6 @@ def _(  # type: ignore[no-untyped-def]
         scale,
         entering=log_rest_in is not None,
     )
-
-
-def aux_shapes(
-    num_tokens: int, num_heads: int, num_sequences: int
-) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Shapes of row_carry, row_tile and block_stop. Blocks of 64 rows, one spare a sequence: see forward.py's `locate`."""
-    rows = (num_heads, num_tokens)
-    return rows, rows, (num_heads, num_tokens // 64 + num_sequences)
-
-
-def carry_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Backward subtracts its way back along the carry; in float32 that would cost a float32 result its last digits."""
-    return torch.float64 if dtype == torch.float32 else torch.float32
 
 
 @forward_op.register_fake
