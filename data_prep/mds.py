@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep._torchvision import install_stand_in
 from data_prep.errors import DataError
+from ssscale.data.torchvision_stand_in import install_stand_in
 
 Sample = dict[str, Any]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from data_prep._torchvision import install_stand_in
 from data_prep.errors import DataError
 from data_prep.pack import Row
+from ssscale.data.torchvision_stand_in import install_stand_in
 
 FORMAT = "ssscale-packed"
 VERSION = 1

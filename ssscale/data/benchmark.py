@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import torch
 
-from ssscale.data._torchvision import install_stand_in
 from ssscale.data.stream import PackedData, make_loader
+from ssscale.data.torchvision_stand_in import install_stand_in
 
 MICROBATCH = 4
 

@@ -19,9 +19,9 @@ import numpy as np
 import xxhash
 from filelock import FileLock
 
-from ssscale.data._torchvision import install_stand_in
 from ssscale.data.batch import Row
 from ssscale.data.order import WINDOW
+from ssscale.data.torchvision_stand_in import install_stand_in
 from ssscale.errors import UserError
 from ssscale.names import bad_shard_name, leads_out
 

@@ -1,4 +1,8 @@
-"""Makes `import streaming` possible where torchvision is absent: streaming imports it for image data sets only."""
+"""The one change that mosaicml-streaming (0.13.0) needs: a torchvision for machines without one.
+
+streaming imports torchvision at its top, for image data sets only; torch's builds for CPUs come without a torchvision
+that fits them. data_prep imports this file too, the single thing of ssscale that it does.
+"""
 
 import importlib.machinery
 import importlib.util

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.__main__ import main
-from data_prep._torchvision import install_stand_in
 from ssscale.data.stream import PackedData
+from ssscale.data.torchvision_stand_in import install_stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.__main__ import main
-from data_prep._torchvision import install_stand_in
 from data_prep.read_shards import read_manifest
+from ssscale.data.torchvision_stand_in import install_stand_in
 from tests.data_prep.conftest import make_texts, write_jsonl
 
 TEXTS = [text for text in make_texts(150, 3) if text.strip()]

@@ -2,7 +2,7 @@
 
 import gc
 
-from ssscale.data._torchvision import install_stand_in
+from ssscale.data.torchvision_stand_in import install_stand_in
 
 install_stand_in()
 
