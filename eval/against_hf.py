@@ -212,6 +212,8 @@ def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list
     import torch
     from lm_eval import simple_evaluate
 
+    from eval.lm_eval_patches import without_environment
+
     ((_, task),) = manager.load([name])["tasks"].items()
     kind = {"multiple_choice": "loglikelihood"}.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
     if kind == "generate_until":
@@ -250,7 +252,7 @@ def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list
             runs.append(taken)
             return list(results)
 
-        with mock.patch.object(lm, kind, timed), mock.patch("lm_eval.evaluator.add_env_info"):
+        with mock.patch.object(lm, kind, timed), without_environment():
             output = simple_evaluate(lm, tasks=[name], task_manager=manager, bootstrap_iters=0, limit=limit)
         return sum(spent), output
 

@@ -6,16 +6,15 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
 import lm_eval
 import torch.distributed as dist
 from jinja2.exceptions import UndefinedError
-from lm_eval import utils
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 
 from eval.harness import PackedLM
+from eval.lm_eval_patches import templates_end_with, without_environment
 from eval.own_tasks import first_line, is_own
 from ssscale.errors import UserError
 from ssscale.parallel.exchange import gather_json
@@ -65,7 +64,7 @@ def score_task(lm: PackedLM, task: Task, limit: int | None = None) -> Scored | N
     """
     check_shots(task)
     lm.in_passes = False
-    with watched(task, lm) as watch, mock.patch("lm_eval.evaluator.add_env_info"):  # seconds of `pip list`
+    with watched(task, lm) as watch, without_environment():
         try:
             output = lm_eval.simple_evaluate(
                 lm, tasks=[task], task_manager=_NO_TASKS, bootstrap_iters=BOOTSTRAP, limit=limit
@@ -166,7 +165,7 @@ def watched(task: Task, lm: PackedLM) -> Iterator[Watch]:
     for name in names:
         setattr(task, name, getattr(watch, name))
     try:
-        with mock.patch.object(utils.env, "finalize", watch.finalize):
+        with templates_end_with(watch.finalize):
             yield watch
     finally:
         for name in names:

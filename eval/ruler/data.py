@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import datasets
 import zstandard
 
 from eval.documents import read_documents
+from eval.lm_eval_patches import download_gives
 from eval.ruler.offline import qa_utils
 from eval.tasks.local.files import find
 from ssscale.errors import UserError
@@ -146,7 +146,7 @@ def read_questions(file: Path) -> Questions:
                 for paragraph in article["paragraphs"]:
                     for question in paragraph["qas"]:
                         question.setdefault("is_impossible", False)  # SQuAD 1.1 has none that are
-        with mock.patch.object(qa_utils, "download_json", return_value=content):
+        with download_gives(content):
             questions, documents = read(os.fspath(file))
     except (OSError, zstandard.ZstdError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None

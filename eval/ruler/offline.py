@@ -7,21 +7,18 @@ in every process. Here sentences are split by a rule, and a word is put together
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, lru_cache
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import wonderwords
 
-_KINDS = ("adjectives", "nouns", "verbs")
-_no_words = SimpleNamespace(_categories=dict.fromkeys(_KINDS, ()))
-# nltk.data.find answers, so that nothing is downloaded.
-with mock.patch("nltk.data.find"), mock.patch("wonderwords.RandomWord", return_value=_no_words):
+from eval.lm_eval_patches import importing_ruler, ruler_uses
+
+with importing_ruler():
     from lm_eval.tasks.ruler import prepare_niah
-from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, qa_utils, vt_utils  # noqa: E402
+from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, qa_utils, vt_utils
 
 __all__ = ["cwe_utils", "fwe_utils", "niah_utils", "offline", "prepare_niah", "qa_utils", "seeded", "vt_utils"]
 
@@ -104,16 +101,13 @@ def seeded() -> Iterator[None]:
 @contextmanager
 def offline(track: Track = iter) -> Iterator[None]:
     """lm-eval's generators may be called here: the same samples every time. track: is given the numbers of the samples."""
-    with ExitStack() as stack:
-        stack.enter_context(seeded())
-        replaced = [
-            (prepare_niah, "WORDS", words()),
-            (prepare_niah, "cached_sent_tokenize", lru_cache(maxsize=16)(split_sentences)),
-            (cwe_utils, "RNG", random.Random(SEED)),
-            (vt_utils, "print", lambda *_: None),
-        ]
-        for module in (prepare_niah, cwe_utils, fwe_utils, vt_utils, qa_utils):
-            replaced.append((module, "tqdm", _tracking(track)))
-        for module, name, value in replaced:
-            stack.enter_context(mock.patch.object(module, name, value, create=name == "print"))
+    replaced = [
+        (prepare_niah, "WORDS", words()),
+        (prepare_niah, "cached_sent_tokenize", lru_cache(maxsize=16)(split_sentences)),
+        (cwe_utils, "RNG", random.Random(SEED)),
+        (vt_utils, "print", lambda *_: None),
+    ]
+    for module in (prepare_niah, cwe_utils, fwe_utils, vt_utils, qa_utils):
+        replaced.append((module, "tqdm", _tracking(track)))
+    with seeded(), ruler_uses(replaced):
         yield

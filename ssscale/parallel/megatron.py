@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
 from torch import Tensor, nn
 
+from ssscale.parallel import megatron_patches
 from ssscale.parallel.groups import Groups
 
 
@@ -24,12 +24,8 @@ def _leave_uninitialized(weight: Tensor) -> None:
 
 def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype) -> TransformerConfig:
     """What Megatron-core's layers read of their configuration; head and layer counts there are ours to ignore."""
-    if not torch.cuda.is_available():
-        # Megatron-core allocates its sequence-parallel buffers on torch.cuda.current_device().
-        torch.cuda.current_device = lambda: torch.device("cpu")
+    megatron_patches.apply()
     initialize_rng_tracker(inference_rng_tracker=True)
-    # The layers warn once a process about CUDA_DEVICE_MAX_CONNECTIONS; Dynamo cannot trace the warning.
-    megatron_layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
     return TransformerConfig(
         num_layers=1,
         hidden_size=groups.tensor_size,

@@ -7,7 +7,7 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.read_shards import read_manifest
 from tests.data_prep.conftest import make_texts, source_flags, write_jsonl
-from tests.data_prep.test_prepare import documents
+from tests.data_prep.folders import documents
 
 TASKS = 3
 

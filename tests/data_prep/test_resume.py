@@ -24,7 +24,7 @@ from data_prep.__main__ import main
 from data_prep.key_set import KeySet
 from ssscale.data.torchvision_stand_in import install_stand_in
 from tests.data_prep.conftest import make_texts, source_flags, write_jsonl
-from tests.data_prep.test_prepare import contents
+from tests.data_prep.folders import contents
 
 
 @pytest.fixture(autouse=True, scope="module")

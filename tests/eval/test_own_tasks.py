@@ -18,7 +18,7 @@ from launch.report import main as report
 from ssscale.config.schema import Core
 from ssscale.errors import UserError
 from tests.eval.own_data import CAPITALS, GROUP, LAST, question, write_lines, write_own_tasks
-from tests.eval.test_suite import write_run
+from tests.eval.random_run import write_run
 from tests.pool import Pool
 
 STEP = "step-00000001"

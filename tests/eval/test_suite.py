@@ -1,6 +1,5 @@
 """The paper's suite over local files: lm-eval's own requests, lm-eval's own backend, one process and two."""
 
-import dataclasses
 import json
 import multiprocessing
 from pathlib import Path
@@ -20,20 +19,14 @@ from eval.task_names import defined, lm_eval_tasks
 from eval.tasks.local.files import FILES
 from eval.text import TextTokenizer
 from launch.evaluate import main as evaluate
-from ssscale.config import to_yaml
-from ssscale.config.schema import AttentionConfig, Config, Core, DataConfig, PositionConfig, PositionMethod
+from ssscale.config.schema import Core
 from ssscale.errors import UserError
 from ssscale.hf import register
-from ssscale.hf.convert import WeightsOnly, export_checkpoint
+from ssscale.hf.convert import export_checkpoint
 from ssscale.model.decoder import Decoder
-from ssscale.model.init import initialize_weights
-from ssscale.parallel.groups import Groups
-from ssscale.train.checkpoint import TrainState
-from ssscale.train.save import save_checkpoint
 from tests.eval.local_data import ITEMS, write_local_data
+from tests.eval.random_run import LENGTH, write_run
 from tests.pool import Pool
-
-LENGTH = 320  # GSM8K generates 256 tokens
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +43,6 @@ def eval_data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def without_pip_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval adds what it finds of the environment to its results, which takes seconds."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda *_: None)
-
-
-def write_run(folder: Path, config: Config, core: Core, groups: Groups, tokenizer: TextTokenizer, file: str) -> Decoder:
-    """A run of random weights, large enough that predictions are far from uniform."""
-    method = PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope
-    attention, position = AttentionConfig(core=core), PositionConfig(method=method)
-    model = dataclasses.replace(config.model, attention=attention, position=position)
-    config = dataclasses.replace(config, model=model, data=DataConfig(config.data.path, LENGTH))
-    decoder = Decoder(config.model, groups, LENGTH)
-    initialize_weights(decoder, config.model, groups, seed=5)
-    bounds = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
-    files = {
-        "config.yaml": to_yaml(config),
-        "tokenizer.json": Path(file).read_text(),
-        "boundaries.json": json.dumps(bounds),
-    }
-    save_checkpoint(folder / "checkpoints", WeightsOnly(decoder), groups, TrainState(step=1), files)
-    return decoder.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
