@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -52,7 +52,10 @@ class ShardFolder:
         self.out = Path(out)
         self.partial = self.out.with_name(self.out.name + ".partial")
         self.shard_bytes = shard_bytes
+        self.source, self.dtype = "", ""
         self._writers: dict[str, Any] = {}
+        self._synced: dict[str, int] = {}  # shards of each split that are safe on disk
+        self._lock: TextIO | None = None
 
     def __enter__(self) -> "ShardFolder":
         check_free(self.out)
@@ -71,7 +74,8 @@ class ShardFolder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def clear(self) -> None:
         """Remove what a killed run left."""
@@ -85,7 +89,7 @@ class ShardFolder:
         """Start a source, or go on with one from what `unfinished()` gave."""
         self.source, self.dtype = source, dtype
         self._writers = {}
-        self._synced: dict[str, int] = {}
+        self._synced = {}
         for split, (shards, samples) in (unfinished or {}).items():
             writer = self._writer(split)
             writer.shards, writer.new_samples = shards, samples

@@ -121,9 +121,9 @@ class Experiment:
                 self._save()
                 return False
             began = time.monotonic()
-            self._train_step()
+            losses = self._train_step()
             if self.step % self.recipe.test_every == 0 or self.step == self.recipe.steps:
-                self.history.append({"step": self.step, "accuracy": self.accuracy(), "loss": self.losses.tolist()})
+                self.history.append({"step": self.step, "accuracy": self.accuracy(), "loss": losses.tolist()})
             self.seconds += time.monotonic() - began
         self._write()
         return True
@@ -132,19 +132,21 @@ class Experiment:
         solved = bool(self.history) and max(self.history[-1]["accuracy"]) >= SOLVED
         return solved or self.step >= self.recipe.steps
 
-    def _train_step(self) -> None:
+    def _train_step(self) -> Tensor:
+        """The loss of each model."""
         recipe = self.recipe
         self.step += 1
         task, count = recipe.at(self.step, self.task)
         examples = task.examples(count, recipe.seed * 2**32 + self.step, self.groups.device)
         rows = task.query_positions(self.groups.device)
-        self.losses = self._losses(self.bank, self.bank.hidden(examples.tokens, rows), examples.answers)
-        self.losses.sum().backward()
+        losses = self._losses(self.bank, self.bank.hidden(examples.tokens, rows), examples.answers)
+        losses.sum().backward()
         for group, lr in zip(self.optimizer.param_groups, recipe.lrs, strict=True):
             torch.nn.utils.clip_grad_norm_(group["params"], recipe.clip)
             group["lr"] = lr * recipe.factor(self.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return losses.detach()
 
     def compile_parts(self) -> None:
         """torch.compile, where heads are as wide as the experiment's: narrower ones run kernels of their own."""

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..buckets import bucket
 from ..upload import upload
-from .documents import Documents, Rectangles, bucket
+from .documents import Documents, Rectangles
 
 logger = logging.getLogger(__name__)
 

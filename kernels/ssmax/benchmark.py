@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.buckets import bucket
 from kernels.softmax import backends, choose_backend, softmax_attention
-from kernels.softmax.documents import Documents, bucket
+from kernels.softmax.documents import Documents
 from kernels.ssmax import query_factor, rotary, rotary_attention, rotary_attention_reference, rotate
 from kernels.stickbreaking.benchmark import forward_and_backward, graph_ms
 

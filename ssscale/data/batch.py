@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.softmax.documents import bucket
+from kernels.buckets import bucket
 from ssscale.layout import PackedLayout
 from ssscale.parallel.context import share_of
 from ssscale.parallel.groups import Groups

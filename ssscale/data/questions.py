@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import zstandard
 
-from kernels.softmax.documents import bucket
+from kernels.buckets import bucket
 from ssscale.data.batch import IGNORE, Batch
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.buckets import bucket
 from kernels.softmax import ops, softmax_attention
 from kernels.softmax.backends import choose_backend
 from kernels.softmax.cudnn_graphs import _shape
-from kernels.softmax.documents import Documents, bucket
+from kernels.softmax.documents import Documents
 
 
 def starts(*values):
