@@ -38,7 +38,7 @@ setup: $(STAMP)  ## create .venv with the pinned dependencies (STACK=gpu or cpu:
 
 # One resolution for everything: lm-eval installed afterwards would break transformers' huggingface-hub pin.
 # torchvision comes with streaming and, beside a CPU build of torch, is a CUDA build that fails on import: taken out.
-$(STAMP): pyproject.toml $(CONSTRAINTS) $(if $(filter-out $(STACK),$(INSTALLED)),other-stack)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(if $(filter-out $(STACK),$(INSTALLED)),other-stack)
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed (apt-get install python3.11)" >&2; exit 2; }
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) lacks the venv module (apt-get install python3-venv)" >&2; exit 2; }
 	if [ "$(INSTALLED)" != $(STACK) ]; then

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("Makefile", "pyproject.toml", "constraints.txt", "constraints-gpu.txt", "constraints-cpu.txt")
+FILES = ("Makefile", "pyproject.toml", "setup.py", "constraints.txt", "constraints-gpu.txt", "constraints-cpu.txt")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_changed_constraint_installs_again(checkout: Path) -> None:
     assert not due(checkout)
     os.utime(checkout / "constraints-gpu.txt", (time.time() + 60,) * 2)  # of the other stack
     assert not due(checkout)
-    for name in ("constraints.txt", "constraints-cpu.txt", "pyproject.toml"):
+    for name in ("constraints.txt", "constraints-cpu.txt", "pyproject.toml", "setup.py"):
         os.utime(checkout / name, (time.time() + 60,) * 2)
         assert due(checkout), name
         os.utime(checkout / name, (time.time() - 60,) * 2)

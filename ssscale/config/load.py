@@ -23,7 +23,8 @@ from ssscale.config.schema import Config
 from ssscale.config.yaml_nodes import check_nodes
 from ssscale.errors import UserError
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_INSTALLED = Path(__file__).resolve().parents[1] / "configs"  # where a wheel has them
+CONFIGS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "configs"
 
 Tree = dict[str, Any]
 

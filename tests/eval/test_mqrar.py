@@ -143,8 +143,7 @@ def test_short_sequences_come_first(groups, tmp_path):
     examples = short.examples(9, 1, CPU)
     logits = experiment.bank(examples.tokens, short.query_positions(CPU))
     exact = torch.nn.functional.cross_entropy(logits[0].flatten(0, 1), examples.answers.flatten())
-    experiment._train_step()
-    torch.testing.assert_close(experiment.losses[0], exact)
+    torch.testing.assert_close(experiment._train_step()[0], exact)
 
 
 @pytest.mark.gpu
@@ -204,7 +203,8 @@ def test_compiled_training_is_the_same(core, groups, tmp_path):
         compiled.compile_parts()
         assert plain.run()
         assert compiled.run()
-        torch.testing.assert_close(compiled.losses, plain.losses, rtol=1e-4, atol=1e-5)
+        losses = (torch.tensor(experiment.history[-1]["loss"]) for experiment in (compiled, plain))
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
         for name in plain.bank.names:
             for one, other in zip(plain.bank.weights(name), compiled.bank.weights(name), strict=True):
                 # Where a gradient is nearly 0, Adam's step is as large as elsewhere.
