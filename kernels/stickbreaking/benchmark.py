@@ -1,5 +1,8 @@
 # ruff: noqa: B023 (every closure is called within its own turn of the loop)
-"""python -m kernels.stickbreaking.benchmark: checks, then times forward and backward beside PyTorch's. Needs a CUDA GPU."""
+"""python -m kernels.stickbreaking.benchmark: checks, then times forward and backward beside PyTorch's.
+
+Needs a CUDA GPU.
+"""
 
 import argparse
 import itertools

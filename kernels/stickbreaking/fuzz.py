@@ -1,8 +1,8 @@
-"""python -m kernels.stickbreaking.fuzz [--cases 10000] [--jobs 8]: random small sequences against float64. Needs a CUDA GPU.
+"""python -m kernels.stickbreaking.fuzz [--cases 10000] [--jobs 8]: random small sequences against float64.
 
-A case is one sequence: its query and key lengths, its offset, logits of some size. Packed with up to seven others it runs
-forward and backward, all memory that the kernels allocate filled with NaN before. Settings (dtype, head dim, grouping, offsets,
-carried stick) come from a fixed list, because each has kernels of its own to compile.
+Needs a CUDA GPU. A case is one sequence: its query and key lengths, its offset, logits of some size. Packed with up to seven
+others it runs forward and backward, all memory that the kernels allocate filled with NaN before. Settings (dtype, head dim,
+grouping, offsets, carried stick) come from a fixed list, because each has kernels of its own to compile.
 """
 
 import argparse

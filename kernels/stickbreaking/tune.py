@@ -1,4 +1,7 @@
-"""python -m kernels.stickbreaking.tune [--warm N]: ranks tile sizes, chunks, the order of heads, splits. Needs a CUDA GPU."""
+"""python -m kernels.stickbreaking.tune [--warm N]: ranks tile sizes, chunks, the order of heads, splits.
+
+Needs a CUDA GPU.
+"""
 
 import argparse
 import sys
