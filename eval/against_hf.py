@@ -241,43 +241,20 @@ def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list
 
     def evaluated(lm: Any) -> tuple[float, dict[str, Any]]:
         spent: list[float] = []
-        call = getattr(lm, kind)
-
-        def timed(requests: list[Any], **_: Any) -> list[Result]:
-            taken: list[float] = []
-            while len(taken) < REPEATS and sum(taken) < REPEATED_SECONDS:
-                seconds, results = backends.seconds(call, requests, True)
-                taken.append(seconds)
-            spent.append(median(taken))
-            runs.append(taken)
-            return list(results)
-
-        with mock.patch.object(lm, kind, timed), without_environment():
+        with mock.patch.object(lm, kind, repeated(backends, getattr(lm, kind), spent, runs)), without_environment():
             output = simple_evaluate(lm, tasks=[name], task_manager=manager, bootstrap_iters=0, limit=limit)
         return sum(spent), output
 
     our_seconds, ours = evaluated(backends.ours)
     hf_seconds, theirs = evaluated(backends.hf(best, largest, rolling))
-    differences, same, requests = [], [], 0
-    # A sample comes once for each of the task's filters, with the same answers.
-    asked_once = [
-        [s for s in found if s["filter"] == found[0]["filter"]]
-        for found in (ours["samples"][name], theirs["samples"][name])
-    ]
-    for a, b in zip(*asked_once, strict=True):
-        if a["arguments"] != b["arguments"]:
-            raise AssertionError(f"{name}: the backends were asked different things")
-        for x, y in zip(a["resps"], b["resps"], strict=True):
-            requests += 1
-            differences.append(distance(x[0], y[0], a))
-            same.append(agree(x[0], y[0]))
+    samples, differences, same = answers(ours["samples"][name], theirs["samples"][name])
     values = [output["results"][name] for output in (ours, theirs)]
     metric = next(key for key in values[0] if "," in key and "_stderr" not in key)
     found = [d for d in differences if d is not None]
     comparison = Comparison(
         task=name,
-        examples=len(asked_once[0]),
-        requests=requests,
+        examples=samples,
+        requests=len(same),
         our_seconds=our_seconds,
         hf_seconds=hf_seconds,
         hf_batch_size=best,
@@ -293,6 +270,35 @@ def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list
     near = backends.seconds(asked, backends.hf(best, largest, rolling), sample)[1]
     off = [fmean(abs(value(x) - value(y)) for x, y in zip(some, exact, strict=True)) for some in (warm, near)]
     return replace(comparison, off_float32=(off[0], off[1]))
+
+
+def repeated(backends: Backends, call: Any, spent: list[float], runs: list[list[float]]) -> Any:
+    """A backend's method, called until its seconds are certain: their median goes to `spent`, all of them to `runs`."""
+
+    def timed(requests: list[Any], **_: Any) -> list[Result]:
+        taken: list[float] = []
+        while len(taken) < REPEATS and sum(taken) < REPEATED_SECONDS:
+            seconds, results = backends.seconds(call, requests, True)
+            taken.append(seconds)
+        spent.append(median(taken))
+        runs.append(taken)
+        return list(results)
+
+    return timed
+
+
+def answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[int, list[float | None], list[bool]]:
+    """The number of samples, and of each request how far apart the answers are and whether they agree."""
+    differences, same = [], []
+    # A sample comes once for each of the task's filters, with the same answers.
+    once = [[sample for sample in found if sample["filter"] == found[0]["filter"]] for found in (ours, theirs)]
+    for a, b in zip(*once, strict=True):
+        if a["arguments"] != b["arguments"]:
+            raise AssertionError("the backends were asked different things")
+        for x, y in zip(a["resps"], b["resps"], strict=True):
+            differences.append(distance(x[0], y[0], a))
+            same.append(agree(x[0], y[0]))
+    return len(once[0]), differences, same
 
 
 def sampled(requests: list[Any], kind: str) -> list[Any]:

@@ -221,7 +221,7 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
     """
     import torch
 
-    from eval.results import add_results, read_results, results_file
+    from eval.results import add_results, results_file
     from eval.suite import Outcome
     from eval.tables import show
     from eval.text import TextTokenizer
@@ -270,14 +270,20 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
     if ruler is not None:
         console.print(ruler_table(ruler, cells))
     if settings.suite == "stickbreaking_paper":
-        from eval.paper import paper_tables
-
-        wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
-        tasks = read_results(file).get("tasks", {})  # those of other parts too
-        for table in paper_tables({name: task["metrics"] for name, task in tasks.items()}, config.name):
-            wide.print(table)
+        show_paper(file, config.name, console)
     console.print(f"results: {file}", highlight=False, soft_wrap=True)
     outcome.check(str(file))
+
+
+def show_paper(file: Path, name: str, console: Console) -> None:
+    """The paper's tables beside the run's results, those of other parts of the tasks too."""
+    from eval.paper import paper_tables
+    from eval.results import read_results
+
+    wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
+    tasks = read_results(file).get("tasks", {})
+    for table in paper_tables({task: found["metrics"] for task, found in tasks.items()}, name):
+        wide.print(table)
 
 
 def check_results(checkpoint: Path, settings: Settings) -> None:

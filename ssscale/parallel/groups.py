@@ -72,12 +72,7 @@ def initialize(
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        if distributed:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-            atexit.register(shutdown)  # NCCL warns of groups that are left to the end
+        _start("cpu:gloo,cuda:nccl" if cuda else "gloo", distributed, timeout)
     world_size = dist.get_world_size()
     context = ulysses * ring
     if world_size % (tensor * context):
@@ -112,6 +107,14 @@ def initialize(
         replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         device=device,
     )
+
+
+def _start(backend: str, distributed: bool, timeout: datetime.timedelta) -> None:
+    if distributed:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        atexit.register(shutdown)  # NCCL warns of groups that are left to the end
 
 
 def _context_groups(
