@@ -209,7 +209,6 @@ def quiet() -> None:
 
 def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list[str]) -> Comparison:
     """One task on both."""
-    import torch
     from lm_eval import simple_evaluate
 
     from eval.lm_eval_patches import without_environment
@@ -227,14 +226,7 @@ def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list
 
     rolling = kind == "loglikelihood_rolling"
     warm = backends.seconds(asked, backends.ours, sample)[1]
-    rates: dict[str, float] = {}
-    for size in sizes:
-        lm = backends.hf(size, largest, rolling)
-        some = sample[: int(size)] if kind == "generate_until" and size != "auto" else sample
-        with contextlib.suppress(torch.OutOfMemoryError):
-            if not rates:
-                backends.seconds(asked, lm, some)  # the first one warms up
-            rates[size] = len(some) / backends.seconds(asked, lm, some)[0]
+    rates = measured_rates(backends, asked, sample, sizes, kind)
     best = max(rates, key=lambda size: rates[size])
 
     runs: list[list[float]] = []
@@ -270,6 +262,22 @@ def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list
     near = backends.seconds(asked, backends.hf(best, largest, rolling), sample)[1]
     off = [fmean(abs(value(x) - value(y)) for x, y in zip(some, exact, strict=True)) for some in (warm, near)]
     return replace(comparison, off_float32=(off[0], off[1]))
+
+
+def measured_rates(backends: Backends, asked: Any, sample: list[Any], sizes: list[str], kind: str) -> dict[str, float]:
+    """Requests of the sample per second of the other backend, by the batch sizes that fit the memory."""
+    import torch
+
+    largest = max(int(size) for size in sizes if size != "auto")
+    rates: dict[str, float] = {}
+    for size in sizes:
+        lm = backends.hf(size, largest, kind == "loglikelihood_rolling")
+        some = sample[: int(size)] if kind == "generate_until" and size != "auto" else sample
+        with contextlib.suppress(torch.OutOfMemoryError):
+            if not rates:
+                backends.seconds(asked, lm, some)  # the first one warms up
+            rates[size] = len(some) / backends.seconds(asked, lm, some)[0]
+    return rates
 
 
 def repeated(backends: Backends, call: Any, spent: list[float], runs: list[list[float]]) -> Any:

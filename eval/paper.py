@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from rich.box import ASCII
+from rich.console import Console
 from rich.table import Table
 
 # (task, metric, heading) of Table 2: normalised accuracies, accuracies, and word perplexity last.
@@ -91,3 +92,10 @@ def paper_tables(tasks: Mapping[str, Mapping[str, Any]], name: str) -> list[Tabl
         table.add_row(name, *("–" if x is None else f"{x:,.1f}" for x in ours))
         tables.append(table)
     return tables
+
+
+def show_paper(tasks: Mapping[str, Mapping[str, Any]], name: str, console: Console) -> None:
+    """Print `paper_tables` of what a results file has under "tasks"."""
+    wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
+    for table in paper_tables({task: found["metrics"] for task, found in tasks.items()}, name):
+        wide.print(table)

@@ -221,7 +221,7 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
     """
     import torch
 
-    from eval.results import add_results, results_file
+    from eval.results import add_results, read_results, results_file
     from eval.suite import Outcome
     from eval.tables import show
     from eval.text import TextTokenizer
@@ -244,9 +244,7 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
         "checkpoint": str(checkpoint),
         "parameters": model.num_parameters(),
         "prefix": "BOS before every document",
-    }
-    if changes:
-        about["changes"] = changes
+    } | ({"changes": changes} if changes else {})
     ruler = plan_ruler(config, tokenizer, settings, console) if settings.ruler else None
     results = about | {"settings": settings.keyed}
     outcome = Outcome()
@@ -270,20 +268,11 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
     if ruler is not None:
         console.print(ruler_table(ruler, cells))
     if settings.suite == "stickbreaking_paper":
-        show_paper(file, config.name, console)
+        from eval.paper import show_paper
+
+        show_paper(read_results(file).get("tasks", {}), config.name, console)  # those of other parts of the tasks too
     console.print(f"results: {file}", highlight=False, soft_wrap=True)
     outcome.check(str(file))
-
-
-def show_paper(file: Path, name: str, console: Console) -> None:
-    """The paper's tables beside the run's results, those of other parts of the tasks too."""
-    from eval.paper import paper_tables
-    from eval.results import read_results
-
-    wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
-    tasks = read_results(file).get("tasks", {})
-    for table in paper_tables({task: found["metrics"] for task, found in tasks.items()}, name):
-        wide.print(table)
 
 
 def check_results(checkpoint: Path, settings: Settings) -> None:
