@@ -105,7 +105,7 @@ class Backends:
         self.dtype, self.folder = dtype, folder
         precision, changes = Precision.bf16, list[str]()
         if dtype == "float32":
-            precision, changes = Precision.fp32, ["model.attention.skip_below=0"]
+            precision, changes = Precision.fp32, ["model.mixer.stickbreaking.skip_below=0"]
         groups = initialize()
         with reading(checkpoint, groups):
             model, config = load_model(checkpoint, groups, precision, changes)

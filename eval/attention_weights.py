@@ -1,44 +1,50 @@
-"""Attention weights out of a core: attention to values of which one column is 1 for some keys is the weight on them.
+"""Attention weights out of a layer: attention to values of which one column is 1 for some keys is the weight on them.
 
-It holds for every core, position bias, window and remainder alike, and runs whatever kernel the core does.
+It holds for every mixer, position bias, window and remainder alike, and runs whatever kernel the mixer does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ssscale.layout import PackedLayout
 
 
-class Inputs(NamedTuple):
-    """What a core was called with: q [T, N, H], rotated and scaled; k [S, K, H]; the layout."""
+class Layer(Protocol):
+    """`ssscale.model.decoder.Attention`, or what stands in for it."""
 
-    core: nn.Module
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor: ...
+
+
+class Inputs(NamedTuple):
+    """What a layer's mixer was given: q [T, N, H], rotated and scaled; k [S, K, H]; the layout."""
+
+    layer: Layer
     q: Tensor
     k: Tensor
     layout: PackedLayout
 
 
 @contextmanager
-def recorded(cores: list[nn.Module]) -> Iterator[list[Inputs]]:
-    """The inputs of every call of these cores' `forward`, in the order of the calls."""
+def recorded(layers: Sequence[Layer]) -> Iterator[list[Inputs]]:
+    """The inputs of every call of these layers' `attend`, in the order of the calls."""
     calls: list[Inputs] = []
 
-    def record(core: nn.Module, *inputs: Any) -> Tensor:
-        calls.append(Inputs(core, inputs[0].detach(), inputs[1].detach(), inputs[3]))
-        return type(core).forward(core, *inputs)
+    def record(layer: Layer, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+        calls.append(Inputs(layer, q.detach(), k.detach(), layout))
+        return type(layer).attend(layer, q, k, v, layout)
 
-    for core in set(cores):
-        core.forward = MethodType(record, core)
+    for layer in layers:
+        layer.attend = MethodType(record, layer)  # type: ignore[method-assign]
     try:
         yield calls
     finally:
-        for core in set(cores):
-            del core.forward
+        for layer in layers:
+            del layer.attend
 
 
 @torch.no_grad()
@@ -52,7 +58,7 @@ def mass(inputs: Inputs, keys: Tensor) -> Tensor:
     parts = []
     for some in keys.split(size, 1):
         values = torch.nn.functional.pad(some.float(), (0, size - some.shape[1]))
-        o = inputs.core(q, k, values[:, None].expand_as(k).contiguous(), inputs.layout)
+        o = inputs.layer.attend(q, k, values[:, None].expand_as(k).contiguous(), inputs.layout)
         parts.append(o[..., : some.shape[1]])
     return torch.cat(parts, -1)
 

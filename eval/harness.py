@@ -21,7 +21,6 @@ from eval.questions import Question, pack_families, with_headers
 from eval.text import TextTokenizer
 from kernels.softmax import varied_documents
 from kernels.upload import upload
-from ssscale.config.schema import RopeScaling
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache
@@ -188,7 +187,7 @@ class PackedLM(TemplateLM):
     @property
     def _shares(self) -> bool:
         """Whether a context's keys serve all its continuations: not where they depend on the whole text's length."""
-        return self.model.config.position.rope_scaling != RopeScaling.dynamic_ntk
+        return not self.model.config.place.depends_on_length
 
     def _share_out(
         self,

@@ -1,7 +1,7 @@
 """Loss on contexts longer than those of training, by position and by length:
 
     python -m eval.long_context RUN [RUN ...] --texts FILE.jsonl[.zst] [--lengths 20000] [--windows 100] [--join]
-        [model.position.rope_base=500000 ...]
+        [model.position.rope.base=500000 ...]
 
 Documents are cut into windows of the longest of --lengths, without overlap, a document's rest left out (--join reads all
 documents as one, each with its boundary tokens); shorter lengths cut the same windows into more pieces. So all lengths have
@@ -34,7 +34,7 @@ from ssscale.parallel.groups import initialize
 from ssscale.train.build import load_model
 from ssscale.train.reading import reading
 
-CHANGEABLE = ("model.attention.", "model.position.")
+CHANGEABLE = ("model.mixers", "model.mixer.", "model.position.")
 BINS = 200  # of a window, at most
 PASS_TOKENS = 65_536  # a forward pass holds all logits of this many tokens, or of one piece
 

@@ -1,7 +1,7 @@
 """A sentence to be found again in a long text (arXiv:2501.19399, Sections 3.3 and 3.4):
 
     python -m eval.needle RUN [RUN ...] --texts FILE.jsonl[.zst] [--lengths 1000,2000,4000,6000,8000,10000]
-        [--depths 10,30,50,70,90] [--samples 100] [model.position.rope_base=500000 ...]
+        [--depths 10,30,50,70,90] [--samples 100] [model.position.rope.base=500000 ...]
     python -m eval.needle RUN [RUN ...] --texts FILE.jsonl[.zst] --scores [--lengths 8000] [--trials 100] [...]
 
 RUN is fine-tuned on question answering by launch/finetune.py, whose form of a prompt it gets: a text of --texts with "The
@@ -105,7 +105,7 @@ def answer(
     """
     cache = KVCache(model, [len(prompt) + ANSWER_TOKENS for prompt in prompts])
     prefill(model, cache, [prompt[:-1] for prompt in prompts])
-    with recorded([block.attention.core for block in model.blocks] if spans else []) as calls:
+    with recorded([block.attention for block in model.blocks] if spans else []) as calls:
         logits = extend(model, cache, [prompt[-1:] for prompt in prompts])
     scores = None
     if spans:

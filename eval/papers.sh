@@ -17,7 +17,7 @@ questions=$(tr , '\n' <<<"$2" | xargs -d '\n' realpath -m | paste -sd ,)
 print=${PRINT:-}
 gpus=${GPUS:-$({ nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null || true; } | xargs)}
 books=$text/valid.books.jsonl.zst
-base=model.position.rope_base=500000
+base=model.position.rope.base=500000
 cd "$(dirname "$0")/.."
 [ ! -d .venv ] || export PATH=$PWD/.venv/bin:$PATH
 
@@ -68,7 +68,7 @@ extrapolation() {  # METHOD: arXiv:2410.17980, Figure 5
         train.save_every=400 train.eval_every=400
     run python -m eval.long_context "$model" --texts "$books" --lengths $lengths
     [ "$1" != rope ] || run python -m eval.long_context "$model" --texts "$books" --lengths $lengths \
-        model.position.rope_scaling=dynamic_ntk model.position.train_length=2048
+        model.position.rope.scaling=dynamic_ntk model.position.rope.train_length=2048
 }
 
 mqrar() {  # CORE PAIRS: its Figures 3 and 4

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssscale.config import load_config
+from ssscale.config.registry import POSITIONS
 from ssscale.config.schema import ModelConfig
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 
@@ -42,7 +43,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """The softmax model of a configuration; its vocabulary rounded up to a multiple of 128, as tensor cores want it."""
+    """The softmax model with RoPE of a configuration's shape; the vocabulary is a multiple of 128, as tensor cores want it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ def measure(name: str, microbatch: int, accumulation: int, steps: int) -> dict[s
     decoder = PlainDecoder(model).cuda().bfloat16()
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-5, fused=True)
     compiled = torch.compile(decoder)
-    theta = model.position.rope_base ** -(torch.arange(0, model.head_size, 2, device="cuda") / model.head_size)
+    theta = POSITIONS["rope"]().base ** -(torch.arange(0, model.head_size, 2, device="cuda") / model.head_size)
     angle = torch.outer(torch.arange(length, device="cuda"), theta).repeat(1, 2)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
     tokens = torch.randint(0, model.vocab_size, (microbatch, length), device="cuda")

@@ -2,7 +2,7 @@
 
     python -m eval.pn_fit RUN [--figure FILE.png] [--data FOLDER]
 
-RUN is the folder of a run made by launch/pretrain.py with `model.attention.ssmax=pn`. Fits p_n ≈ a1 · ln n + a2 by least
+RUN is the folder of a run made by launch/pretrain.py with `model.mixer.ssmax.variant=pn`. Fits p_n ≈ a1 · ln n + a2 by least
 squares, each n weighted by how many targets stand behind it in training, prints a1, a2 and R², and draws p_n with the fit.
 """
 
@@ -25,6 +25,8 @@ from ssscale.errors import UserError
 from ssscale.parallel.groups import initialize
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.reading import reading
+
+PN = "shared.ssmax.pn"
 
 
 class Fit(NamedTuple):
@@ -74,11 +76,9 @@ def learned_pn(run: Run) -> np.ndarray:
         raise UserError(f"{run.folder} has no checkpoint")
     with reading(run.folder, initialize()) as checkpoint:
         reader = CheckpointReader(checkpoint)
-        if "pn" not in reader.weights:
-            raise UserError(
-                f"{checkpoint} has no p_n: the run needs model.attention.core=ssmax model.attention.ssmax=pn"
-            )
-        return reader.whole("pn", "weight").numpy().astype(np.float64)
+        if PN not in reader.weights:
+            raise UserError(f"{checkpoint} has no p_n: the run needs model.mixers=[ssmax] model.mixer.ssmax.variant=pn")
+        return reader.whole(PN, "weight").numpy().astype(np.float64)
 
 
 def draw(p: np.ndarray, fit: Fit, title: str, file: Path) -> None:

@@ -3,34 +3,35 @@
 import csv
 from pathlib import Path
 
-from ssscale.config.schema import Config, Core, SSMaxVariant
+from ssscale.config.schema import Config
 from ssscale.train.checkpoint import CheckpointReader
 
 
 def write_scales(checkpoint: Path, config: Config, folder: Path) -> list[Path]:
     """Write ssmax.csv (layer, head, s and, where it is learned, b) and, of the p_n study, pn.csv (n, p_n).
 
-    Layers and heads count from 0. Returns the files written: none for a checkpoint of another core.
+    Layers and heads count from 0. Returns the files written: none for a checkpoint without SSMax.
     """
-    attention = config.model.attention
-    reader = CheckpointReader(checkpoint)
-    if attention.core is not Core.ssmax:
+    reader, ssmax = CheckpointReader(checkpoint), config.model.used.get("ssmax")
+    if ssmax is None:
         return []
     heads = config.model.num_heads
     rows: list[list[float]] = []
     for layer in range(config.model.num_layers):
         columns = []
+        if config.model.mixer_of(layer) is not ssmax:
+            continue
         for name in ("s", "b"):
-            key = f"blocks.{layer}.attention.core.{name}"
+            key = f"blocks.{layer}.attention.weights.{name}"
             if key in reader.weights:
                 columns.append(reader.whole(key, "weight").tolist())
             elif name == "s":
-                columns.append([attention.ssmax_scale] * heads)
+                columns.append([ssmax.scale] * heads)
         rows += [[layer, head, *values] for head, values in enumerate(zip(*columns, strict=True))]
     header = ["layer", "head", "s", "b"][: len(rows[0])]
     files = [_write(folder / "ssmax.csv", header, rows)]
-    if attention.ssmax is SSMaxVariant.pn:
-        values = reader.whole("pn", "weight").tolist()
+    if "shared.ssmax.pn" in reader.weights:
+        values = reader.whole("shared.ssmax.pn", "weight").tolist()
         files.append(_write(folder / "pn.csv", ["n", "p_n"], [[n, p] for n, p in enumerate(values, 1)]))
     return files
 

@@ -2,7 +2,7 @@
 
     python -m eval.stickbreaking_trained RUN DATA [--rows 4] [--lengths 4096,16384]
 
-RUN is the folder of a run made by launch/pretrain.py with `model.attention.core=stickbreaking`, DATA a packed data folder whose
+RUN is the folder of a run made by launch/pretrain.py with `model.mixers=[stickbreaking]`, DATA a packed data folder whose
 validation rows are joined to sequences of each length, every one read as one document. One forward and one backward pass
 collect q, k, v and dO of all layers; each layer is then timed on its own. Last, decoded texts against full passes.
 """
@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -23,11 +24,10 @@ from torch.nn.functional import scaled_dot_product_attention, softplus
 
 from eval.command import sentences
 from kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
-from ssscale.attention.stickbreaking import StickBreakingCore
 from ssscale.config.schema import Precision
 from ssscale.data.stream import PackedData
 from ssscale.layout import PackedLayout
-from ssscale.model.decoder import Decoder
+from ssscale.model.decoder import Attention, Decoder
 from ssscale.model.generate import generate
 from ssscale.parallel.groups import initialize
 from ssscale.train.build import load_for_inference
@@ -39,7 +39,7 @@ LONGEST_CHECKED = 4096  # float64 takes length² numbers
 FAINT = (2**-18, 2**-14, 2**-10)  # of a stick spent by any row of a tile
 BASELINES = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 Times = tuple[float, float]
-Attention = Callable[..., tuple[Tensor, Any]]
+Kernel = Callable[..., tuple[Tensor, Any]]
 
 
 def held_out(data: PackedData, length: int, rows: int) -> Tensor:
@@ -56,32 +56,31 @@ def held_out(data: PackedData, length: int, rows: int) -> Tensor:
     return torch.cat([torch.from_numpy(row.tokens.astype("int64")) for row in chosen])
 
 
-def cores(model: Decoder) -> list[StickBreakingCore]:
-    found = [block.attention.core for block in model.blocks]
-    if not all(isinstance(core, StickBreakingCore) for core in found):
-        raise SystemExit("the run's model has no stick-breaking attention")
-    return found
+def layers_of(model: Decoder) -> list[Attention]:
+    if list(model.mixers) != ["stickbreaking"]:
+        raise SystemExit("the run's model has other mixers than stick-breaking")
+    return [block.attention for block in model.blocks]
 
 
 def capture(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayout) -> list[list[Tensor]]:
     """q, k, v and dO of every layer, dO for the mean of the losses."""
     layers: list[list[Tensor]] = []
 
-    def recording(core: StickBreakingCore, *inputs: Any) -> Tensor:
-        o = type(core).forward(core, *inputs)
-        layer = [x.detach().contiguous() for x in inputs[:3]]
-        layers.append(layer)
-        o.register_hook(lambda grad: layer.append(grad.contiguous()))
+    def recording(layer: Attention, *inputs: Any) -> Tensor:
+        o = Attention.attend(layer, *inputs)
+        found = [x.detach().contiguous() for x in inputs[:3]]
+        layers.append(found)
+        o.register_hook(lambda grad: found.append(grad.contiguous()))
         return o
 
-    for core in cores(model):
-        core.forward = MethodType(recording, core)  # type: ignore[method-assign]
+    for layer in layers_of(model):
+        layer.attend = MethodType(recording, layer)  # type: ignore[method-assign]
     model.embedding.weight.requires_grad_(True)
     try:
         model(tokens, layout, labels).mean().backward()
     finally:
-        for core in cores(model):
-            del core.forward
+        for layer in layers_of(model):
+            del layer.attend
         model.embedding.weight.requires_grad_(False).grad = None
     return layers
 
@@ -135,7 +134,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1), None
 
 
-def worst_error(function: Attention, reference: Attention, layer: list[Tensor], length: int, scale: float) -> str:
+def worst_error(function: Kernel, reference: Kernel, layer: list[Tensor], length: int, scale: float) -> str:
     """The first sequence's errors against float64 over those of float32 torch with inputs and outputs in the same dtype, for o,
     dq, dk and dv: the largest and the root mean square, the worst of the heads."""
     q, k, v, grad = (x[:length] for x in layer)
@@ -144,7 +143,7 @@ def worst_error(function: Attention, reference: Attention, layer: list[Tensor], 
     for head in range(0, q.shape[1], group):
         part = [q[:, head : head + 1], k[:, head // group, None], v[:, head // group, None], grad[:, head : head + 1]]
 
-        def run(function: Attention, dtype: torch.dtype, part: list[Tensor]) -> list[Tensor]:
+        def run(function: Kernel, dtype: torch.dtype, part: list[Tensor]) -> list[Tensor]:
             leaves = [x.to(dtype).requires_grad_() for x in part[:3]]
             o = function(*leaves, scale=scale)[0]
             return [o.detach(), *torch.autograd.grad(o, leaves, part[3].to(dtype))]
@@ -204,7 +203,7 @@ def report(model: Decoder, tokens: Tensor, length: int) -> None:
     labels[length - 1 :: length] = -100
     layers = capture(model, tokens, labels, layout)
     shape = "×".join(map(str, (len(tokens) // length, layers[0][0].shape[1], length, layers[0][0].shape[2])))
-    scale = cores(model)[0].scale or layers[0][0].shape[-1] ** -0.5
+    scale = layers_of(model)[0].scale or layers[0][0].shape[-1] ** -0.5
     print(f"\n{shape} (batch, heads, length, head dim), {layers[0][0].dtype}, ms forward / backward")
     rows = []
     for number, layer in enumerate(layers):
@@ -250,8 +249,8 @@ def evaluate(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayou
     """Loss and time of the whole model's forward pass, with skipping and without."""
     results = {}
     for name, skip_below in (("on", THRESHOLD), ("off", 0.0)):
-        for core in cores(model):
-            core.skip_below = skip_below
+        for layer in layers_of(model):
+            layer.mixer = replace(layer.mixer, skip_below=skip_below)
         seconds = []
         for _ in range(8 if tokens.is_cuda else 1):
             start = time.perf_counter()
@@ -259,8 +258,8 @@ def evaluate(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayou
             seconds.append(time.perf_counter() - start)
         results[name] = statistics.median(seconds)
         print(f"evaluation, skipping {name}: {1e3 * results[name]:.1f} ms, {len(tokens)} tokens, loss {loss:.5f}")
-    for core in cores(model):
-        core.skip_below = THRESHOLD
+    for layer in layers_of(model):
+        layer.mixer = replace(layer.mixer, skip_below=THRESHOLD)
     print(f"skipping takes {1 - results['on'] / results['off']:.1%} off the evaluation", flush=True)
 
 

@@ -2,7 +2,7 @@
 
     python -m eval.width_study DATA [--widths 256,512,1024] [--lrs 9,8,7,6,5] [--tokens 20000000] [--out runs/width_study]
     python -m eval.width_study DATA --config 50m_ssmax --widths 512 --lrs 7 \
-        --variant "s=1" --variant "s=0.17 model.attention.ssmax_scale=0.17"
+        --variant "s=1" --variant "s=0.17 model.mixer.ssmax.scale=0.17"
 
 DATA is a folder made by data_prep. Each run trains `--config` (8 layers, heads of 64) at a width
 and a peak learning rate of 2 to the minus N, by launch/pretrain.py, with warmup over a sixth of the tokens and cosine

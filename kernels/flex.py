@@ -112,3 +112,47 @@ def table_bias(table: Tensor, positions: Tensor) -> ScoreMod:
         return score + table[h, positions[q_idx], positions[kv_idx]]
 
     return score_mod
+
+
+@torch.compiler.disable  # a compiled block's graph breaks here; FlexAttention inside is compiled by itself
+def table_attention(
+    table: Callable[..., Tensor],
+    weights: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    longest: int,
+    *,
+    block_mask: BlockMask,
+    scale: float | None = None,
+) -> Tensor:
+    """`biased_attention` with table(i [longest], *weights) → [N, longest, longest]; backward keeps the weights only."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> Tensor:
+        made = table(torch.arange(longest, device=q.device), *weights)
+        return biased_attention(q, k, v, score_mod=table_bias(made, positions), block_mask=block_mask, scale=scale)
+
+    found: Tensor = _Recomputed.apply(run, q, k, v, *weights)
+    return found
+
+
+class _Recomputed(torch.autograd.Function):
+    """run(*tensors), of which only the tensors are kept.
+
+    Not torch.utils.checkpoint: around FlexAttention it returns wrong gradients of captured tensors without a word.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        wanted = [x for x in tensors if x.requires_grad]
+        with torch.enable_grad():
+            found = iter(torch.autograd.grad(ctx.run(*tensors), wanted, gradient))
+        return (None, *(next(found) if x.requires_grad else None for x in tensors))

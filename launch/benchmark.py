@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
         for accumulation, count in zip(accumulations, steps):
             if (shape, accumulation) not in plain and options["plain"]:
                 arguments = (options["microbatch"], accumulation, min(count, 15))
-                plain[shape, accumulation] = run_plain(f"{shape}_softmax", *arguments)
+                plain[shape, accumulation] = run_plain(name, *arguments)
                 rows.append((f"plain torch {shape}", accumulation, plain[shape, accumulation], 1.0))
             result = run_stack(name, options, accumulation, count, extra)
             peer = plain.get((shape, accumulation), {}).get("tokens_per_second")

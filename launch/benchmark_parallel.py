@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from ssscale.config import load_config
+from ssscale.config.registry import MIXERS
 from ssscale.errors import UserError
 from ssscale.train.estimate import memory_per_gpu
 from ssscale.train.records import read_metrics
@@ -110,7 +111,10 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         return [Run("DP1", 1), every[0]]
     if part == "skip":
         ring = Run(f"ring {gpus}", gpus, ring=gpus)
-        return [ring, ring._replace(label=f"ring {gpus} with skip_below=0", keys=("model.attention.skip_below=0",))]
+        exact = [(name, *option) for name, mixer in MIXERS.items() for option in mixer.exact.items()]
+        keys = tuple(f"model.mixer.{name}.{option}={value}" for name, option, value in exact)
+        said = ", ".join(f"{option}={value}" for _, option, value in exact)
+        return [ring, ring._replace(label=f"ring {gpus} with {said}", keys=keys)]
     return every
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SUITES = ("stickbreaking_paper", "ruler")
 DATA_HINT = "name the folder that the run was trained on with data=FOLDER"
-CHANGEABLE = ("model.attention.", "model.position.")
+CHANGEABLE = ("model.mixers", "model.mixer.", "model.position.")
 COMMAND = Command(
     about=__doc__,
     usage="python launch/evaluate.py checkpoint=RUN [tasks=NAME,...] [suite=NAME] [gpus=N] [key=value ...]",

@@ -103,14 +103,15 @@ def summary(run: "Run") -> str:
     shape = (
         f"{model.num_layers} layers of {model.hidden_size:,}, {model.num_heads} heads, vocabulary {model.vocab_size:,}"
     )
-    position = "" if model.attention.core == "stickbreaking" else f", positions {model.position.method.value}"
+    placed = any(model.position.method in mixer.positions for mixer in model.used.values() if len(mixer.positions) > 1)
+    position = f", positions {model.position.method}" if placed else ""
     present = [
         name
-        for name in ("loss.png", "sample.txt", "ssmax.csv", "pn.csv", "summary.txt")
+        for name in ("loss.png", "sample.txt", *sorted(file.name for file in run.folder.glob("*.csv")), "summary.txt")
         if name == "summary.txt" or _has(run, name)
     ]
     rows = [
-        ("model", f"{model.attention.core.value} attention{position}; {shape}"),
+        ("model", f"{', '.join(model.mixers)} attention{position}; {shape}"),
         ("parameters", f"{count_parameters(model, run.config.data.length):,}"),
         ("trained", f"{run.tokens:,} tokens, {run.training[-1]['step']:,} steps of {run.config.tokens_per_step:,}"),
         ("stages", " → ".join(_stages(run))),

@@ -7,20 +7,15 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
+from ssscale.config.registry import MIXERS, POSITIONS, SCHEDULES
 from ssscale.config.schema import (
-    POSITIONS,
-    WINDOWS,
     Auto,
     Config,
-    Core,
     ModelConfig,
-    PositionMethod,
-    RopeScaling,
-    ScheduleKind,
-    SSMaxVariant,
     StageConfig,
 )
 from ssscale.errors import UserError
+from ssscale.model.positions.base import Position
 from ssscale.train.microbatch import with_microbatch
 from ssscale.train.stages import Plan, stage_config
 from ssscale.validate_parallel import alternatives, check_parallel, check_world, near_divisors
@@ -36,7 +31,7 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     if world_size is not None and world_size >= 2**31:
         raise UserError("more than 2^31 processes: no machine has so many")
     _check_model(config.model)
-    _check_attention(config.model)
+    check_mixers(config.model)
     _check_position(config.model, gpu)
     if bool(config.train.tasks) != bool(config.train.task_every):
         raise UserError(
@@ -57,7 +52,7 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
             for rows in [own.train.batch_size, *(warmup.batch_size for warmup in stage.batch_warmup)]:
                 check_world(replace(own, train=replace(own.train, batch_size=rows)), world_size)
                 with_microbatch(own, rows, world_size)
-    Plan(config)
+    _check_unused(config, [config.model, *Plan(config).models])
 
 
 Bound = tuple[str, Callable[[Any, Any], bool], float]
@@ -82,11 +77,6 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "model.vocab_size": (AT_LEAST_1, SIZE),
     "model.norm_eps": (ABOVE_0,),
     "model.init_std": (ABOVE_0,),
-    "model.attention.ssmax_scale": (ABOVE_0,),
-    "model.attention.skip_below": (AT_LEAST_0, BELOW_1),
-    "model.position.rope_base": (ABOVE_0,),
-    "model.position.rope_factor": (ABOVE_0,),
-    "model.position.train_length": (AT_LEAST_1, SIZE),
     "model.position.window": (AT_LEAST_1, SIZE),
     "model.width.base_hidden_size": (AT_LEAST_1, SIZE),
     "model.width.embedding_multiplier": (ABOVE_0,),
@@ -137,8 +127,6 @@ STAGE_BOUNDS: dict[str, tuple[Bound, ...]] = {
     "schedule.floor": (AT_LEAST_0, BELOW_1),
     "schedule.power_a": (ABOVE_0,),
     "schedule.power_b": (BELOW_0,),
-    "ssmax_scale": (ABOVE_0,),
-    "rope_base": (ABOVE_0,),
     "length": (("at least 2", operator.ge, 2), SIZE),
     "batch_size": (AT_LEAST_1, SIZE),
     "microbatch": (AT_LEAST_1, SIZE),
@@ -208,101 +196,104 @@ def _check_model(model: ModelConfig) -> None:
             f"model.num_kv_heads={kv_heads} does not divide model.num_heads={heads}: "
             f"use {near_divisors(heads, kv_heads)} key/value heads"
         )
-    if model.position.method is PositionMethod.rope and model.head_size % 2:
+
+
+def _check_names(model: ModelConfig) -> None:
+    for name in model.mixers:
+        if name not in MIXERS:
+            raise UserError(
+                f"model.mixers={_listed(model.mixers)}: there is no mixer {name}; use {alternatives(list(MIXERS))}"
+            )
+    method = model.position.method
+    if method not in POSITIONS:
+        raise UserError(f"model.position.method must be one of {', '.join(POSITIONS)}, not {method!r}")
+
+
+def check_mixers(model: ModelConfig) -> None:
+    """Raise UserError for mixers that are not there, go with no layer, or have options that do not go together."""
+    if not model.mixers:
+        raise UserError(f"model.mixers is empty: name one of {', '.join(MIXERS)} for every layer, or a pattern of them")
+    if len(model.mixers) > model.num_layers:
         raise UserError(
-            f"rope rotates pairs, but a head has {model.head_size} dimensions: "
-            "set an even model.head_dim, or model.position.method=nope"
+            f"model.mixers is a pattern of {len(model.mixers)} layers, and the model has model.num_layers={model.num_layers}"
+        )
+    _check_names(model)
+    for mixer in model.used.values():
+        mixer.check(model)
+
+
+def _check_unused(config: Config, models: list[ModelConfig]) -> None:
+    """Raise UserError for options of a mixer that no stage has: whoever set them believes that they do something."""
+    names = {name for model in models for name in model.mixers}
+    for entry in fields(config.model.mixer):
+        options = getattr(config.model.mixer, entry.name)
+        if entry.name in names or options == type(options)():
+            continue
+        changed = next(f.name for f in fields(options) if getattr(options, f.name) != f.default)
+        raise UserError(
+            f"model.mixer.{entry.name}.{changed}={_shown(getattr(options, changed))} has no effect: "
+            f"model.mixers={_listed(config.model.mixers)} has no {entry.name}"
         )
 
 
-def _check_attention(model: ModelConfig) -> None:
-    attention = model.attention
-    if attention.core is not Core.ssmax and attention.ssmax is not SSMaxVariant.learned:
-        raise UserError(
-            f"model.attention.ssmax={attention.ssmax.value} needs model.attention.core=ssmax, "
-            f"not {attention.core.value}"
-        )
-    if attention.ssmax in (SSMaxVariant.learned, SSMaxVariant.fixed) and attention.ssmax_bias:
-        raise UserError(
-            f"model.attention.ssmax_bias={attention.ssmax_bias:g} has no effect under ssmax={attention.ssmax.value}: "
-            "set model.attention.ssmax=bias"
-        )
-    if attention.core is not Core.stickbreaking and attention.remainder:
-        raise UserError(
-            "model.attention.remainder=true is stick-breaking's unspent stick: it needs "
-            f"model.attention.core=stickbreaking, not {attention.core.value}"
-        )
+def _listed(names: list[str]) -> str:
+    return f"[{', '.join(names)}]"
+
+
+def _shown(value: Any) -> str:
+    return str(value.value if isinstance(value, Enum) else value).lower()
 
 
 def _check_position(model: ModelConfig, gpu: bool = False) -> None:
-    core, position = model.attention.core, model.position
-    allowed = POSITIONS[core]
-    if position.method not in allowed:
+    position, mixers = model.position, list(model.used.values())
+    method = model.place
+    takers = [mixer for mixer in mixers if method.name in mixer.positions]
+    for mixer in mixers:
+        # A mixer that takes positions, and not these, would lose what it is meant to have; one that takes none loses nothing.
+        if method.name not in mixer.positions and (len(mixer.positions) > 1 or not takers):
+            reason = f"; {mixer.positions_reason}" if mixer.positions_reason else ""
+            raise UserError(
+                f"model.position.method={method.name} does not go with model.mixers={_listed(model.mixers)}: "
+                f"use {alternatives(sorted(mixer.positions))}{reason}"
+            )
+    if position.window is not None and all(mixer.no_window is not None for mixer in mixers):
         raise UserError(
-            f"model.position.method={position.method.value} does not go with model.attention.core={core.value}: "
-            f"use {alternatives(sorted(method.value for method in allowed))}; {_REASONS[core]}"
+            f"model.position.window={position.window} does not go with model.mixers={_listed(model.mixers)}, which "
+            f"{mixers[0].no_window}: set model.position.window=null"
         )
-    if position.window is not None and core not in WINDOWS:
-        raise UserError(
-            f"model.position.window={position.window} does not go with model.attention.core={core.value}, which spends its "
-            "stick on the nearest keys anyway: set model.position.window=null"
-        )
-    if gpu and position.method in (PositionMethod.alibi, PositionMethod.fire) and model.head_size < 16:
-        raise UserError(
-            f"model.position.method={position.method.value} runs in FlexAttention on a GPU, which takes no heads of "
-            f"{model.head_size} dimensions: use at least 16"
-        )
-    scaling, factor = position.rope_scaling, position.rope_factor
-    if scaling is not RopeScaling.none and position.method is not PositionMethod.rope:
-        raise UserError(
-            f"model.position.rope_scaling={scaling.value} needs model.position.method=rope, not {position.method.value}"
-        )
-    if scaling in (RopeScaling.ntk, RopeScaling.dynamic_ntk) and model.head_size < 4:
-        raise UserError(
-            f"model.position.rope_scaling={scaling.value} stretches all but the fastest pair of dimensions, and a head of "
-            f"{model.head_size} has no other: use linear"
-        )
-    if scaling is RopeScaling.none and factor != 1.0:
-        raise UserError(
-            f"model.position.rope_factor={factor:g} has no effect under rope_scaling=none: "
-            "set model.position.rope_scaling=linear, ntk or dynamic_ntk"
-        )
-    if scaling in (RopeScaling.linear, RopeScaling.ntk) and factor == 1.0:
-        raise UserError(
-            f"model.position.rope_scaling={scaling.value} with rope_factor=1 changes nothing: set model.position.rope_factor"
-        )
-    if scaling is RopeScaling.dynamic_ntk and position.train_length is None:
-        raise UserError(
-            "model.position.rope_scaling=dynamic_ntk stretches what is longer than the training length, which it does not "
-            "have: set model.position.train_length to the row length of the training"
-        )
-
-
-_REASONS = {
-    Core.ssmax: "SSMax scales q, and would miss a bias that is added behind q·k",
-    Core.stickbreaking: "it takes the nearest keys first, which tells positions apart",
-}
+    method.check(model, gpu)
+    for entry in fields(position):
+        options = getattr(position, entry.name)
+        if isinstance(options, Position) and entry.name != method.name and options != type(options)():
+            changed = next(f.name for f in fields(options) if getattr(options, f.name) != f.default)
+            raise UserError(
+                f"model.position.{entry.name}.{changed} needs model.position.method={entry.name}, not {method.name}"
+            )
 
 
 def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int) -> None:
-    schedule, kind = stage.schedule, stage.schedule.kind
+    schedule = stage.schedule
+    if schedule.kind not in SCHEDULES:
+        raise UserError(f"{key}.schedule.kind must be one of {', '.join(SCHEDULES)}, not {schedule.kind!r}")
+    kind = SCHEDULES[schedule.kind]
     if stage.tokens < tokens_per_step:
         raise UserError(
             f"{key}.tokens={stage.tokens:,} is less than one step, which trains {tokens_per_step:,} tokens "
             "(train.batch_size × data.length)"
         )
-    if kind is ScheduleKind.decay and index == 0:
+    if kind.follows and index == 0:
         raise UserError(
-            f"{key}.schedule.kind=decay starts from the learning rate of the stage before, and the first stage has "
+            f"{key}.schedule.kind={kind.name} starts from the learning rate of the stage before, and the first stage has "
             "none: put a stage before it, or use wsd, power or cosine"
         )
-    if kind is ScheduleKind.decay and (schedule.warmup_tokens or schedule.decay_tokens):
+    if kind.follows and (schedule.warmup_tokens or schedule.decay_tokens):
         raise UserError(
-            f"{key}.schedule: a decay stage falls over all its tokens; set warmup_tokens and decay_tokens to 0"
+            f"{key}.schedule: a {kind.name} stage falls over all its tokens; set warmup_tokens and decay_tokens to 0"
         )
-    if kind in (ScheduleKind.constant, ScheduleKind.cosine) and schedule.decay_tokens:
+    if not kind.decays and schedule.decay_tokens:
+        decaying = [name for name, other in SCHEDULES.items() if other.decays]
         raise UserError(
-            f"{key}.schedule.decay_tokens has no effect under {kind.value}: use wsd or power, or set it to 0"
+            f"{key}.schedule.decay_tokens has no effect under {kind.name}: use {alternatives(decaying)}, or set it to 0"
         )
     if schedule.warmup_tokens + schedule.decay_tokens > stage.tokens:
         raise UserError(
@@ -315,18 +306,21 @@ def _check_change(config: Config, own: Config, stage: StageConfig, index: int) -
     """What a stage changes, against the stage before it."""
     before = stage_config(config, index - 1) if index else config
     key = f"train.stages.{index}"
-    if stage.core not in (None, before.model.attention.core) and (
-        (before.model.attention.core, stage.core) != (Core.softmax, Core.ssmax)
-    ):
-        raise UserError(
-            f"{key}.core={stage.core.value if stage.core else ''}: a run can change from softmax to ssmax only, "
-            f"not from {before.model.attention.core.value}"
-        )
+    if stage.model is not None:
+        _check_model_change(stage, before.model, own.model, f"{key}.model")
     if stage.length not in (None, before.data.length) and own.data.path == before.data.path:
         raise UserError(
             f"{key}.length={stage.length} needs data packed to it: give {key}.data_path, as {own.data.path} has rows of "
             f"{before.data.length} tokens"
         )
     _check_model(own.model)
-    _check_attention(own.model)
+    check_mixers(own.model)
     _check_position(own.model)
+
+
+def _check_model_change(stage: StageConfig, before: ModelConfig, after: ModelConfig, key: str) -> None:
+    """A layer keeps its mixer or gets one that says how it begins from it."""
+    for old, new in zip(before.layer_mixers, after.layer_mixers, strict=True):
+        if old.name != new.name and new.begins_from != old.name:
+            begins = f"can only begin from {new.begins_from}" if new.begins_from else "begins from no other mixer"
+            raise UserError(f"{key}.mixers={_listed(after.mixers)}: {new.name} {begins}, not from {old.name}")

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from ssscale.config.schema import Auto, Compile, Config, PositionMethod, Precision, Recompute, RopeScaling, TrainConfig
+from ssscale.config.schema import Auto, Compile, Config, Precision, Recompute, TrainConfig
 from ssscale.errors import UserError
 
 
@@ -70,16 +70,13 @@ def _check_context(config: Config) -> None:
             f"parallel.ring={ring} divides each row into {2 * ring} chunks{_among(ulysses)}, and data.length={length} is no "
             f"multiple of {2 * ring * ulysses}: {divides}, or rows of another length"
         )
-    if position.method in (PositionMethod.alibi, PositionMethod.fire):
-        raise UserError(
-            f"model.position.method={position.method.value} is a bias that every rank would need of all tokens: set "
-            "parallel.ulysses=1 and parallel.ring=1"
-        )
-    if position.rope_scaling is RopeScaling.dynamic_ntk:
-        raise UserError(
-            "model.position.rope_scaling=dynamic_ntk depends on the whole document's length, of which a context rank has a "
-            "part: set parallel.ulysses=1 and parallel.ring=1, or rope_scaling=ntk"
-        )
+    for mixer in config.model.used.values():
+        for name, size in (("ulysses", ulysses), ("ring", ring)):
+            if size > 1 and not getattr(mixer, name):
+                raise mixer.lacks(name, f"parallel.{name}={size} cannot share its tokens out")
+    refusal = config.model.place.refuses_context()
+    if refusal is not None:
+        raise UserError(refusal)
     if position.window is not None and ring > 1:
         raise UserError(
             f"model.position.window={position.window} does not go with parallel.ring={ring}, which passes all keys round: "

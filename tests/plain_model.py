@@ -6,24 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssscale.config.schema import Core, ModelConfig, PositionConfig, PositionMethod, RopeScaling, SSMaxVariant
+from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
+from ssscale.model.mixers.ssmax import Variant
+from ssscale.model.positions.rope import RoPE, RopeScaling
 
 
 def rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w
 
 
-def rope(x: Tensor, position: PositionConfig) -> Tensor:
+def rope(x: Tensor, position: RoPE) -> Tensor:
     """x: [L, N, H] of one document, by complex multiplication of the half-split pairs."""
-    size, base, step = x.shape[-1], position.rope_base, 1.0
+    size, base, step = x.shape[-1], position.base, 1.0
     half = size // 2
-    if position.rope_scaling == RopeScaling.linear:
-        step = 1 / position.rope_factor
-    elif position.rope_scaling == RopeScaling.ntk:
-        base *= position.rope_factor ** (size / (size - 2))
-    elif position.rope_scaling == RopeScaling.dynamic_ntk and len(x) > position.train_length:
-        f = position.rope_factor
+    if position.scaling == RopeScaling.linear:
+        step = 1 / position.factor
+    elif position.scaling == RopeScaling.ntk:
+        base *= position.factor ** (size / (size - 2))
+    elif position.scaling == RopeScaling.dynamic_ntk and len(x) > position.train_length:
+        f = position.factor
         base *= (f * len(x) / position.train_length - (f - 1)) ** (size / (size - 2))
     theta = base ** (-torch.arange(half, dtype=torch.float64) * 2 / size)
     angle = torch.outer(torch.arange(len(x), dtype=torch.float64) * step, theta)
@@ -63,20 +65,22 @@ def fire(length: int, w: dict[str, Tensor], name: str) -> Tensor:
     return torch.stack(rows).permute(2, 0, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, w: dict[str, Tensor], layer: str) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, w: dict[str, Tensor], layer: str, mixer: str
+) -> Tensor:
     """One document: q [L, N, H], k, v [L, K, H]."""
     length, heads, size = q.shape
     k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     z = torch.einsum("inh,jnh->nij", q, k) * (config.width.attention_scale or size**-0.5)
-    position, bias = config.position, f"{layer}.attention.core.bias"
+    position, bias = config.position, f"{layer}.attention.position_weights"
     earlier = torch.ones(length, length).tril().bool()
-    if position.window is not None:
+    if position.window is not None and mixer != "stickbreaking":
         earlier &= torch.ones(length, length).triu(1 - position.window).bool()
-    if position.method == PositionMethod.alibi:
+    if position.method == "alibi" and mixer != "stickbreaking":
         z = z + alibi(length, heads).to(z)
-    if position.method == PositionMethod.fire:
+    if position.method == "fire":
         z = z + fire(length, w, bias)
-    if config.attention.core == Core.stickbreaking:
+    if mixer == "stickbreaking":
         out = torch.zeros_like(q)
         for i in range(length):  # the definition, key by key
             rest = torch.ones(heads)
@@ -84,15 +88,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, w: dict[str, Te
                 beta = torch.sigmoid(z[:, i, j])
                 out[i] = out[i] + (rest * beta)[:, None] * v[j]
                 rest = rest * (1 - beta)
-            if config.attention.remainder:
+            if config.mixer.stickbreaking.remainder:
                 out[i] = out[i] + rest[:, None] * v[i]
         return out
-    if config.attention.core == Core.ssmax:
+    if mixer == "ssmax":
         n = torch.arange(1, length + 1)
         n = n if position.window is None else n.clamp(max=position.window)
-        base = w["pn"][n - 1] if config.attention.ssmax == SSMaxVariant.pn else n.to(q.dtype).log()
-        s = w.get(f"{layer}.attention.core.s", torch.full((heads,), config.attention.ssmax_scale))
-        b = w.get(f"{layer}.attention.core.b", torch.zeros(heads))
+        base = w["shared.ssmax.pn"][n - 1] if config.mixer.ssmax.variant == Variant.pn else n.to(q.dtype).log()
+        s = w.get(f"{layer}.attention.weights.s", torch.full((heads,), config.mixer.ssmax.scale))
+        b = w.get(f"{layer}.attention.weights.b", torch.zeros(heads))
         z = z * (s[:, None] * base + b[:, None])[..., None]
     return torch.einsum("nij,jnh->inh", z.masked_fill(~earlier, -torch.inf).softmax(-1), v)
 
@@ -115,15 +119,15 @@ def plain_logits(w: dict[str, Tensor], config: ModelConfig, tokens: Tensor, layo
     ]
     bounds = layout.cu_seqlens.tolist()
     for i in range(config.num_layers):
-        layer = f"blocks.{i}"
+        layer, mixer = f"blocks.{i}", config.mixers[i % len(config.mixers)]
         y = rms(x, w[f"{layer}.attention_norm.weight"], config.norm_eps) @ w[f"{layer}.attention.qkv.weight"].T
         q, k, v = (t.unflatten(-1, (-1, config.head_size)) for t in y.split(sizes, -1))
         parts = []
         for a, b in pairwise(bounds):
             qd, kd = q[a:b], k[a:b]
-            if config.position.method == PositionMethod.rope:
-                qd, kd = rope(qd, config.position), rope(kd, config.position)
-            parts.append(attend(qd, kd, v[a:b], config, w, layer))
+            if config.position.method == "rope" and mixer != "stickbreaking":
+                qd, kd = rope(qd, config.position.rope), rope(kd, config.position.rope)
+            parts.append(attend(qd, kd, v[a:b], config, w, layer, mixer))
         m = config.width.residual_multiplier
         x = x + m * (torch.cat(parts).flatten(1) @ w[f"{layer}.attention.out.weight"].T)
         gate, up = (rms(x, w[f"{layer}.mlp_norm.weight"], config.norm_eps) @ w[f"{layer}.mlp.gate_up.weight"].T).chunk(

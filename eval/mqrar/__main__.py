@@ -21,19 +21,18 @@ from eval.command import sentences, whole_numbers
 from eval.mqrar.picture import write_picture
 from eval.mqrar.task import Task
 from eval.mqrar.train import Experiment, Recipe, model_config
-from ssscale.config.schema import Core
 from ssscale.errors import SAVED, UserError
 from ssscale.parallel.groups import Groups, initialize
 
 LETTERS = Task(pairs=16, length=64, num_keys=26, num_values=10)
 
 
-def cores(text: str) -> list[Core]:
-    known = {core.value: core for core in (Core.softmax, Core.stickbreaking)}
+def cores(text: str) -> list[str]:
+    known = ("softmax", "stickbreaking")
     unknown = [name for name in text.split(",") if name not in known]
     if unknown:
         raise UserError(f"--cores: {unknown[0]!r} is none of {', '.join(known)}")
-    return [known[name] for name in text.split(",")]
+    return text.split(",")
 
 
 def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
@@ -41,7 +40,7 @@ def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: 
     for pairs in whole_numbers(arguments.pairs, "--pairs"):
         task = Task(pairs, arguments.length, arguments.keys, arguments.values)
         for core in cores(arguments.cores):
-            file = arguments.out / f"{core.value}-{pairs:03d}.json"
+            file = arguments.out / f"{core}-{pairs:03d}.json"
             if file.is_file():
                 continue
             config = model_config(core, task, arguments.width)
@@ -49,9 +48,7 @@ def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: 
             done = experiment.run(until)
             last = experiment.history[-1]["accuracy"] if experiment.history else []
             shown = " ".join(f"{accuracy:.3f}" for accuracy in last)
-            print(
-                f"{core.value} {pairs} pairs: step {experiment.step}, {experiment.seconds:.0f} s, {shown}", flush=True
-            )
+            print(f"{core} {pairs} pairs: step {experiment.step}, {experiment.seconds:.0f} s, {shown}", flush=True)
             if not done:
                 return False
     return True
@@ -60,16 +57,14 @@ def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: 
 def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
     """The models of Figure 4 (width 100, heads of 32), and their attention on one sequence."""
     for core in cores(arguments.cores):
-        file = arguments.out / f"attention-{core.value}.json"
+        file = arguments.out / f"attention-{core}.json"
         if file.is_file() and '"weights"' in file.read_text(encoding="utf-8"):
             continue
         experiment = Experiment(model_config(core, LETTERS, 100, 32), LETTERS, recipe, groups, file)
         if not experiment.run(until):
             return False
         write_picture(experiment)
-        print(
-            f"{core.value}: step {experiment.step}, accuracy {max(experiment.history[-1]['accuracy']):.3f}", flush=True
-        )
+        print(f"{core}: step {experiment.step}, accuracy {max(experiment.history[-1]['accuracy']):.3f}", flush=True)
     return True
 
 

@@ -7,22 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.stickbreaking.interface import MAX_HEAD_DIM
-from ssscale.attention import CORES
-from ssscale.config.schema import Core, ModelConfig
+from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
+from ssscale.model.mixers.base import Tables, rotated
 from ssscale.parallel.groups import Groups
-from ssscale.position import Tables, position_tables, rotate
 
 
 class DenseCore(nn.Module):
-    """The cores of `ssscale.attention` for heads wider than their kernels take, in plain torch with whole score matrices.
+    """The mixers for heads wider than their kernels take, in plain torch with whole score matrices.
 
     Sequences of one length only. Scores and weights are float32.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: str) -> None:
         super().__init__()
-        if core is Core.ssmax:
+        if core not in ("softmax", "stickbreaking"):
             raise ValueError(f"heads above {MAX_HEAD_DIM} dimensions have softmax and stick-breaking here")
         self.kind = core
 
@@ -30,7 +29,7 @@ class DenseCore(nn.Module):
         """q, k, v: [T, N, H], sequences of layout.uniform_length one behind the other. Returns [T, N, H]."""
         assert layout.uniform_length is not None
         q, k, v = (x.unflatten(0, (-1, layout.uniform_length)).transpose(1, 2) for x in (q, k, v))  # [B, N, L, H]
-        if self.kind is Core.softmax:
+        if self.kind == "softmax":
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             o = _stickbreaking(q, k, v)
@@ -49,6 +48,27 @@ def _stickbreaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights.to(v.dtype) @ v
 
 
+class MixingLayer:
+    """What a mixer that learns nothing reads of `ssscale.model.decoder.Attention`. dense: what mixes in its place."""
+
+    def __init__(self, config: ModelConfig, groups: Groups, dense: DenseCore | None) -> None:
+        self.dense = dense
+        self.groups, self.heads, self.kv_heads, self.head_size = (
+            groups,
+            config.num_heads,
+            config.kv_heads,
+            config.head_size,
+        )
+        self.mixer, self.scale, self.window = config.mixer_of(0), config.width.attention_scale, config.position.window
+        self.position = config.place_of(self.mixer)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+        if self.dense is not None:
+            return self.dense(q, k, v, layout)
+        found: Tensor = self.mixer.attend(q, k, v, self, layout)
+        return found
+
+
 class Bank(nn.Module):
     """M decoders that differ in their weights only: the architecture and the names of `ssscale.model.decoder.Decoder`.
 
@@ -61,8 +81,7 @@ class Bank(nn.Module):
         super().__init__()
         self.config, self.count, self.dtype, self.device = config, count, dtype, groups.device
         wide = config.head_size > MAX_HEAD_DIM
-        core = config.attention.core
-        self.core = DenseCore(core) if wide else CORES[core.value](config, groups)
+        self.layer = MixingLayer(config, groups, DenseCore(config.mixers[0]) if wide else None)
         generator = torch.Generator().manual_seed(seed)
         self._run_body: Callable[..., Tensor] = self.body
         self._layouts: dict[tuple[int, int], tuple[PackedLayout, Tables]] = {}
@@ -96,7 +115,7 @@ class Bank(nn.Module):
         batch, length = tokens.shape
         if (batch, length) not in self._layouts:
             layout = PackedLayout.from_lengths([length] * (batch * self.count)).to(tokens.device)
-            self._layouts[batch, length] = layout, position_tables(self.config, layout)
+            self._layouts[batch, length] = layout, Tables(self.config.place.rotation(self.config.head_size, layout))
         x = self._run_body(tokens, *self._layouts[batch, length])
         return x.unflatten(1, (batch, length))[:, :, rows].flatten(1, 2)
 
@@ -108,8 +127,8 @@ class Bank(nn.Module):
             block = f"blocks.{layer}"
             qkv = self._linear(self._norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv")
             q, k, v = qkv.flatten(0, 1).unflatten(-1, (3 * heads, size)).split(heads, 1)
-            q, k = rotate(q, k, tables, None)
-            o = self.core(q, k, v, layout).flatten(1).unflatten(0, (self.count, -1))
+            q, k = rotated(q, k, tables.rotation, None)
+            o = self.layer.attend(q, k, v, layout).flatten(1).unflatten(0, (self.count, -1))
             x = x + self._linear(o, f"{block}.attention.out")
             gate, up = self._linear(self._norm(x, f"{block}.mlp_norm"), f"{block}.mlp.gate_up").chunk(2, -1)
             x = x + self._linear(F.silu(gate) * up, f"{block}.mlp.down")

@@ -10,7 +10,6 @@ from eval.command import write
 from eval.mqrar.model import Bank
 from eval.mqrar.task import TEST_SEED, Task
 from eval.mqrar.train import Experiment
-from ssscale.config.schema import Core
 
 
 def symbols(task: Task, tokens: list[int]) -> list[str]:
@@ -28,7 +27,7 @@ def write_picture(experiment: Experiment) -> None:
     for name in bank.names:
         alone.weights(name)[0].copy_(bank.weights(name)[best])
     examples = task.examples(1, TEST_SEED - 1, groups.device)
-    with recorded([alone.core]) as calls:
+    with recorded([alone.layer]) as calls:
         found = alone(examples.tokens, experiment.rows).argmax(-1)[0, 0]
     result |= {
         "tokens": symbols(task, examples.tokens[0].tolist()),
@@ -37,5 +36,5 @@ def write_picture(experiment: Experiment) -> None:
         "found": symbols(task, found.tolist()),
         "weights": [[[round(x, 4) for x in row] for row in weights(call)[0].tolist()] for call in calls],
     }
-    result["name"] = "softmax + RoPE" if bank.config.attention.core is Core.softmax else "stick-breaking"
+    result["name"] = "softmax + RoPE" if bank.config.mixers == ["softmax"] else "stick-breaking"
     write(experiment.file, result)

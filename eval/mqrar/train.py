@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eval.command import write
-from eval.mqrar.model import Bank, DenseCore
+from eval.mqrar.model import Bank
 from eval.mqrar.task import TEST_SEED, Task
-from ssscale.config.schema import AttentionConfig, Core, ModelConfig, PositionConfig, PositionMethod
+from ssscale.config.schema import ModelConfig, position_config
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 
@@ -65,9 +65,8 @@ class Recipe:
         return task, self.batch
 
 
-def model_config(core: Core, task: Task, width: int = 256, head_dim: int | None = None, layers: int = 2) -> ModelConfig:
+def model_config(core: str, task: Task, width: int = 256, head_dim: int | None = None, layers: int = 2) -> ModelConfig:
     """Two layers with one head, as wide as the model unless given; the feed-forward width, 8/3 of it, is ours."""
-    position = PositionMethod.rope if core is Core.softmax else PositionMethod.nope
     return ModelConfig(
         num_layers=layers,
         hidden_size=width,
@@ -76,8 +75,8 @@ def model_config(core: Core, task: Task, width: int = 256, head_dim: int | None 
         head_dim=head_dim,
         vocab_size=task.vocab_size,
         init_std=width**-0.5,  # ours; 0.02 learns the miniatures far later
-        attention=AttentionConfig(core=core),
-        position=PositionConfig(method=position),
+        mixers=[core],
+        position=position_config("rope" if core == "softmax" else "nope"),
     )
 
 
@@ -111,7 +110,7 @@ class Experiment:
     @property
     def identity(self) -> dict[str, Any]:
         """What a stopped training must share with the one that goes on."""
-        core = self.config.attention.core.value
+        core = self.config.mixers[0]
         return {"core": core, "width": self.config.hidden_size, **asdict(self.task), **asdict(self.recipe)}
 
     def run(self, until: float = math.inf) -> bool:
@@ -150,7 +149,7 @@ class Experiment:
 
     def compile_parts(self) -> None:
         """torch.compile, where heads are as wide as the experiment's: narrower ones run kernels of their own."""
-        if isinstance(self.bank.core, DenseCore):
+        if self.bank.layer.dense is not None:
             self.bank.compile_parts()
             self._losses = torch.compile(_losses, dynamic=True)  # the number of rows differs between numbers of pairs
 

@@ -40,16 +40,34 @@ def varied_documents() -> Iterator[None]:
 
 
 def choose_backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, max_seqlen: int, window: int | None, deterministic: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    max_seqlen: int,
+    window: int | None,
+    deterministic: bool,
+    wanted: str = "auto",
 ) -> str:
     """`cudnn` (Hopper on), `varlen` (FlashAttention-2), `cpu` (torch's flash attention for CPUs) or `exact` (plain torch).
 
-    deterministic: gradients must be the same bits in every run.
+    deterministic: gradients must be the same bits in every run. wanted: `cudnn` or `flash`, in place of what is found to be
+    faster; a CPU has one backend. Raises ValueError where it cannot run.
     """
     if device.type == "cpu":
         return "cpu" if window is None else "exact"
     if dtype not in HALF or head_dim % 8:
+        if wanted != "auto":
+            raise ValueError(
+                f"backend={wanted} takes bf16 and fp16 in head dims that are multiples of 8, not {dtype}, {head_dim}"
+            )
         return "exact"
+    if wanted == "cudnn":
+        if deterministic or not cudnn_graphs.available(device):
+            reason = "has no deterministic gradients" if deterministic else "is not available on this GPU"
+            raise ValueError(f"backend=cudnn {reason}: use auto or flash")
+        return "cudnn"
+    if wanted == "flash":
+        return "varlen"
     if deterministic or max_seqlen < CUDNN_MIN_LENGTH or _varied.get() or not cudnn_graphs.available(device):
         return "varlen"
     return "cudnn"
@@ -105,7 +123,13 @@ def backward(
 
 def _choose(q: Tensor, documents: Documents) -> str:
     backend = choose_backend(
-        q.device, q.dtype, q.shape[2], documents.max_seqlen, documents.window, documents.deterministic
+        q.device,
+        q.dtype,
+        q.shape[2],
+        documents.max_seqlen,
+        documents.window,
+        documents.deterministic,
+        documents.backend,
     )
     _announce(backend, str(q.dtype).removeprefix("torch."))
     return backend

@@ -12,6 +12,7 @@ class Documents(NamedTuple):
     cu_seqlens [num_documents + 1] int32, ascending from 0 to T; equal neighbours are empty documents. max_seqlen: an upper
     bound of their lengths; uniform_length: their length where all have one. window: keys a query sees, itself
     included; None: all before it. deterministic: gradients must be the same bits in every run.
+    backend: `auto`, or `cudnn` or `flash` on a GPU whatever the shapes (`backends.choose_backend`).
     partial: backward's o and lse are of more keys than the k and v that it gets (other ranks have those).
     """
 
@@ -21,6 +22,7 @@ class Documents(NamedTuple):
     scale: float
     window: int | None
     deterministic: bool
+    backend: str = "auto"
     partial: bool = False
 
 

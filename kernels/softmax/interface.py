@@ -23,6 +23,7 @@ def softmax_attention(
     scale: float | None = None,
     window: int | None = None,
     deterministic: bool | None = None,
+    backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o_i = Σ_{j ≤ i} softmax_j(scale · q_i·k_j) v_j within each document (arXiv:1706.03762, Eq. 1, causal).
@@ -32,6 +33,7 @@ def softmax_attention(
     max_seqlen: an upper bound of the documents' lengths. uniform_length: their length where all have one.
     scale: 1/√H unless given. window: a query sees the keys i − window < j ≤ i; None: all before it.
     deterministic: gradients are the same bits from run to run, at FlashAttention-2's speed; None: as torch's global flag says.
+    backend: `cudnn` or `flash` (FlashAttention-2) on a GPU, in place of the one that is found to be faster (`auto`).
     return_lse: also lse_i = ln Σ_j exp(scale · q_i·k_j), [T, N] float32 (float64 for float64), without a gradient: for
         merging with what other ranks compute.
 
@@ -43,7 +45,7 @@ def softmax_attention(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    o, lse = ops.forward_op(q, k, v, cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic)
+    o, lse = ops.forward_op(q, k, v, cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic, backend)
     return (o, lse) if return_lse else o
 
 

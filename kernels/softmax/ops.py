@@ -19,8 +19,11 @@ def forward_op(
     scale: float,
     window: int | None,
     deterministic: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return backends.forward(q, k, v, Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic))
+    return backends.forward(
+        q, k, v, Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic, backend)
+    )
 
 
 @torch.library.custom_op("softmax_attention::backward", mutates_args=())
@@ -37,9 +40,10 @@ def backward_op(
     scale: float,
     window: int | None,
     deterministic: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    documents = Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic)
+    documents = Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic, backend)
     return *backends.backward(grad_o, q, k, v, o, lse, documents, dv), dv
 
 
@@ -61,7 +65,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, grad_o, _grad_lse):  # type: ignore[no-untyped-def]
-    return *backward_op(grad_o, *ctx.saved_tensors, *ctx.options), *(None,) * 6
+    return *backward_op(grad_o, *ctx.saved_tensors, *ctx.options), *(None,) * 7
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

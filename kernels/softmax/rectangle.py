@@ -13,7 +13,7 @@ from .documents import Rectangles
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, rectangles: Rectangles, scale: float, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, rectangles: Rectangles, scale: float, deterministic: bool, wanted: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """q [T, N, H], k and v [S, K, H] → o [T, N, H] in q.dtype and lse [T, N], over the keys that the rectangles name.
 
@@ -23,7 +23,7 @@ def forward(
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
         q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q)),
     )
-    backend = _choose(q, rectangles, deterministic)
+    backend = _choose(q, rectangles, deterministic, wanted)
     if backend == "cudnn":
         cudnn_graphs.rectangle_forward(q, k, v, o, lse, rectangles, scale)
         return o, lse
@@ -43,10 +43,11 @@ def backward(
     rectangles: Rectangles,
     scale: float,
     deterministic: bool,
+    wanted: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv through the rectangles, 0 elsewhere; o and lse are those of all keys that the queries saw anywhere."""
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    backend = _choose(q, rectangles, deterministic)
+    backend = _choose(q, rectangles, deterministic, wanted)
     if backend == "cudnn":
         cudnn_graphs.rectangle_backward(grad_o, q, k, v, o, lse, (dq, dk, dv), rectangles, scale)
         return dq, dk, dv
@@ -59,10 +60,10 @@ def backward(
     return dq, dk, dv
 
 
-def _choose(q: Tensor, rectangles: Rectangles, deterministic: bool) -> str:
+def _choose(q: Tensor, rectangles: Rectangles, deterministic: bool, wanted: str) -> str:
     """As for causal attention; on the CPU plain torch."""
     longest = max(rectangles.max_queries, rectangles.max_keys)
-    return backends.choose_backend(q.device, q.dtype, q.shape[2], longest, None, deterministic)
+    return backends.choose_backend(q.device, q.dtype, q.shape[2], longest, None, deterministic, wanted)
 
 
 def _parts(rectangles: Rectangles) -> list[tuple[slice, slice]]:

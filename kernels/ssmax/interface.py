@@ -22,6 +22,7 @@ def rotary_attention(
     scale: float | None = None,
     window: int | None = None,
     deterministic: bool | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """o_i = Σ_{j ≤ i} softmax_j(scale · (s base_i + b) · R_i q_i · R_j k_j) v_j within each document
 
@@ -60,7 +61,6 @@ def rotary_attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     scale = head_dim**-0.5 if scale is None else scale
     qkv = qkv if qkv.stride()[1:] == (head_dim, 1) else qkv.contiguous()
-    o, *_ = ops.forward_op(
-        qkv, cos, sin, base, s, b, cu_seqlens, num_heads, max_seqlen, uniform_length, scale, window, deterministic
-    )
+    documents = (cu_seqlens, num_heads, max_seqlen, uniform_length, scale, window, deterministic, backend)
+    o, *_ = ops.forward_op(qkv, cos, sin, base, s, b, *documents)
     return o

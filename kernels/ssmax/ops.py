@@ -29,6 +29,7 @@ def forward_op(
     scale: float,
     window: int | None,
     deterministic: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o [T, N, H], and for backward lse [T, N] and the rotated q [T, N, H] and k [T, K, H]."""
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
@@ -40,7 +41,7 @@ def forward_op(
         # A rotation of nothing is no copy, and an operator's outputs must not be parts of its inputs.
         q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     v = qkv.narrow(1, num_heads + num_kv_heads, num_kv_heads)
-    documents = Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic)
+    documents = Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic, backend)
     return *backends.forward(q, k, v, documents), q, k
 
 
@@ -63,6 +64,7 @@ def backward_op(
     scale: float,
     window: int | None,
     deterministic: bool,
+    backend: str,
     slopes: bool,
     base_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -73,7 +75,7 @@ def backward_op(
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     v, dv = (x.narrow(1, num_heads + num_kv_heads, num_kv_heads) for x in (qkv, dqkv))
-    documents = Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic)
+    documents = Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic, backend)
     dq, dk = backends.backward(grad_o, q, k, v, o, lse, documents, dv)
     if qkv.device.type == "cuda":
         return dqkv, *rotary.backward(dq, dk, qkv, dqkv, cos, sin, base, s, b, slopes, base_grad)
@@ -140,7 +142,7 @@ def _backward(ctx, grad_o, *_unused):  # type: ignore[no-untyped-def]
     base, s, b = ctx.wanted
     dqkv, *grads = backward_op(grad_o, *ctx.saved_tensors, *ctx.options, s or b, base)
     dbase, ds, db = (grad if wanted else None for grad, wanted in zip(grads, ctx.wanted))
-    return dqkv, None, None, dbase, ds, db, *(None,) * 7
+    return dqkv, None, None, dbase, ds, db, *(None,) * 8
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -10,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ssscale.config.schema import Config
+from ssscale.config.kinds import hints, is_leaf, join, keys, strip_none
+from ssscale.config.schema import Config, ModelChanges, ModelConfig
 from ssscale.config.yaml_nodes import check_nodes
 from ssscale.errors import UserError
 
@@ -49,7 +50,7 @@ def load_config(arguments: list[str], options: Iterable[str] = ()) -> Config:
 
 
 def change(config: Config, arguments: list[str]) -> Config:
-    """`config` with `["model.position.rope_base=500000", ...]` in place of what it says. Raises UserError."""
+    """`config` with `["model.position.rope.base=500000", ...]` in place of what it says. Raises UserError."""
     return _build_config(_change(_plain(config), arguments, ()), "")
 
 
@@ -61,8 +62,19 @@ def _change(tree: Tree, arguments: list[str], options: Iterable[str]) -> Tree:
 
 
 def to_yaml(config: Config) -> str:
-    """Every key of the run, so that `from_yaml` gives the same `Config` whatever the defaults become."""
-    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+    """Every key of the run, so that `from_yaml` gives the same `Config` whatever the defaults become.
+
+    Options of mixers and positions that the run does not have, and that nobody set, are left out: whoever reads the file may
+    not have them.
+    """
+    tree = _plain(config)
+    for section, names in (("mixer", config.model.mixers), ("position", [config.model.position.method])):
+        given = getattr(config.model, section)
+        for name in type(given).registry:
+            options = getattr(given, name)
+            if name not in names and options == type(options)():
+                del tree["model"][section][name]
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def from_yaml(text: str, source: str = "config.yaml") -> Config:
@@ -87,6 +99,11 @@ def read_yaml(path: Path) -> Config:
 
 def save(config: Config, path: str | Path) -> None:
     Path(path).write_text(to_yaml(config), encoding="utf-8")
+
+
+def changed_model(model: ModelConfig, changes: ModelChanges, key: str) -> ModelConfig:
+    """The model with a stage's changes. key: what they are under, for the sentence."""
+    return typing.cast(ModelConfig, _build(ModelConfig, _merge(_plain(model), changes), key, ""))
 
 
 def run_names() -> list[str]:
@@ -197,11 +214,12 @@ def _set(tree: Tree, key: str, value: Any, options: Iterable[str]) -> None:
 
 def _step(kind: Any, node: Any, part: str, key: str, here: str, options: Iterable[str]) -> tuple[str | int, Any]:
     """One part of a dotted key: the index into `node` and the annotation of what lies there."""
-    kind = _strip_none(kind)
+    kind = strip_none(kind)
+    kind = ModelConfig if kind is ModelChanges else kind
     if dataclasses.is_dataclass(kind) and isinstance(node, dict):
-        hints = typing.get_type_hints(kind)
-        if part in hints:
-            return part, hints[part]
+        known = hints(kind)
+        if part in known:
+            return part, known[part]
     elif typing.get_origin(kind) is list and isinstance(node, list):
         if part.isdecimal() and int(part) < len(node):
             return int(part), typing.get_args(kind)[0]
@@ -223,23 +241,28 @@ def _build(kind: Any, value: Any, key: str, source: str) -> Any:
     """`value` as the annotation `kind` wants it, or a UserError that says what was expected at `key`."""
     if isinstance(kind, types.UnionType):
         return _build_union(kind, value, key, source)
+    if kind is ModelChanges:
+        if not isinstance(value, dict):
+            raise UserError(f"{key} is a section, not {_show(value)}: set keys of `model` in it{_in(source)}")
+        _check(ModelConfig, value, key, source)
+        return ModelChanges(value)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise UserError(
-                f"{key} is a section, not {_show(value)}: set its keys, such as {_keys(kind, key)[0]}{_in(source)}"
+                f"{key} is a section, not {_show(value)}: set its keys, such as {keys(kind, key)[0]}{_in(source)}"
             )
-        hints = typing.get_type_hints(kind)
+        known = hints(kind)
         for name in value:
-            if name not in hints:
-                raise UserError(_unknown(_join(key, name), source))
-        return kind(**{name: _build(hints[name], entry, _join(key, name), source) for name, entry in value.items()})  # type: ignore[operator]
+            if name not in known:
+                raise UserError(_unknown(join(key, name), source))
+        return kind(**{name: _build(known[name], entry, join(key, name), source) for name, entry in value.items()})  # type: ignore[operator]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (list, tuple) and isinstance(value, list | tuple):
         if origin is tuple and len(value) != len(arguments):
             raise _wrong(kind, value, key, source)
-        return origin(_build(arguments[0], entry, _join(key, i), source) for i, entry in enumerate(value))
+        return origin(_build(arguments[0], entry, join(key, i), source) for i, entry in enumerate(value))
     if origin is dict and isinstance(value, dict):
-        return {str(name): _build(arguments[1], entry, _join(key, name), source) for name, entry in value.items()}
+        return {str(name): _build(arguments[1], entry, join(key, name), source) for name, entry in value.items()}
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str) and value in kind.__members__:
         return kind[value]
     if kind is bool and isinstance(value, bool):
@@ -262,7 +285,7 @@ def _build_union(kind: types.UnionType, value: Any, key: str, source: str) -> An
         if isinstance(word, type) and issubclass(word, Enum) and isinstance(value, str) and value in word.__members__:
             return word[value]
     try:
-        return _build(_strip_none(kind), value, key, source)
+        return _build(strip_none(kind), value, key, source)
     except UserError:
         if _words(kind):
             raise _wrong(kind, value, key, source) from None
@@ -277,13 +300,14 @@ def _words(kind: Any) -> list[str]:
 
 def _check(kind: Any, value: Any, key: str, source: str) -> None:
     """What `_build` says of one file, so that the sentence names it; interpolations wait for the whole."""
+    kind = ModelConfig if strip_none(kind) is ModelChanges and value is not None else kind
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
+        known = hints(kind)
         for name, entry in value.items():
-            if name not in hints:
-                raise UserError(_unknown(_join(key, name), source))
-            _check(hints[name], entry, _join(key, name), source)
-    elif "${" not in str(value) or (isinstance(value, str) and not _is_leaf(kind)):
+            if name not in known:
+                raise UserError(_unknown(join(key, name), source))
+            _check(known[name], entry, join(key, name), source)
+    elif "${" not in str(value) or (isinstance(value, str) and not is_leaf(kind)):
         _build(kind, value, key, source)
 
 
@@ -293,12 +317,14 @@ def _wrong(kind: Any, value: Any, key: str, source: str) -> UserError:
 
 def _expected(kind: Any) -> str:
     if isinstance(kind, types.UnionType):
-        return _one_of([_expected(_strip_none(kind)), *_words(kind)])
+        return _one_of([_expected(strip_none(kind)), *_words(kind)])
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         return f"a list of {len(arguments)} numbers"
     if origin is list:
         return "a list"
+    if kind is ModelChanges:
+        return "a section"
     if origin is dict:
         return "a section of `name: number`"
     if issubclass(kind, Enum):
@@ -308,29 +334,15 @@ def _expected(kind: Any) -> str:
 
 def _unknown(key: str, source: str, options: Iterable[str] = ()) -> str:
     index = re.search(r"\.(\d+)(\.|$)", key)
-    valid = [name.replace("[]", index.group(1) if index else "0") for name in _keys(Config, "")] + list(options)
+    valid = [name.replace("[]", index.group(1) if index else "0") for name in keys(Config, "")] + list(options)
+    if not key.startswith("train.stages"):  # where each of the model's keys may stand once more
+        valid = [name for name in valid if not re.match(r"train\.stages\.\d+\.model\.", name)]
     last = key.rpartition(".")[2]
     near = [name for name in valid if name.rpartition(".")[2] == last][:3]
     near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
     near = near or [n for n in valid if difflib.get_close_matches(last, [n.rpartition(".")[2]], cutoff=0.7)][:1]
     hint = f"did you mean {_one_of(near)}?" if near else "ssscale/config/schema.py lists them all"
     return f"there is no key {key!r}{_in(source)}; {hint}"
-
-
-def _keys(kind: Any, key: str) -> list[str]:
-    """Every dotted key below `key`; [] stands for a list's index."""
-    return list(_walk(kind, key))
-
-
-def _walk(kind: Any, key: str) -> Iterator[str]:
-    kind = _strip_none(kind)
-    if dataclasses.is_dataclass(kind):
-        for name, hint in typing.get_type_hints(kind).items():
-            yield from _walk(hint, _join(key, name))
-    elif typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
-        yield from _walk(typing.get_args(kind)[0], _join(key, "[]"))
-    else:
-        yield key
 
 
 def _plain(value: Any) -> Any:
@@ -340,7 +352,7 @@ def _plain(value: Any) -> Any:
         return value.name
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    return dict(value) if isinstance(value, dict) else value
+    return {name: _plain(entry) for name, entry in value.items()} if isinstance(value, dict) else value
 
 
 def _merge(under: Tree, over: Tree) -> Tree:
@@ -350,19 +362,6 @@ def _merge(under: Tree, over: Tree) -> Tree:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
-
-
-def _strip_none(kind: Any) -> Any:
-    return next(a for a in kind.__args__ if a is not type(None)) if isinstance(kind, types.UnionType) else kind
-
-
-def _is_leaf(kind: Any) -> bool:
-    kind = _strip_none(kind)
-    return not dataclasses.is_dataclass(kind) and typing.get_origin(kind) is None
-
-
-def _join(key: str, name: object) -> str:
-    return f"{key}.{name}" if key else str(name)
 
 
 def _in(source: str) -> str:

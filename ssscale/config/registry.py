@@ -11,6 +11,7 @@ environment's rather than the configuration's: a checkpoint must not be able to 
 registers something is imported by commands that answer before torch is imported, so it imports torch where it uses it.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -18,7 +19,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from ssscale.errors import UserError
 
@@ -31,15 +32,26 @@ class Registry(Mapping[str, T], Generic[T]):
     def __init__(self, key: str, package: str) -> None:
         self.key, self.package = key, package
         self._found: dict[str, T] = {}
+        self._default: str | None = None
         self._complete = False
+        self._sections: dict[tuple[type, int], type] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
+    @property
+    def default(self) -> str:
+        """The name that stands for a key that is not given."""
+        self._discover()
+        assert self._default is not None, f"nothing is the default of {self.key}"
+        return self._default
+
+    def register(self, name: str, default: bool = False) -> Callable[[T], T]:
         """A decorator that gives what it decorates a name. Raises ValueError for a name that is taken."""
 
         def add(thing: T) -> T:
             if name in self._found:
                 raise ValueError(f"{self.key}: {name!r} is registered twice")
+            thing.name = name  # type: ignore[attr-defined]
             self._found[name] = thing
+            self._default = name if default else self._default
             return thing
 
         return add
@@ -61,6 +73,14 @@ class Registry(Mapping[str, T], Generic[T]):
     def __len__(self) -> int:
         self._discover()
         return len(self._found)
+
+    def section(self, base: type) -> type:
+        """`base` with a section for the options of everything registered, each with its defaults."""
+        if (base, len(self)) not in self._sections:
+            options: list[Any] = [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in self.items()]  # type: ignore[call-overload]
+            made = dataclasses.make_dataclass(base.__name__, options, bases=(base,), frozen=True)
+            self._sections[base, len(self)] = made
+        return self._sections[base, len(self)]
 
     def _discover(self) -> None:
         if self._complete:
@@ -89,7 +109,20 @@ def import_plugins() -> None:
             spec.loader.exec_module(module)
 
 
-MIXERS: Registry[type] = Registry("model.mixers", "ssscale.model.mixers")
-POSITIONS: Registry[type] = Registry("model.position.method", "ssscale.model.positions")
-SCHEDULES: Registry[type] = Registry("train.stages.N.schedule.kind", "ssscale.train.schedules")
-OPTIMIZERS: Registry[type] = Registry("optimizer.name", "ssscale.optim")
+class Sectioned:
+    """A section of the configuration with a section for each name of `registry`; pickled by its values, as its class is made."""
+
+    registry: ClassVar[Registry[Any]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self).__bases__[0], dict(vars(self)))
+
+
+def _restore(base: type[Sectioned], values: dict[str, Any]) -> Any:
+    return base.registry.section(base)(**values)
+
+
+MIXERS: Registry[Any] = Registry("model.mixers", "ssscale.model.mixers")
+POSITIONS: Registry[Any] = Registry("model.position.method", "ssscale.model.positions")
+SCHEDULES: Registry[Any] = Registry("schedule.kind", "ssscale.train.schedules")
+OPTIMIZERS: Registry[Any] = Registry("optimizer.name", "ssscale.optim")

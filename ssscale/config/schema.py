@@ -3,70 +3,11 @@
 `ssscale.config` fills them from YAML files and `key=value` arguments and checks what no single key can say.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
-
-class Core(StrEnum):
-    """What turns q, k and v into a weighted sum of values."""
-
-    softmax = "softmax"
-    ssmax = "ssmax"
-    stickbreaking = "stickbreaking"
-
-
-class SSMaxVariant(StrEnum):
-    """Scalable-Softmax, arXiv:2501.19399: s `learned` per head (Eq. 2) or `fixed`, `bias` (Eq. 4), `pn` (Eq. 3)."""
-
-    learned = "learned"
-    fixed = "fixed"
-    bias = "bias"
-    pn = "pn"
-
-
-class PositionMethod(StrEnum):
-    """How a model tells positions apart."""
-
-    rope = "rope"  # arXiv:2104.09864
-    nope = "nope"  # none
-    alibi = "alibi"  # arXiv:2108.12409
-    fire = "fire"  # arXiv:2310.04418
-
-
-# What a core can be combined with. SSMax scales q, which would miss a bias that is added behind q·k; stick-breaking takes
-# the nearest keys first, so that its order is its position method.
-POSITIONS = {
-    Core.softmax: frozenset(PositionMethod),
-    Core.ssmax: frozenset({PositionMethod.rope, PositionMethod.nope}),
-    Core.stickbreaking: frozenset({PositionMethod.nope}),
-}
-WINDOWS = frozenset({Core.softmax, Core.ssmax})  # the cores that take a sliding window
-
-
-class RopeScaling(StrEnum):
-    """Rotary positions beyond the training length; `ssscale.position.rope` gives the formulas.
-
-    `linear` divides positions by `rope_factor`, `ntk` stretches the base by it; `dynamic_ntk` stretches the base only for
-    documents longer than `train_length`, by as much as they need.
-    """
-
-    none = "none"
-    linear = "linear"
-    ntk = "ntk"
-    dynamic_ntk = "dynamic_ntk"
-
-
-class ScheduleKind(StrEnum):
-    """Learning-rate shapes; `ssscale.train.schedule` gives the formula of each.
-
-    `decay` starts from the learning rate at which the stage before it ended.
-    """
-
-    constant = "constant"
-    cosine = "cosine"
-    wsd = "wsd"
-    power = "power"
-    decay = "decay"
+from ssscale.config.registry import MIXERS, POSITIONS, Sectioned
 
 
 class DecayShape(StrEnum):
@@ -109,27 +50,35 @@ class Auto(StrEnum):
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
-    core: Core = Core.softmax
-    ssmax: SSMaxVariant = SSMaxVariant.learned
-    ssmax_scale: float = 1.0  # s at the start of training, or for ever under `fixed`
-    ssmax_bias: float = 0.0  # b at the start of training
-    remainder: bool = (
-        False  # stick-breaking: the unspent stick goes to the query's own value (arXiv:2410.17980, Eq. 13)
-    )
-    skip_below: float = (
-        2.0**-12
-    )  # stick-breaking: a query whose unspent stick is below this reads no further keys; 0 = exact
+class MixerConfig(Sectioned):
+    """A section of options for each mixer that is registered (ssscale/model/mixers), such as `model.mixer.ssmax.scale`."""
+
+    registry = MIXERS
 
 
 @dataclass(frozen=True)
-class PositionConfig:
-    method: PositionMethod = PositionMethod.rope
-    rope_base: float = 10_000.0
-    rope_scaling: RopeScaling = RopeScaling.none
-    rope_factor: float = 1.0  # linear: 1 / the scale of positions; ntk: α; dynamic_ntk: f
-    train_length: int | None = None  # tokens; L of dynamic_ntk
+class PositionConfig(Sectioned):
+    """How a model tells positions apart, and a section of options for each method (ssscale/model/positions).
+
+    Mixers that take no positions go without in a model where others have them.
+    """
+
+    registry = POSITIONS
+
+    method: str = "rope"
     window: int | None = None  # sliding window: keys that a query sees, itself included; None: all
+
+
+def mixer_config(name: str | None = None, **options: object) -> Any:
+    """`model.mixer` with these options of one mixer, the others as by default."""
+    made = MIXERS.section(MixerConfig)()
+    return made if name is None else replace(made, **{name: MIXERS[name](**options)})
+
+
+def position_config(method: str = "rope", window: int | None = None, **options: object) -> Any:
+    """`model.position` with these options of the method."""
+    made = POSITIONS.section(PositionConfig)(method=method, window=window)
+    return replace(made, **{method: POSITIONS[method](**options)}) if options else made
 
 
 @dataclass(frozen=True)
@@ -162,8 +111,9 @@ class ModelConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     depth_scaled_init: bool = True  # init_std / sqrt(2 · num_layers) where a matrix writes to the residual stream
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    position: PositionConfig = field(default_factory=PositionConfig)
+    mixers: list[str] = field(default_factory=lambda: [MIXERS.default])  # a pattern that is repeated over the layers
+    mixer: MixerConfig = field(default_factory=mixer_config)
+    position: PositionConfig = field(default_factory=position_config)
     width: WidthConfig = field(default_factory=WidthConfig)
 
     @property
@@ -173,6 +123,33 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def used(self) -> dict[str, Any]:
+        """The mixers of the pattern with their options, each once."""
+        return {name: self.mixer_called(name) for name in self.mixers}
+
+    def mixer_called(self, name: str) -> Any:
+        """Raises UserError for a name that is not registered."""
+        MIXERS[name]  # the sentence where it is not registered
+        return getattr(self.mixer, name)
+
+    def mixer_of(self, layer: int) -> Any:
+        return self.mixer_called(self.mixers[layer % len(self.mixers)])
+
+    @property
+    def layer_mixers(self) -> list[Any]:
+        return [self.mixer_of(layer) for layer in range(self.num_layers)]
+
+    @property
+    def place(self) -> Any:
+        """The position method with its options. Raises UserError for a name that is not registered."""
+        POSITIONS[self.position.method]  # the sentence where it is not registered
+        return getattr(self.position, self.position.method)
+
+    def place_of(self, mixer: Any) -> Any:
+        """The position method in layers of this mixer: none where it takes none."""
+        return self.place if self.position.method in mixer.positions else mixer.without_position()
 
     @property
     def m_width(self) -> float:
@@ -211,7 +188,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    kind: ScheduleKind = ScheduleKind.constant
+    kind: str = "constant"  # of ssscale/train/schedules
     lr: float = 6e-4  # the peak; under `power` the cap η_max
     warmup_tokens: int = 0  # of this stage
     decay_tokens: int = 0  # the last tokens of this stage
@@ -219,6 +196,10 @@ class ScheduleConfig:
     floor: float = 0.0  # the fraction of the decay's first learning rate that is left at its end
     power_a: float = 4.0  # η(n) = min(lr, batch · a · n^b)
     power_b: float = -0.51
+
+
+class ModelChanges(dict[str, Any]):
+    """Part of the section `model`, as a tree of plain values; `ssscale.config.load` checks it against `ModelConfig`."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +215,7 @@ class StageConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     mix: dict[str, float] | None = None  # source name → share of the rows; None: by the sources' sizes
     # Changes that hold from this stage on; None: as before.
-    core: Core | None = None  # softmax → ssmax only
-    ssmax_scale: float | None = None  # s of a core that becomes SSMax; None: 1 / mean of ln n, which changes least
-    rope_base: float | None = None
+    model: ModelChanges | None = None  # keys of `model`: mixers and their options, position
     length: int | None = None  # needs data_path: rows are packed to one length
     data_path: str | None = None
     batch_size: int | None = None

@@ -6,11 +6,11 @@ from transformers import PretrainedConfig
 
 
 class SSScaleConfig(PretrainedConfig):
-    """A Llama-2-style decoder with softmax, Scalable-Softmax (arXiv:2501.19399) or stick-breaking attention (arXiv:2410.17980).
+    """A Llama-2-style decoder whose layers mix values as `mixers` says, a pattern that is repeated over them.
 
-    attention: core (softmax, ssmax, stickbreaking), ssmax (learned, fixed, bias, pn), ssmax_scale, remainder, ...
-    position: method (rope, nope, alibi, fire), rope_base, rope_scaling (none, linear, ntk, dynamic_ntk), rope_factor,
-    train_length, window. width: embedding_multiplier, residual_multiplier, logits_divisor, attention_scale, ...
+    mixer: the options of each by name. position: method, window, and the options of each method by name. width:
+    embedding_multiplier, residual_multiplier, logits_divisor, attention_scale, ... learned: what the mixers and the position
+    learn besides matrices: [[name, shape, start], ...]; modeling_ssscale.py has the code of those that the model has.
     max_position_embeddings: the training length; longer inputs are taken.
     """
 
@@ -29,7 +29,9 @@ class SSScaleConfig(PretrainedConfig):
         rms_norm_eps: float = 1e-5,
         initializer_range: float = 0.02,
         max_position_embeddings: int = 1024,
-        attention: dict[str, Any] | None = None,
+        mixers: list[str] | None = None,
+        mixer: dict[str, dict[str, Any]] | None = None,
+        learned: list[Any] | None = None,
         position: dict[str, Any] | None = None,
         width: dict[str, Any] | None = None,
         use_cache: bool = True,
@@ -46,20 +48,10 @@ class SSScaleConfig(PretrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.max_position_embeddings = max_position_embeddings
-        self.attention: dict[str, Any] = {
-            "core": "softmax",
-            "ssmax": "learned",
-            "ssmax_scale": 1.0,
-            "remainder": False,
-        } | (attention or {})
-        self.position: dict[str, Any] = {
-            "method": "rope",
-            "rope_base": 10_000.0,
-            "rope_scaling": "none",
-            "rope_factor": 1.0,
-            "train_length": None,
-            "window": None,
-        } | (position or {})
+        self.mixers = mixers or []
+        self.mixer = mixer or {}
+        self.learned = learned or []
+        self.position: dict[str, Any] = {"method": "nope", "window": None} | (position or {})
         self.width: dict[str, Any] = {
             "embedding_multiplier": 1.0,
             "residual_multiplier": 1.0,

@@ -5,7 +5,6 @@ A folder holds config.json, generation_config.json, the weights as safetensors, 
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +22,9 @@ from ssscale.config import from_yaml, to_yaml
 from ssscale.config.schema import Config
 from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
+from ssscale.hf.code import exported_files
 from ssscale.model.decoder import VOCAB_WEIGHTS
+from ssscale.model.flops import declared_weights
 from ssscale.names import is_plain, leads_out
 from ssscale.parallel.groups import Groups, initialize
 from ssscale.train.build import build_model
@@ -35,7 +36,6 @@ from ssscale.validate import validate
 SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 META = torch.device("meta")
-CODE = ("configuration_ssscale.py", "modeling_ssscale.py")
 AUTO = {
     "AutoConfig": "configuration_ssscale.SSScaleConfig",
     "AutoModelForCausalLM": "modeling_ssscale.SSScaleForCausalLM",
@@ -66,6 +66,7 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
     _check_link(checkpoint / "tokenizer.json", checkpoint)
     config, reader = saved_config(checkpoint), CheckpointReader(checkpoint)
+    code = exported_files(config.model)
     check_shapes(
         reader, build_model(config, replace(initialize(), device=META), DTYPES[dtype]), initialize(), VOCAB_WEIGHTS
     )
@@ -77,8 +78,8 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
         ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
         spare = _ids_without_token(checkpoint / "tokenizer.json", config.model.vocab_size)
         _write_json(out / "generation_config.json", ids | ({"suppress_tokens": spare} if spare else {}))
-        for name in CODE:
-            shutil.copyfile(Path(__file__).with_name(name), out / name)
+        for name, text in code.items():
+            (out / name).write_text(text, encoding="utf-8")
         # Last: a folder without it is no model.
         _write_json(out / "config.json", hf_config(config, dtype) | ids)
     except BaseException:  # the same command can be given again
@@ -96,12 +97,19 @@ def hf_config(config: Config, dtype: str) -> dict[str, Any]:
     model |= {"num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_size}
     for key in ("logits_divisor", "matrix_lr_divisor", "matrix_init_divisor"):
         model["width"][key] = getattr(config.model, key)
+    model["mixer"] = {
+        name: asdict(mixer) | {"positions": mixer.positions, "windowed": mixer.no_window is None}
+        for name, mixer in config.model.used.items()
+    }
+    place, window = config.model.place, config.model.position.window
+    model["position"] = {"method": place.name, "window": window, place.name: asdict(place)}
     return {
         "architectures": ["SSScaleForCausalLM"],
         "model_type": "ssscale",
         "auto_map": AUTO,
         "dtype": dtype,
         "max_position_embeddings": config.data.length,
+        "learned": [[name, w.shape, w.start] for name, w in declared_weights(config.model, config.data.length).items()],
         **{RENAMED.get(key, key): value for key, value in model.items()},
     }
 
@@ -237,10 +245,17 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _native_config(content: dict[str, Any], name: str, file: Path) -> Config:
     names = asdict(Config())["model"]
     model = {key: content[RENAMED.get(key, key)] for key in names if RENAMED.get(key, key) in content}
+    if isinstance(model.get("mixer"), dict):
+        model["mixer"] = {name: _options(given) for name, given in model["mixer"].items()}
     tree = {"name": name, "model": model, "data": {"length": content.get("max_position_embeddings")}}
     config = from_yaml(yaml.safe_dump(tree), str(file))
     validate(config)
     return config
+
+
+def _options(given: Any) -> Any:
+    """A mixer's options in config.json without what the exported code needs to know of it besides."""
+    return {k: v for k, v in given.items() if k not in ("positions", "windowed")} if isinstance(given, dict) else given
 
 
 def _open_weights(folder: Path) -> dict[str, Any]:

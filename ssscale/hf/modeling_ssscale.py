@@ -1,10 +1,14 @@
 """The model in plain torch, for transformers. This file travels with exported weights: it needs torch and transformers alone.
 
-Its weights have the names and shapes of the model that was trained, the vocabulary's padding cut off.
+Its weights have the names and shapes of the model that was trained, the vocabulary's padding cut off. MIXERS has the mixers
+of the model; `ssscale.hf.code` puts their functions here, from where ssscale/model/mixers defines them.
 x: [B, T, D]; q: [B, N, T, H]; k, v: [B, K, S, H], S = cached tokens and these.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +30,7 @@ class Batch:
     """What all layers share of a forward pass.
 
     i: [B, T] the queries' positions in their texts; j: [B, S] the keys'. real: [B, S] False for padding; None: no padding.
-    past: cached tokens. cos, sin: [B, T, H / 2] float32. n: what SSMax's s multiplies, [B, T] float32.
+    past: cached tokens. cos, sin: [B, T, H / 2] float32. own: what the layers of each mixer share, by its name.
     """
 
     i: Tensor
@@ -35,7 +39,7 @@ class Batch:
     past: int
     cos: Tensor | None = None
     sin: Tensor | None = None
-    n: Tensor | None = None
+    own: dict[str, Any] = field(default_factory=dict)
 
     def visible(self, first: int, last: int, window: int | None, strict: bool) -> Tensor:
         """[B, last − first, S]: the keys that these queries see, earlier ones alone if strict."""
@@ -50,8 +54,7 @@ class Batch:
             return seen
         # Padding sees itself, or it would be NaN and its cached values would reach the others as 0 · NaN.
         column = torch.arange(self.j.shape[1], device=self.j.device)
-        row = self.past + torch.arange(first, last, device=self.j.device)
-        return seen | (row[:, None] == column)
+        return seen | (column[self.past + first : self.past + last, None] == column)
 
 
 class SSScaleRMSNorm(nn.Module):
@@ -66,123 +69,122 @@ class SSScaleRMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """m_h = 2^(−8h / N), interleaved where N is no power of two   (arXiv:2108.12409, Section 3)"""
-    power = 1 << (num_heads.bit_length() - 1)
-    head = torch.arange(num_heads, device=device, dtype=torch.float32)
-    return torch.exp2(-8 / power * torch.where(head < power, head + 1, head - power + 0.5))
+class ALiBi:
+    """−m_h · (i − j)   (arXiv:2108.12409, Eq. 1), m_h = 2^(−8h / N), interleaved where N is no power of two (Section 3)"""
+
+    inner = 1  # numbers held for each pair of positions
+
+    def __init__(self, layer: Attention) -> None:
+        self.num_heads = layer.sizes[0]
+
+    def __call__(self, i: Tensor, j: Tensor) -> Tensor:
+        """i: [B, Q], j: [B, S] → [B, N, Q, S] float32"""
+        power = 1 << (self.num_heads.bit_length() - 1)
+        head = torch.arange(self.num_heads, device=i.device, dtype=torch.float32)
+        slopes = torch.exp2(-8 / power * torch.where(head < power, head + 1, head - power + 0.5))
+        return -slopes[:, None, None] * (i[:, :, None] - j[:, None, :]).float()[:, None]
 
 
-class FIRE(nn.Module):
+class FIRE:
     """MLP(ψ(i − j) / ψ(max(i, |L_mult · L0|))), ψ(x) = ln(|c| · x + 1)   (arXiv:2310.04418, Eqs. 6 and 16)"""
 
-    def __init__(self, num_heads: int) -> None:
-        super().__init__()
-        self.c = nn.Parameter(torch.full((1,), 0.1))
-        self.length_multiplier = nn.Parameter(torch.ones(1))
-        self.w1 = nn.Parameter(torch.empty(FIRE_HIDDEN, 1).uniform_(-1, 1))
-        self.b1 = nn.Parameter(torch.empty(FIRE_HIDDEN).uniform_(-1, 1))
-        bound = FIRE_HIDDEN**-0.5
-        self.w2 = nn.Parameter(torch.empty(num_heads, FIRE_HIDDEN).uniform_(-bound, bound))
-        self.b2 = nn.Parameter(torch.empty(num_heads).uniform_(-bound, bound))
+    inner = FIRE_HIDDEN
 
-    def forward(self, i: Tensor, j: Tensor) -> Tensor:
+    def __init__(self, layer: Attention) -> None:
+        self.layer = layer
+
+    def __call__(self, i: Tensor, j: Tensor) -> Tensor:
         """i: [B, Q], j: [B, S] → [B, N, Q, S] float32"""
-        c, multiplier, w1, b1, w2, b2 = (
-            p.float() for p in (self.c, self.length_multiplier, self.w1[:, 0], self.b1, self.w2, self.b2)
-        )
+        learned = self.layer.position_weights
+        names = ("c", "length_multiplier", "w1", "b1", "w2", "b2")
+        c, multiplier, w1, b1, w2, b2 = (getattr(learned, name).float() for name in names)
         threshold = (multiplier * FIRE_LENGTH).abs()
         norm = ((c * torch.maximum(i.float(), threshold)).abs() + 1).log() + FIRE_EPS
         x = ((c * (i[:, :, None] - j[:, None, :])).abs() + 1).log() / norm[..., None]
-        hidden = (x[..., None] * w1 + b1).relu()
+        hidden = (x[..., None] * w1[:, 0] + b1).relu()
         return (hidden @ w2.T + b2).movedim(-1, 1)
 
 
-class AttentionCore(nn.Module):
-    """q, k, v → o [B, N, T, H]; the learned numbers of the core are its parameters."""
+BIASES: dict[str, Callable[..., Any]] = {"alibi": ALiBi, "fire": FIRE}
 
-    def __init__(self, config: SSScaleConfig) -> None:
+
+class Learned(nn.Module):
+    """Learned tensors by name, each full of what it starts at."""
+
+    def __init__(self, config: SSScaleConfig, prefix: str) -> None:
         super().__init__()
-        attention, heads = config.attention, config.num_attention_heads
-        self.kind, self.method = attention["core"], config.position["method"]
-        self.window, self.remainder = config.position["window"], attention["remainder"]
-        self.scale = config.width["attention_scale"] or config.head_dim**-0.5
-        self.heads = heads
-        self.s: nn.Parameter | float = attention["ssmax_scale"]
-        self.b: nn.Parameter | None = None
-        if self.kind == "ssmax" and attention["ssmax"] != "fixed":
-            self.s = nn.Parameter(torch.full((heads,), float(attention["ssmax_scale"])))
-        if self.kind == "ssmax" and attention["ssmax"] in ("bias", "pn"):
-            self.b = nn.Parameter(torch.full((heads,), float(attention.get("ssmax_bias", 0.0))))
-        if self.method == "fire":
-            self.bias = FIRE(heads)
-
-    def query_factor(self, batch: Batch) -> Tensor | None:
-        """s ln n + b (arXiv:2501.19399, Eqs. 2 to 4): [B, N, T, 1] float32"""
-        if batch.n is None:
-            return None
-        s = self.s.float()[:, None] if isinstance(self.s, Tensor) else self.s
-        factor = s * batch.n[:, None, :].expand(-1, self.heads, -1)
-        if self.b is not None:
-            factor = factor + self.b.float()[:, None]
-        return factor[..., None]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-        length, keys = q.shape[2], k.shape[2]
-        biased = self.method in ("alibi", "fire")
-        if self.kind != "stickbreaking" and not biased:
-            whole = self.window is None or keys <= self.window
-            if whole and batch.real is None and (batch.past == 0 or length == 1):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=self.scale)
-        inner = FIRE_HIDDEN if self.method == "fire" else 1
-        rows = max(1, TILE_ELEMENTS // (q.shape[0] * q.shape[1] * keys * inner))
-        parts = []
-        for first in range(0, length, rows):
-            last = min(first + rows, length)
-            part = q[:, :, first:last]
-            visible = batch.visible(first, last, self.window, self.kind == "stickbreaking")[:, None]
-            if self.kind == "stickbreaking":
-                parts.append(self.break_stick(part, k, v, visible, first + batch.past))
-            elif biased:
-                parts.append(self.biased(part, k, v, visible, batch.i[:, first:last], batch.j))
-            else:
-                parts.append(F.scaled_dot_product_attention(part, k, v, attn_mask=visible, scale=self.scale))
-        return torch.cat(parts, 2)
-
-    def biased(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """softmax(scale · q·k + bias) v in float32"""
-        z = q.float() @ k.float().transpose(-1, -2) * self.scale
-        if self.method == "fire":
-            z = z + self.bias(i, j)
-        else:
-            distance = (i[:, :, None] - j[:, None, :]).float()
-            z = z - alibi_slopes(self.heads, q.device)[:, None, None] * distance[:, None]
-        return (z.masked_fill(~visible, -torch.inf).softmax(-1) @ v.float()).to(q.dtype)
-
-    def break_stick(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: int) -> Tensor:
-        """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = σ(scale · q·k), strictly earlier keys   (arXiv:2410.17980, Eq. 5)
-
-        With the remainder, what is left of the stick goes to the query's own value (Eq. 13), from column `own` on.
-        """
-        z = q.float() @ k.float().transpose(-1, -2) * self.scale
-        kept = F.logsigmoid(-z).masked_fill(~visible, 0.0)
-        # From the near end on, with a zero for it: subtracting a key's own share from an inclusive sum would cancel.
-        spent = F.pad(kept.flip(-1).cumsum(-1).flip(-1), (0, 1))
-        weights = (F.logsigmoid(z) + spent[..., 1:]).exp().masked_fill(~visible, 0.0)
-        o = weights @ v.float()
-        if self.remainder:
-            o = o + spent[..., :1].exp() * v[:, :, own : own + q.shape[2]].float()
-        return o.to(q.dtype)
+        for name, shape, start in config.learned:
+            if name.startswith(prefix + "."):
+                self.register_parameter(name[len(prefix) + 1 :], nn.Parameter(torch.full(shape, float(start))))
 
 
-def rotate(x: Tensor, batch: Batch, factor: Tensor | None = None) -> Tensor:
+def fused(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: Attention) -> Tensor | None:
+    """Softmax attention in torch's kernel, None where its causal mask is not what the batch needs."""
+    k, v = grouped(q, k, v)
+    whole = layer.window is None or k.shape[2] <= layer.window
+    if whole and batch.real is None and (batch.past == 0 or q.shape[2] == 1):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=layer.scale)
+    return None
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with as many heads as q."""
+    repeats = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+
+
+def attend_in_tiles(
+    run: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    layer: Attention,
+    strict: bool = False,
+    inner: int = 1,
+) -> Tensor:
+    """run(q, k, v, visible, batch, layer, first) for blocks of queries from `first` on, so that no [T, S] matrix is whole.
+
+    visible: the keys that each query sees, earlier ones alone if strict. inner: numbers that `run` holds for each pair.
+    """
+    k, v = grouped(q, k, v)
+    rows = max(1, TILE_ELEMENTS // (q.shape[0] * q.shape[1] * k.shape[2] * inner))
+    parts = []
+    for first in range(0, q.shape[2], rows):
+        part = q[:, :, first : first + rows]
+        visible = batch.visible(first, first + part.shape[2], layer.window, strict)[:, None]
+        parts.append(run(part, k, v, visible, batch, layer, first))
+    return torch.cat(parts, 2)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, batch: Batch, layer: Attention, first: int) -> Tensor:
+    """softmax(scale · q·k + bias) v in float32"""
+    i = batch.i[:, first : first + q.shape[2]]
+    z = q.float() @ k.float().transpose(-1, -2) * layer.scale
+    z = z + layer.bias(i, batch.j)  # type: ignore[misc]
+    return (z.masked_fill(~visible, -torch.inf).softmax(-1) @ v.float()).to(q.dtype)
+
+
+@dataclass
+class Part:
+    """One mixer: what mixes, what q is multiplied by, what all its layers share of a batch."""
+
+    mix: Callable[..., Tensor]
+    factor: Callable[..., Tensor] | None = None
+    prepare: Callable[..., Tensor] | None = None
+
+
+# the model's mixers
+MIXERS: dict[str, Part] = {}
+# the end of the model's mixers
+
+
+def rotate(x: Tensor, batch: Batch, turned: bool, factor: Tensor | None = None) -> Tensor:
     """x [B, N, T, H], turned by its positions (halves are pairs) and times `factor`, in float32, rounded once."""
-    if batch.cos is None and factor is None:
+    if not turned and factor is None:
         return x
     y = x.float()
-    if batch.cos is not None and batch.sin is not None:
+    if turned and batch.cos is not None and batch.sin is not None:
         cos, sin = batch.cos[:, None], batch.sin[:, None]
         a, b = y.chunk(2, -1)
         y = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -190,23 +192,37 @@ def rotate(x: Tensor, batch: Batch, factor: Tensor | None = None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """W_o core(rotate(W_q x, W_k x), W_v x), W_q, W_k and W_v one matrix."""
+    """W_o mix(rotate(W_q x, W_k x), W_v x), W_q, W_k and W_v one matrix; `mix` is the layer's mixer."""
 
     def __init__(self, config: SSScaleConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
+        self.name = config.mixers[layer % len(config.mixers)]
+        self.part, self.options = MIXERS[self.name], config.mixer[self.name]
+        placed = config.position["method"] in self.options["positions"]
+        self.window = config.position["window"] if self.options["windowed"] else None
+        self.scale = config.width["attention_scale"] or config.head_dim**-0.5
+        self.rotates = placed and config.position["method"] == "rope"
         self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         self.qkv = nn.Linear(config.hidden_size, sum(self.sizes) * self.head_dim, bias=False)
         self.out = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
-        self.core = AttentionCore(config)
+        self.weights = Learned(config, f"blocks.{layer}.attention.weights")
+        self.position_weights = Learned(config, f"blocks.{layer}.attention.position_weights")
+        bias = BIASES.get(config.position["method"]) if placed else None
+        self.bias = bias(self) if bias else None
+
+    def learned(self, name: str) -> Tensor | None:
+        """What the mixer learns under this name, if it does."""
+        return getattr(self.weights, name, None)
 
     def forward(self, x: Tensor, batch: Batch, cache: Cache | None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split(self.sizes, 1)
-        q, k = rotate(q, batch, self.core.query_factor(batch)), rotate(k, batch)
+        factor = self.part.factor(batch, self) if self.part.factor else None
+        q, k = rotate(q, batch, self.rotates, factor), rotate(k, batch, self.rotates)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        return self.out(self.core(q, k, v, batch).transpose(1, 2).flatten(2))
+        return self.out(self.part.mix(q, k, v, batch, self).transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -250,8 +266,8 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: SSScaleConfig) -> None:
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.attention["core"] == "ssmax" and config.attention["ssmax"] == "pn":
-            self.pn = nn.Parameter(torch.ones(config.max_position_embeddings))
+        learned = {name: Learned(config, f"shared.{name}") for name in config.mixers}
+        self.shared = nn.ModuleDict({name: own for name, own in learned.items() if any(True for _ in own.parameters())})
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = SSScaleRMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
@@ -321,17 +337,15 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
         batch = Batch(j[:, past:], j, real, past)
         if self.config.position["method"] == "rope":
             batch.cos, batch.sin = self.rope_tables(batch, total if final_length is None else final_length)
-        if self.config.attention["core"] == "ssmax":
-            window = self.config.position["window"]
-            n = batch.i + 1 if window is None else (batch.i + 1).clamp(max=window)
-            pn = getattr(self, "pn", None)
-            batch.n = n.float().log() if pn is None else pn.float()[n.clamp(max=pn.numel()) - 1]
+        for name in dict.fromkeys(self.config.mixers):
+            prepare = MIXERS[name].prepare
+            batch.own[name] = prepare(batch, self) if prepare else None
         return batch
 
     def rope_tables(self, batch: Batch, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of p · base^(−2k / H)   (arXiv:2104.09864, Eq. 15), base and p as `rope_scaling` says."""
-        position, size = self.config.position, self.config.head_dim
-        scaling, factor, base = position["rope_scaling"], position["rope_factor"], position["rope_base"]
+        """cos and sin of p · base^(−2k / H)   (arXiv:2104.09864, Eq. 15), base and p as `scaling` says."""
+        rope, size = self.config.position["rope"], self.config.head_dim
+        scaling, factor, base = rope["scaling"], rope["factor"], rope["base"]
         i = batch.i.float()
         if scaling == "linear":
             i = i / factor
@@ -341,7 +355,7 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
             lengths = torch.full((len(i), 1), float(length), device=i.device, dtype=torch.float64)
             if batch.real is not None:
                 lengths -= (~batch.real).sum(-1, keepdim=True)
-            excess = (lengths / position["train_length"]).clamp(min=1.0) - 1
+            excess = (lengths / rope["train_length"]).clamp(min=1.0) - 1
             base = (base * (factor * excess + 1) ** (size / (size - 2))).float()[..., None]
         exponent = torch.arange(0, size, 2, device=i.device, dtype=torch.float32) / size
         angle = i[..., None] * base**-exponent
@@ -351,7 +365,8 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
         """transformers' generate. Under dynamic_ntk a text is turned, from its first token on, for the length it may reach:
         what was cached for another base could not be told from what was not.
         """
-        if self.config.position["rope_scaling"] == "dynamic_ntk" and kwargs.get("final_length") is None:
+        rope = self.config.position.get("rope", {})
+        if rope.get("scaling") == "dynamic_ntk" and kwargs.get("final_length") is None:
             config = generation_config or self.generation_config
             given = kwargs.get("input_ids") if inputs is None else inputs
             prompt = 1 if given is None else given.shape[1]

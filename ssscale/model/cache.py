@@ -6,9 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cached import plan_decode
 from kernels.upload import upload
-from ssscale.config.schema import Core
 from ssscale.layout import CachedKeys, PackedLayout
 from ssscale.model.decoder import Decoder
 
@@ -42,7 +40,10 @@ class KVCache:
         config, self.tensor_size = model.config, model.groups.tensor_size
         weight = next(model.parameters())
         self.filled = model.sequence_parallel
-        self.softmax, self.window = config.attention.core != Core.stickbreaking, config.position.window
+        self.mixers, self.window = list(config.used.values()), config.position.window
+        for mixer in self.mixers:
+            if not mixer.cached:
+                raise mixer.lacks("cached", "it cannot read keys of earlier passes: no text can be generated")
         self.final_lengths = list(final_lengths)
         self.lengths = [0] * len(self.final_lengths)
         self.capacity = max(*self.final_lengths, self.tensor_size)
@@ -81,9 +82,8 @@ class KVCache:
             longest = max(n + count for n, count in zip(before, counts, strict=True))
             starts = cu_seqlens.tolist()
             bounds, offsets = upload(bounds, device), upload(offsets, device)
-            plan = None
-            if self.softmax:
-                plan = plan_decode(starts, list(before), self._rows, self.capacity, self.window)
+            plans = (m.plan_decode(starts, list(before), self._rows, self.capacity, self.window) for m in self.mixers)
+            plan = next((plan for plan in plans if plan is not None), None)
             past = CachedKeys(self.capacity, bounds, offsets, self._rows, list(before), starts, longest, plan)
         self.lengths = after
         uniform = counts[0] if self._first and len(set(counts)) == 1 else None

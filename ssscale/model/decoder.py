@@ -1,34 +1,167 @@
-"""The decoder: embedding, blocks, norm, head."""
+"""The decoder, top to bottom: norm, MLP, attention, block, embedding, head and loss.
 
+Shapes: T tokens of packed documents (no padding), D hidden size, N query heads and K key/value heads of H dimensions on this
+tensor-parallel rank, V entries of the vocabulary. Under sequence parallelism the residual stream is [T / tensor_size, D].
+"""
+
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ssscale.attention.ssmax import query_base
-from ssscale.config.schema import Core, ModelConfig, Recompute, SSMaxVariant
+from ssscale.config.schema import ModelConfig, Recompute
 from ssscale.layout import PackedLayout
-from ssscale.model.block import Block
-from ssscale.model.loss import token_losses
-from ssscale.model.norm import RMSNorm
-from ssscale.model.recompute import leave_products_whole
+from ssscale.model.mixers.base import Tables
+from ssscale.model.recompute import keep_products, leave_products_whole
+from ssscale.model.weight import Weight
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import (
+    TransformerConfig,
     column_linear,
     gather_vocabulary,
     global_shape,
+    mark_split,
     megatron_config,
     replicated,
+    row_linear,
+    vocabulary_cross_entropy,
     vocabulary_embedding,
 )
-from ssscale.position import Tables, position_tables, with_block_mask
 
 if TYPE_CHECKING:
-    from ssscale.model.cache import KVCache
+    from ssscale.model.cache import KVCache, LayerCache
 
 VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # the weights with a row for each entry of the vocabulary
 VOCAB_MULTIPLE = 128  # tensor cores want aligned matrices; each tensor-parallel rank holds a multiple of this
+IGNORE = -100  # the label of a token without a target: the last one of a document
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x²) + ε) · w over the last dimension   (arXiv:1910.07467, Eq. 4)
+
+    partial: each tensor-parallel rank sees a part of the tokens (sequence parallelism), so w's gradient is summed over them.
+    """
+
+    def __init__(self, size: int, eps: float, groups: Groups, partial: bool) -> None:
+        super().__init__()
+        self.eps, self.groups, self.partial = eps, groups, partial
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = replicated(self.weight, self.groups) if self.partial else self.weight
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+
+class SwiGLU(nn.Module):
+    """y = W_down (silu(W_gate x) ⊙ W_up x)   (arXiv:2002.05202, Eq. 6). [T, D] → [T, D]."""
+
+    def __init__(self, config: ModelConfig, megatron: TransformerConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.ffn_hidden_size
+        self.gate_up = column_linear(size, (inner, inner), megatron)
+        self.down = row_linear(inner, size, megatron)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x)[0].chunk(2, -1)
+        return self.down(F.silu(gate) * up)[0]
+
+
+class Weights(nn.Module):
+    """This rank's part of the learned tensors that a mixer or a position method declares, each at its start value."""
+
+    def __init__(self, declared: Mapping[str, Weight], groups: Groups) -> None:
+        super().__init__()
+        self.groups, self.declared = groups, dict(declared)
+        for name, weight in declared.items():
+            shape = list(weight.shape)
+            if weight.split is not None:
+                shape[weight.split] //= groups.tensor_size
+            parameter = nn.Parameter(torch.full(shape, weight.start))
+            parameter.declared = weight  # for `initialize_weights` and `load_switched`
+            if weight.split is not None:
+                mark_split(parameter, weight.split, (weight.shape[weight.split],))
+            self.register_parameter(name, parameter)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.declared
+
+    def take(self, name: str) -> Tensor:
+        """For use on this rank's heads; the gradient of what every rank has is summed over them."""
+        weight: Tensor = getattr(self, name)
+        return replicated(weight, self.groups) if self.declared[name].split is None else weight
+
+    def all(self) -> dict[str, Tensor]:
+        return {name: self.take(name) for name in self.declared}
+
+
+class Attention(nn.Module):
+    """y = W_o mix(W_q x, W_k x, W_v x), grouped-query (arXiv:2305.13245). [T, D] → [T, D].
+
+    What lies between the projections is the layer's mixer (ssscale/model/mixers), which reads what it needs from here.
+    """
+
+    def __init__(self, config: ModelConfig, groups: Groups, megatron: TransformerConfig, layer: int) -> None:
+        super().__init__()
+        self.groups = groups
+        self.head_size = config.head_size
+        self.heads = config.num_heads // groups.tensor_size
+        self.kv_heads = config.kv_heads // groups.tensor_size
+        self.scale = config.width.attention_scale  # None: 1 / sqrt(H)
+        self.mixer = config.mixer_of(layer)
+        self.position = config.place_of(self.mixer)
+        self.window = config.position.window if self.mixer.no_window is None else None
+        q_size, kv_size = config.num_heads * self.head_size, config.kv_heads * self.head_size
+        self.qkv = column_linear(config.hidden_size, (q_size, kv_size, kv_size), megatron)
+        self.out = row_linear(q_size, config.hidden_size, megatron)
+        self.weights = Weights(self.mixer.weights(config), groups)
+        self.position_weights = Weights(self.position.weights(config), groups)
+
+    def forward(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
+        qkv = self.qkv(x)[0].unflatten(-1, (-1, self.head_size))  # [T, N + 2K, H]
+        extend = None if cache is None else cache.extend
+        return self.out(self.mixer.mix(qkv, self, layout, tables, extend).flatten(1))[0]
+
+    def for_heads(self, weight: Tensor, count: int) -> Tensor:
+        """The part of a tensor [N, ...] for the `count` heads that q has in `attend`: under Ulysses a rank's share of them."""
+        return weight if count == len(weight) else weight.narrow(0, self.groups.ulysses_rank * count, count)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+        """`Mixer.attend` of this layer. Whoever watches what goes into it replaces this method of the instance."""
+        return self.mixer.attend(q, k, v, self, layout)
+
+
+class Block(nn.Module):
+    """h = x + m · attention(norm(x)); y = h + m · mlp(norm(h))   (pre-norm, as Llama 2; m = 1 but for the width transfer)
+
+    `selective` recomputation is a part of the block, and so of its compiled graph; `full` is around it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, groups: Groups, megatron: TransformerConfig, layer: int, recompute: Recompute
+    ) -> None:
+        super().__init__()
+        self.selective = recompute == Recompute.selective
+        self.multiplier = config.width.residual_multiplier
+        partial = megatron.sequence_parallel
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
+        self.attention = Attention(config, groups, megatron, layer)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
+        self.mlp = SwiGLU(config, megatron)
+
+    def forward(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
+        if self.selective and cache is None and torch.is_grad_enabled():
+            return keep_products(self.attention.mixer.kept_operators, self._layer, x, layout, tables)
+        return self._layer(x, layout, tables, cache)
+
+    def _layer(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
+        x = x + self._scaled(self.attention(self.attention_norm(x), layout, tables, cache))
+        return x + self._scaled(self.mlp(self.mlp_norm(x)))
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.multiplier == 1.0 else branch * self.multiplier
 
 
 def padded_vocab(vocab_size: int, tensor_size: int) -> int:
@@ -59,11 +192,12 @@ class Decoder(nn.Module):
         megatron = megatron_config(groups, sequence_parallel, dtype)
         self.sequence_parallel = megatron.sequence_parallel
         rows = padded_vocab(config.vocab_size, groups.tensor_size)
+        self.mixers = config.used
+        shared = {name: mixer.shared_weights(config, length) for name, mixer in self.mixers.items()}
+        self.shared = nn.ModuleDict({name: Weights(found, groups) for name, found in shared.items() if found})
         self.embedding = vocabulary_embedding(rows, config.hidden_size, megatron)
-        self.pn: nn.Parameter | None = None
-        if config.attention.core == Core.ssmax and config.attention.ssmax == SSMaxVariant.pn:
-            self.pn = nn.Parameter(torch.ones(length))
-        self.blocks = nn.ModuleList(Block(config, groups, megatron, recompute) for _ in range(config.num_layers))
+        layers = range(config.num_layers)
+        self.blocks = nn.ModuleList(Block(config, groups, megatron, layer, recompute) for layer in layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, groups, self.sequence_parallel)
         self.head = column_linear(config.hidden_size, (rows,), megatron, own_weight=not config.tie_embeddings)
         self.to(dtype)
@@ -92,21 +226,40 @@ class Decoder(nn.Module):
         these tokens, int64 numbers below T, so that the head computes no others.
         """
         x = self._embed(tokens)
-        tables = self._tables(layout)
         if cache is None:
-            layout = with_block_mask(self.config, layout)
-            whole = self.recompute == Recompute.full and torch.is_grad_enabled()
-            for block in self.blocks:
-                x = checkpoint(block, x, layout, tables, use_reentrant=False) if whole else block(x, layout, tables)
-        else:
-            for block, part in zip(self.blocks, cache.layers(), strict=True):
-                x = block(x, layout, tables, part)
+            layout = self.config.place.lay_out(layout, self.config.position.window)
+        tables = self._tables(layout)
+        whole = cache is None and self.recompute == Recompute.full and torch.is_grad_enabled()
+        caches = [None] * len(self.blocks) if cache is None else cache.layers()
+        for block, part in zip(self.blocks, caches, strict=True):
+            own = tables[block.attention.mixer.name]
+            if whole:
+                x = checkpoint(block, x, layout, own, use_reentrant=False)
+            else:
+                x = block(x, layout, own, part)
         if rows is None:
             return self.read_out(x, labels)
         # Under sequence parallelism the head gathers the tokens, and the rows are only known behind it.
         if self.sequence_parallel:
             return self.read_out(x, labels)[rows]
         return self.read_out(x[rows], None if labels is None else labels[rows])
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        # Megatron's embedding scatters [batch, sequence, hidden] over the sequence, which it puts first.
+        x = self.embedding(tokens[None]).squeeze(1 if self.sequence_parallel else 0)
+        multiplier = self.config.width.embedding_multiplier
+        return x if multiplier == 1.0 else x * multiplier
+
+    def _tables(self, layout: PackedLayout) -> dict[str, Tables]:
+        """What the layers of each mixer share of a batch."""
+        config, window = self.config, self.config.position.window
+        rotation = config.place.rotation(config.head_size, layout)
+        found = {}
+        for name, mixer in self.mixers.items():
+            shared = self.shared[name] if name in self.shared else None  # noqa: SIM401 - ModuleDict has no get
+            turned = rotation if config.place_of(mixer) is config.place else None
+            found[name] = Tables(turned, mixer.prepare(layout, window, shared))
+        return found
 
     def read_out(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Losses [T] or logits [T, vocab_size] from the last block's output."""
@@ -120,22 +273,24 @@ class Decoder(nn.Module):
             logits = gather_vocabulary(logits, self.groups)
         return logits[:, : self.config.vocab_size]
 
-    def _tables(self, layout: PackedLayout) -> Tables:
-        """What all layers share of a batch."""
-        tables = position_tables(self.config, layout)
-        if self.config.attention.core != Core.ssmax:
-            return tables
-        pn = None if self.pn is None else replicated(self.pn, self.groups)
-        return tables._replace(base=query_base(layout, self.config.position.window, pn))
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        # Megatron's embedding scatters [batch, sequence, hidden] over the sequence, which it puts first.
-        x = self.embedding(tokens[None]).squeeze(1 if self.sequence_parallel else 0)
-        multiplier = self.config.width.embedding_multiplier
-        return x if multiplier == 1.0 else x * multiplier
-
     def compile_parts(self, backend: str = "inductor") -> None:
-        """torch.compile each block (one graph serves all of them) and the read-out with its loss."""
+        """torch.compile each block (one graph serves all layers of a mixer) and the read-out with its loss."""
         for block in self.blocks:
             block.compile(backend=backend)
         self.read_out = torch.compile(self.read_out, backend=backend)  # type: ignore[method-assign]
+
+
+def token_losses(logits: Tensor, labels: Tensor, vocab_size: int, groups: Groups) -> Tensor:
+    """−log p(label) in nats, 0 where the label is IGNORE.
+
+    logits: [T, V_local], this rank's part of the padded vocabulary; labels: [T] int64. Returns [T] float32.
+    """
+    logits = logits.float()
+    first = groups.tensor_rank * logits.shape[-1]
+    if vocab_size < logits.shape[-1] * groups.tensor_size:
+        column = torch.arange(first, first + logits.shape[-1], device=logits.device)
+        logits = logits.masked_fill(column >= vocab_size, torch.finfo(torch.float32).min)
+    if groups.tensor_size == 1:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+    losses = vocabulary_cross_entropy(logits, labels.clamp(min=0))
+    return losses * (labels != IGNORE)

@@ -9,10 +9,6 @@ from ssscale.config.schema import ModelConfig
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_part
-from ssscale.position.bias import FIRE_HIDDEN
-
-# 1 / sqrt(inputs) of each layer of FIRE's MLP.
-FIRE_BOUNDS = {"w1": 1.0, "b1": 1.0, "w2": FIRE_HIDDEN**-0.5, "b2": FIRE_HIDDEN**-0.5}
 
 
 @torch.no_grad()
@@ -21,14 +17,15 @@ def initialize_weights(model: nn.Module, config: ModelConfig, groups: Groups, se
 
     A matrix that writes to the residual stream is divided by sqrt(2 · num_layers) besides (`depth_scaled_init`). Neither
     paper states its initialisation: this is GPT-2's rule (Radford et al. 2019, Section 2.3), with the width transfer also
-    that of the stick-breaking paper's trainer (dolomite-engine, `init_method: mup`). Norms start at one and SSMax's s, b and
-    p_n where their configuration says; FIRE's MLP is drawn as torch draws a Linear layer. Each weight is drawn whole, from a
+    that of the stick-breaking paper's trainer (dolomite-engine, `init_method: mup`). Norms start at one, what a mixer
+    or position method declares where it says. Each weight is drawn whole, from a
     seed made of `seed` and its name, and then cut: tensor parallelism does not change it.
     """
     for name, weight in model.named_parameters():
-        bound = FIRE_BOUNDS.get(name.rpartition(".core.bias.")[2])
-        if weight.dim() < 2 and bound is None:
-            continue
+        declared = getattr(weight, "declared", None)
+        bound = declared.bound if declared is not None else None
+        if bound is None and (declared is not None or weight.dim() < 2):
+            continue  # built with what it starts at
         std = config.init_std
         if name not in VOCAB_WEIGHTS:
             std /= config.matrix_init_divisor

@@ -1,5 +1,6 @@
 """Selective recomputation: the results of matrix products and attention are kept, the rest is computed again in backward."""
 
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ssscale.parallel.megatron import RowParallelLinear
 
-KEPT = ("aten.mm", "attention", "attn", "stickbreaking")
+PRODUCTS = ("aten.mm",)
 # torch asks at every start that a compiled layer under selective recomputation change nothing in place: blocks do not.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
@@ -25,35 +26,37 @@ def leave_products_whole(model: nn.Module) -> None:
             module.product_is_kept = True
 
 
-def keep_products(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """layer(*inputs), of which backward finds the matrix products and attention kept and computes norms and gates again.
+def keep_products(mixing: tuple[str, ...], layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """layer(*inputs), of which backward finds matrix products and mixing kept and computes norms and gates again.
 
+    mixing: parts of the names of the operators that mix (`Mixer.kept_operators`).
     Where it is compiled it must be compiled as a whole, this call included: compiled code beneath writes its products into
     memory that it uses for other things afterwards.
     """
     contexts = _compiled_contexts if torch.compiler.is_compiling() else _contexts
-    found: Tensor = checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts)
+    parts = (*PRODUCTS, *mixing)
+    found: Tensor = checkpoint(layer, *inputs, use_reentrant=False, context_fn=functools.partial(contexts, parts))
     return found
 
 
-def is_kept(operator: Any) -> bool:
+def is_kept(parts: tuple[str, ...], operator: Any) -> bool:
     """Norms, rotations and gates are computed again. Raises RuntimeError for a product that is written into given memory."""
-    kept = any(part in str(operator) for part in KEPT)
+    kept = any(part in str(operator) for part in parts)
     if kept and isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable:
         raise RuntimeError(f"selective recomputation around compiled code: {operator} writes into memory used again")
     return kept
 
 
-def _compiled_contexts() -> Any:
+def _compiled_contexts(parts: tuple[str, ...]) -> Any:
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if is_kept(parts, operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def _contexts(parts: tuple[str, ...]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     kept: dict[Any, list[Any]] = defaultdict(list)
-    return _Keep(kept), _Take(kept)
+    return _Keep(parts, kept), _Take(parts, kept)
 
 
 class _Mode(TorchDispatchMode):
@@ -61,9 +64,9 @@ class _Mode(TorchDispatchMode):
     a layer is run, does not: it finds some of them still there.
     """
 
-    def __init__(self, kept: dict[Any, list[Any]]) -> None:
+    def __init__(self, parts: tuple[str, ...], kept: dict[Any, list[Any]]) -> None:
         super().__init__()
-        self.kept = kept
+        self.parts, self.kept = parts, kept
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -73,11 +76,11 @@ class _Mode(TorchDispatchMode):
 class _Keep(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_kept(func):
+        if is_kept(self.parts, func):
             self.kept[func].append(tree_map_only(Tensor, Tensor.detach, out))
         return out
 
 
 class _Take(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.kept[func].pop(0) if is_kept(func) else func(*args, **(kwargs or {}))
+        return self.kept[func].pop(0) if is_kept(self.parts, func) else func(*args, **(kwargs or {}))

@@ -14,7 +14,9 @@ from ssscale.parallel.transfer import RingShift
 
 
 @torch.compiler.disable  # a compiled block's graph breaks here: Dynamo cannot trace what waits for other ranks
-def ring_softmax(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, groups: Groups, scale: float | None) -> Tensor:
+def ring_softmax(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, groups: Groups, scale: float | None, backend: str = "auto"
+) -> Tensor:
     """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j over the keys of the whole document, of which this rank has a part.
 
     q [T, N, H]; k, v [T, K, H] of the ring rank's tokens (`layout.ring` says which). Returns [T, N, H].
@@ -29,7 +31,7 @@ def ring_softmax(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, groups: 
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
-    found: Tensor = _SoftmaxRing.apply(q, k, v, layout, groups, scale, deterministic)
+    found: Tensor = _SoftmaxRing.apply(q, k, v, layout, groups, scale, deterministic, backend)
     return found
 
 
@@ -76,6 +78,7 @@ class _SoftmaxRing(torch.autograd.Function):
         groups: Groups,
         scale: float,
         deterministic: bool,
+        backend: str,
     ) -> Tensor:
         ring = layout.ring
         assert ring is not None
@@ -83,7 +86,14 @@ class _SoftmaxRing(torch.autograd.Function):
         steps = num_steps(ring, size)
         q = q.contiguous()
         documents = Documents(
-            layout.cu_seqlens, layout.max_seqlen, layout.uniform_length, scale, None, deterministic, partial=True
+            layout.cu_seqlens,
+            layout.max_seqlen,
+            layout.uniform_length,
+            scale,
+            None,
+            deterministic,
+            backend,
+            partial=True,
         )
         pair = torch.stack((k, v))
         for step in range(steps + 1):
@@ -93,7 +103,7 @@ class _SoftmaxRing(torch.autograd.Function):
                 o, lse = first.to(first_lse.dtype, copy=True), first_lse.clone()
             seen = rectangles(ring, rank, (rank - step) % size)
             if seen:
-                merge.merge_(o, lse, *rectangle.forward(q, pair[0], pair[1], seen, scale, deterministic))
+                merge.merge_(o, lse, *rectangle.forward(q, pair[0], pair[1], seen, scale, deterministic, backend))
             pair = shift.result() if shift else pair
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -118,7 +128,7 @@ class _SoftmaxRing(torch.autograd.Function):
                 d_pair[0], d_pair[1] = dk, dv
             seen = rectangles(ring, rank, (rank - step) % size)
             if seen:
-                options = seen, documents.scale, documents.deterministic
+                options = seen, documents.scale, documents.deterministic, documents.backend
                 parts = rectangle.backward(grad_o, q, pair[0], pair[1], o, lse, *options)
                 for whole, part in zip((dq, *d_pair), parts, strict=True):
                     whole += part
@@ -128,4 +138,4 @@ class _SoftmaxRing(torch.autograd.Function):
             pair = shift.result() if shift else pair
         assert behind is not None
         dk, dv = behind.result()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None

@@ -77,17 +77,10 @@ def open_data(
 
 def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dtype, entries: int | None = None) -> None:
     """Log what was chosen, once per run. entries: of the data's tokenizer."""
-    from kernels.softmax import choose_backend
-
-    core = config.model.attention.core.value
-    method = config.model.position.method.value
-    if method in ("alibi", "fire"):
-        core += f" with {method} in " + ("FlexAttention" if groups.device.type == "cuda" else "plain torch")
-    elif core != "stickbreaking":
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        size, window = config.model.head_size, config.model.position.window
-        core += f" on {choose_backend(groups.device, dtype, size, config.data.length, window, deterministic)}"
-    logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", core)
+    mixers = []
+    for name, mixer in config.model.used.items():
+        mixers.append(f"{name} {mixer.chosen(config.model, groups.device, dtype, config.data.length)}".rstrip())
+    logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", ", ".join(mixers))
     logger.info(
         "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, Ulysses %d, ring %d, data parallel %d, device %s",
         str(dtype).removeprefix("torch."),
@@ -128,7 +121,7 @@ def load_for_inference(
 ) -> tuple[Decoder, Config]:
     """The model of a checkpoint (or of a run's newest whole one) in eval mode, and its configuration. Raises UserError.
 
-    changes: `model.position.rope_base=500000` and the like, in place of what the checkpoint's configuration says.
+    changes: `model.position.rope.base=500000` and the like, in place of what the checkpoint's configuration says.
     """
     with reading(path, groups) as checkpoint:
         return load_model(checkpoint, groups, precision, changes)

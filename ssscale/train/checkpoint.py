@@ -188,9 +188,9 @@ class CheckpointReader:
 
 
 def new_weights(reader: CheckpointReader, model: nn.Module) -> set[str]:
-    """The weights that a softmax checkpoint lacks of an SSMax model: they keep the values that they begin with."""
-    names = {name for name, _ in model.named_parameters()} - reader.weights.keys()
-    return {name for name in names if name.endswith((".core.s", ".core.b")) or name == "pn"}
+    """What the checkpoint lacks of what this model's mixers declare: it keeps the values that it begins with."""
+    lacking = {name for name, _ in model.named_parameters()} - reader.weights.keys()
+    return {name for name in lacking if name.startswith("shared.") or ".attention.weights." in name}
 
 
 def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, vocab_rows: Iterable[str]) -> None:

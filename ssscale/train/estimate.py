@@ -7,9 +7,10 @@ Activations are what autograd keeps of compiled blocks, as counted with saved-te
 
 from dataclasses import dataclass, fields, replace
 
-from ssscale.config.schema import Auto, Compile, Config, Core, PositionMethod, Precision, Recompute
+from ssscale.config.schema import Auto, Compile, Config, Precision, Recompute
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
+from ssscale.model.mixers.base import Sizes
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 
@@ -91,7 +92,8 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
         weights=width * (n if stage < 3 else n / ranks + block),
         gradients=(width * n, 4 * n + width * largest, partitioned, partitioned)[stage],
         optimizer=8 * n if stage == 0 else OPTIMIZER_BYTES * n / ranks,
-        activations=tokens * activation_bytes_per_token(config) + fire_bytes(config),
+        activations=tokens * activation_bytes_per_token(config)
+        + model.place.kept_bytes(model.num_heads / tensor, config.data.length),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
     )
 
@@ -119,23 +121,13 @@ def check_memory(config: Config, gpus: int, room: int) -> None:
 def check_weights(config: Config, width: int, room: int) -> None:
     """Raise UserError where a rank's weights of `width` bytes each, with the table of positions, are more than `room`."""
     model, length = config.model, config.data.length
-    tables = 8 * length * model.head_size if model.position.method is PositionMethod.rope else 0
+    tables = model.place.table_bytes(model.head_size, length)
     needed = width * count_parameters(model, length) / config.parallel.tensor + tables
     if needed > room:
         raise UserError(
             f"a model of {count_parameters(model, length):,} parameters for {length:,} tokens takes {needed / 2**30:,.0f} GiB, "
             f"and there are {room / 2**30:,.0f}: make it smaller"
         )
-
-
-def fire_bytes(config: Config) -> float:
-    """FIRE in training, of one layer at a time, fp32 for each pair of positions: (2·N + 4·32)·L² numbers.
-
-    The table of the bias and its gradient; the MLP's hidden layer before and behind ReLU, and their gradients.
-    """
-    if config.model.position.method is not PositionMethod.fire:
-        return 0.0
-    return 4 * (2 * config.model.num_heads / config.parallel.tensor + 4 * 32) * config.data.length**2
 
 
 def weight_bytes(config: Config) -> int:
@@ -147,15 +139,14 @@ def activation_bytes_per_token(config: Config) -> float:
 
     With w bytes an element, N and K query and key/value heads of H dimensions, hidden size D and ffn size F:
 
-    none:      L · (w·(4D + (N + 2K)·H + N·H + 3F) + 4N): both norms' inputs and outputs; q, k, v as one matrix; the
-               attention's output; gate, up and their product; the log-sum-exp. RoPE and SSMax keep changed copies of q and
-               k, w·(N + K)·H more; without torch.compile w·F more
-    selective: L · (w·(2D + (2N + 2K)·H + 2F) + 4N): the block's input, matrix products and attention only (which includes
-               the changed q and k), and one block of `none`; without torch.compile w·D more, the last product
+    none:      L · w·(4D + (N + 2K)·H + N·H + 3F): both norms' inputs and outputs; q, k, v as one matrix; the mixer's
+               output; gate, up and their product; and what the mixer keeps besides (`Mixer.kept_bytes`); without
+               torch.compile w·F more
+    selective: L · w·(2D + (2N + 2K)·H + 2F): the block's input, matrix products and mixing only (which includes what the
+               mixer keeps), and one block of `none`; without torch.compile w·D more, the last product
     full:      L · w·D: the blocks' inputs, and one block of `none`
 
-    Tensor parallelism splits heads and F, sequence parallelism also D. Under context parallelism SSMax keeps its rotated q in
-    fp32 and the factor, (4·N·H + 4N); Ulysses keeps one v less; a ring of stick-breaking one more step's k and v, w·2K·H.
+    Tensor parallelism splits heads and F, sequence parallelism also D.
     """
     model, parallel = config.model, config.parallel
     w, tensor = weight_bytes(config), parallel.tensor
@@ -163,27 +154,32 @@ def activation_bytes_per_token(config: Config) -> float:
     q = model.num_heads * model.head_size / tensor
     kv = model.kv_heads * model.head_size / tensor
     f = model.ffn_hidden_size / tensor
-    lse = 4 * model.num_heads / tensor
-    block = w * (4 * d + 2 * q + 2 * kv + 3 * f) + lse
-    changed = model.position.method is PositionMethod.rope or model.attention.core is Core.ssmax
-    copies = w * (q + kv) if changed else 0.0
-    if parallel.ring > 1:
-        copies += 2 * w * kv if model.attention.core is Core.stickbreaking else 0.0
-    elif parallel.ulysses > 1:
-        copies -= w * kv if changed else 0.0
-    if parallel.context > 1 and model.attention.core is Core.ssmax:
-        copies += 4 * q + lse
-    block += copies
+    mixed = [
+        mixer.kept_bytes(
+            Sizes(
+                number=w,
+                q=q,
+                kv=kv,
+                heads=model.num_heads / tensor,
+                rotated=model.place_of(mixer).table_bytes(1, 1) > 0,
+                ulysses=parallel.ulysses,
+                ring=parallel.ring,
+            )
+        )
+        for mixer in model.layer_mixers
+    ]
+    block = w * (4 * d + 2 * q + 2 * kv + 3 * f)
     if config.compile_on_gpu is Compile.none:
         block += w * f
     ends = 2 * w * d  # the last norm's input and output
     if config.train.recompute is Recompute.none:
-        return model.num_layers * block + ends
+        return model.num_layers * block + sum(mixed) + ends
     kept = w * d
     if config.train.recompute is Recompute.selective:
         products = 3 if config.compile_on_gpu is Compile.none else 2
-        kept = w * (products * d + 2 * q + 2 * kv + 2 * f) + lse + copies
-    return model.num_layers * kept + block + ends
+        kept = w * (products * d + 2 * q + 2 * kv + 2 * f)
+    again = sum(mixed) if config.train.recompute is Recompute.selective else 0.0
+    return model.num_layers * kept + again + block + max(mixed) + ends
 
 
 def logit_bytes(config: Config) -> float:

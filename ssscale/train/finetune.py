@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ssscale.config import to_yaml
-from ssscale.config.schema import Config, ScheduleConfig, ScheduleKind, StageConfig
+from ssscale.config.schema import Config, ScheduleConfig, StageConfig
 from ssscale.data.batch import IGNORE
 from ssscale.data.questions import Example, make_batch
 from ssscale.engine.deepspeed import DeepSpeedEngine
@@ -48,7 +48,7 @@ def finetuning_config(
     if steps < 1:
         raise UserError(f"epochs={epochs:g} of {num_examples} examples do not make one batch of {batch}")
     schedule = ScheduleConfig(
-        ScheduleKind.cosine, lr, warmup_tokens=min(per_epoch, per_epoch * steps * batch // num_examples // 2)
+        "cosine", lr, warmup_tokens=min(per_epoch, per_epoch * steps * batch // num_examples // 2)
     )
     stage = StageConfig("finetune", steps * batch * config.data.length, schedule)
     return replace(

@@ -109,6 +109,8 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
             found[name] = value
         elif isinstance(value, list):
             for layer, entry in enumerate(value):
+                if entry is None:  # the layer's mixer has no such number
+                    continue
                 found[f"{name}/layer{layer:02d}"] = statistics.fmean(entry) if isinstance(entry, list) else entry
     return found
 

@@ -1,10 +1,9 @@
-"""What a step's time is made of, and what attention does inside the model: SSMax's s, stick-breaking's unspent stick."""
+"""What a step's time is made of, and what mixers do inside the model."""
 
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -13,20 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, pad
 
-from kernels.stickbreaking import stickbreaking_attention
-from ssscale.attention.ssmax import SSMaxCore
-from ssscale.attention.stickbreaking import StickBreakingCore
 from ssscale.data.batch import Batch
 from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Attention
 from ssscale.parallel.groups import Groups
 
 logger = logging.getLogger("ssscale")
-
-ROWS, KEYS = 128, 64  # the tile in which liveness is counted
-HEADS = 4  # that are looked at for it
-BLOCK = 1024  # queries at once: a document of 16,384 tokens takes 256 MiB a matrix, not 4 GiB
 
 
 class StepParts:
@@ -59,86 +51,59 @@ class StepParts:
 
 
 def observe(model: nn.Module, batch: Batch, groups: Groups) -> dict[str, Any]:
-    """One value a layer, and a head for s, all tensor-parallel ranks together.
+    """What the mixers observe, one value a layer (None where the layer's mixer has none), all tensor-parallel ranks together.
 
-    ssmax_s: [layers][heads]. stick_unspent: mean share of the stick that no key took. stick_live_tiles: share of the
-    causal tiles of 128 queries × 64 keys that some query enters with a stick of at least skip_below, in the longest
-    document of the batch. The last two run the microbatch once more, without gradients and torch.compile, and are left out
-    under context parallelism, where no rank may have room for whole rows.
+    Learned numbers by head: [layers][heads] (`Mixer.observed_weights`). What they see of a batch (`Mixer.look`) runs the
+    microbatch once more, without gradients and torch.compile, and is left out under context parallelism, where no rank may
+    have room for whole rows.
     """
     began = time.perf_counter()
-    cores = [block.attention.core for block in model.blocks]
-    scales = [core.s for core in cores if isinstance(core, SSMaxCore) and isinstance(core.s, Tensor)]
+    layers: list[Attention] = [block.attention for block in model.blocks]
     found: dict[str, Any] = {}
-    if scales:
-        local = torch.stack([scale.detach().float() for scale in scales])
+    weights = [layer.mixer.observed_weights(layer) for layer in layers]
+    for name in dict.fromkeys(name for own in weights for name in own):
+        local = torch.stack([own[name].detach().float() for own in weights if name in own])
         parts = [torch.empty_like(local) for _ in range(groups.tensor_size)]
         dist.all_gather(parts, local, group=groups.tensor_group)
-        found["ssmax_s"] = torch.cat(parts, 1).tolist()
-    if isinstance(cores[0], StickBreakingCore) and groups.context_size == 1:
-        seen: list[Tensor] = []
-        hooks = [
-            core.register_forward_pre_hook(lambda core, inputs: seen.append(_look(core, *inputs))) for core in cores
-        ]
-        model.eval()
-        torch.compiler.set_stance("force_eager")
-        try:
-            with torch.no_grad():
-                model(batch.tokens, batch.layout, batch.labels)
-        finally:
-            torch.compiler.set_stance("default")
-            model.train()
-            for hook in hooks:
-                hook.remove()
-        means = torch.stack(seen)
-        dist.all_reduce(means, group=groups.tensor_group)
-        unspent, live = (means / groups.tensor_size).T.tolist()
-        found |= {"stick_unspent": unspent, "stick_live_tiles": live}
+        values = iter(torch.cat(parts, 1).tolist())
+        found[name] = [next(values) if name in own else None for own in weights]
+    if any(layer.mixer.observes for layer in layers) and groups.context_size == 1:
+        found |= _look_at_all(model, layers, batch, groups)
     return found | {"seconds/observe": time.perf_counter() - began}
 
 
-def _look(core: StickBreakingCore, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-    """[2]: mean unspent stick, share of live tiles."""
-    cu, longest = layout.cu_seqlens, layout.max_seqlen
-    _, log_rest = stickbreaking_attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        scale=core.scale,
-        skip_below=core.skip_below,
-    )
-    ends = cu.tolist()
-    first, last = max(pairwise(ends), key=lambda pair: pair[1] - pair[0])
-    live = live_tiles(q[first:last], k[first:last], core.scale or q.shape[2] ** -0.5, core.skip_below)
-    return torch.stack([log_rest.exp().mean(), log_rest.new_tensor(live)])
+def _look_at_all(
+    model: nn.Module, layers: list[Attention], batch: Batch, groups: Groups
+) -> dict[str, list[float | None]]:
+    """name → a value for each layer, from a forward pass."""
+    looking = [layer for layer in layers if layer.mixer.observes]
+    seen: dict[Attention, Tensor] = {}
 
+    def watch(layer: Attention) -> Callable[..., Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+            seen[layer] = layer.mixer.look(q, k, v, layer, layout)
+            return type(layer).attend(layer, q, k, v, layout)
 
-def live_tiles(q: Tensor, k: Tensor, scale: float, skip_below: float) -> float:
-    """The share of one document's causal tiles that some query enters with at least `skip_below` of its stick.
+        return attend
 
-    q: [T, N, H], k: [T, K, H]; the first HEADS heads are counted.
-    """
-    heads = min(HEADS, q.shape[1])
-    group = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(group, 1)[:, :heads].float()
-    length, least = len(q), math.log(max(skip_below, 1e-38))
-    live = total = 0
-    for first in range(0, length, BLOCK):
-        last = min(first + BLOCK, length)
-        queries, keys = torch.arange(first, last, device=q.device), torch.arange(last, device=q.device)
-        z = scale * torch.einsum("qnh,knh->nqk", q[first:last, :heads].float(), k[:last])
-        log_keep = torch.where(keys < queries[:, None], logsigmoid(-z), 0.0)
-        tiles = pad(log_keep, (0, -last % KEYS)).unflatten(2, (-1, KEYS)).sum(-1)  # [N, queries, key tiles]
-        entering = tiles.flip(-1).cumsum(-1).flip(-1) - tiles
-        # A query is no query of the tiles ahead of it.
-        own = keys[::KEYS] < queries[:, None]
-        counted = pad(own & (entering >= least), (0, 0, 0, -(last - first) % ROWS))
-        live += int(counted.unflatten(1, (-1, ROWS)).any(2).sum())
-        total += heads * int(pad(own, (0, 0, 0, -(last - first) % ROWS)).unflatten(0, (-1, ROWS)).any(1).sum())
-    return live / max(total, 1)
+    for layer in looking:
+        layer.attend = watch(layer)  # type: ignore[method-assign]
+    model.eval()
+    torch.compiler.set_stance("force_eager")
+    try:
+        with torch.no_grad():
+            model(batch.tokens, batch.layout, batch.labels)
+    finally:
+        torch.compiler.set_stance("default")
+        model.train()
+        for layer in looking:
+            del layer.attend
+    means = torch.cat([seen[layer] for layer in looking])
+    dist.all_reduce(means, group=groups.tensor_group)
+    values = iter((means / groups.tensor_size).tolist())
+    by_layer = {layer: dict(zip(layer.mixer.observes, values)) for layer in looking}
+    names = dict.fromkeys(name for own in by_layer.values() for name in own)
+    return {name: [by_layer.get(layer, {}).get(name) for layer in layers] for name in names}
 
 
 @contextmanager

@@ -4,13 +4,19 @@ A step belongs to the stage in which it ends, and the last step of the run may e
 a batch warmup changes the size of a step, the tokens before it must be whole steps.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ssscale.config.schema import Config, Core, ModelConfig, SSMaxVariant, StageConfig
+from ssscale.config.load import changed_model
+from ssscale.config.schema import Config, ModelConfig, StageConfig
 from ssscale.errors import UserError
+
+CHANGEABLE = {
+    "mixers",
+    "mixer",
+    "position",
+}  # keys of `model` that leave its weights as they are, or say how they begin
 
 
 @dataclass(frozen=True)
@@ -36,28 +42,26 @@ class Part:
         return self.first_step + self.num_steps
 
 
-def switched_model(model: ModelConfig, length: int) -> ModelConfig:
-    """A softmax model as SSMax, its other keys as they are; s changes the logits least on average.
-
-    s = 1 / mean of ln n over n = 1 … length, which is length / Σ ln n (arXiv:2501.19399, Section 2.1 (e)); within a window
-    of W keys n is at most W. 1 under `pn`, whose p_n start at 1.
-    """
-    attention, window = model.attention, min(model.position.window or length, length)
-    total = math.lgamma(window + 1) + (length - window) * math.log(window)
-    scale = 1.0 if attention.ssmax is SSMaxVariant.pn or total == 0 else length / total
-    return replace(model, attention=replace(attention, core=Core.ssmax, ssmax_scale=scale))
+def begun_model(before: ModelConfig, after: ModelConfig, length: int) -> ModelConfig:
+    """`after` with options for the mixers that begin from others of `before`, trained on rows of `length`: `Mixer.begun`."""
+    pairs = zip(before.layer_mixers, after.layer_mixers, strict=True)
+    begun = {new.name: new.begun(after, length) for old, new in pairs if new.begins_from == old.name != new.name}
+    return replace(after, mixer=replace(after.mixer, **begun))
 
 
 def stage_config(config: Config, index: int) -> Config:
     """The configuration as stage `index` trains it: a stage's changes hold from it on."""
     model, data, train = config.model, config.data, config.train
-    for stage in train.stages[: index + 1]:
-        if stage.core not in (None, model.attention.core):
-            model = switched_model(model, data.length)
-            scale = stage.ssmax_scale or model.attention.ssmax_scale
-            model = replace(model, attention=replace(model.attention, core=stage.core, ssmax_scale=scale))
-        if stage.rope_base is not None:
-            model = replace(model, position=replace(model.position, rope_base=stage.rope_base))
+    for number, stage in enumerate(train.stages[: index + 1]):
+        if stage.model is not None:
+            key = f"train.stages.{number}.model"
+            for name in stage.model.keys() - CHANGEABLE:
+                raise UserError(
+                    f"{key}.{name}: a stage can change mixers, their options and position, not the model's sizes"
+                )
+            new = changed_model(model, stage.model, key)
+            # What the stage says itself goes before what a mixer begins with.
+            model = changed_model(begun_model(model, new, data.length), stage.model, key)
         if stage.length is not None:
             data = replace(data, length=stage.length)
         if stage.data_path is not None:
@@ -74,6 +78,7 @@ class Plan:
 
     def __init__(self, config: Config) -> None:
         self.configs = [stage_config(config, index) for index in range(len(config.train.stages))]
+        self.models = [own.model for own in self.configs]
         self.parts: list[Part] = []
         step = tokens = end = 0
         before = True  # whether the steps so far are their stages' tokens exactly

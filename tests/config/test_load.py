@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ssscale.config import from_yaml, load_config, save, to_yaml
-from ssscale.config.schema import Config, Core, DecayShape, ScheduleKind, StageConfig
+from ssscale.config.schema import Config, DecayShape, StageConfig
 from ssscale.errors import UserError
 
 
@@ -57,7 +57,7 @@ def test_arguments_reach_stages_and_whole_sections():
             "train.stages.0.tokens=1e9",
             "train.stages.1.mix={web: 0.5, new: 0.5}",
             "train.stages.0.mix.web=0.1",
-            "model.attention={remainder: true}",
+            "model.mixer={stickbreaking: {remainder: true}}",
             "optimizer.betas=[0.8, 0.9]",
             "data.path=s3://bucket/a=b",
             "model.num_kv_heads=4",
@@ -68,9 +68,9 @@ def test_arguments_reach_stages_and_whole_sections():
     first, second = config.train.stages
     assert (first.tokens, first.mix, second.mix) == (10**9, {"web": 0.1, "code": 0.25}, {"web": 0.5, "new": 0.5})
     assert isinstance(first.tokens, int)
-    assert first.schedule.kind is ScheduleKind.wsd
+    assert first.schedule.kind == "wsd"
     assert second.schedule.decay_shape is DecayShape.exponential
-    assert (config.model.attention.remainder, config.model.attention.core) == (True, Core.stickbreaking)
+    assert (config.model.mixer.stickbreaking.remainder, config.model.mixers) == (True, ["stickbreaking"])
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.data.path == "s3://bucket/a=b"
     assert (config.model.kv_heads, config.parallel.sequence) == (4, False)
@@ -116,8 +116,8 @@ def test_round_trip_is_exact(tmp_path):
         ("data.one_document=1", "data.one_document must be true or false, not 1"),
         ("data.path=[a]", "data.path must be text, not ['a']"),
         (
-            "model.attention.core=softmx",
-            "model.attention.core must be one of softmax, ssmax, stickbreaking, not 'softmx'",
+            "model.mixer.ssmax.variant=learnd",
+            "model.mixer.ssmax.variant must be one of learned, fixed, bias, pn, not 'learnd'",
         ),
         ("optimizer.betas=0.9", "optimizer.betas must be a list of 2 numbers, not 0.9"),
         ("optimizer.betas=[1,2,3]", "optimizer.betas must be a list of 2 numbers, not [1, 2, 3]"),

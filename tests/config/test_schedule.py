@@ -5,17 +5,16 @@ import math
 import pytest
 
 from ssscale.config import load_config
-from ssscale.config.schema import DecayShape, ScheduleConfig, ScheduleKind, StageConfig
-from ssscale.train.schedule import decay_factor, learning_rate, power_learning_rate, stage_at
+from ssscale.config.schema import DecayShape, ScheduleConfig, StageConfig
+from ssscale.train.schedule import learning_rate, stage_at
+from ssscale.train.schedules.shapes import decay_factor, power_learning_rate
 from ssscale.train.stages import Plan
 
 ALL_SHAPES = list(DecayShape)
 
 
 def stage(tokens, kind, **schedule):
-    return StageConfig(
-        name=f"{kind}{tokens}", tokens=tokens, schedule=ScheduleConfig(kind=ScheduleKind[kind], **schedule)
-    )
+    return StageConfig(name=f"{kind}{tokens}", tokens=tokens, schedule=ScheduleConfig(kind=kind, **schedule))
 
 
 def test_warmup_reaches_the_peak_with_its_last_step():

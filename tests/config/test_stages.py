@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 
 from ssscale.config import load_config
-from ssscale.config.schema import BatchWarmup, Config, Core, DataConfig, StageConfig, TrainConfig
+from ssscale.config.schema import BatchWarmup, Config, DataConfig, ModelChanges, StageConfig, TrainConfig
 from ssscale.errors import UserError
 from ssscale.train.stages import Plan, stage_config
 from ssscale.validate import validate
+
+STICKS = ModelChanges({"mixers": ["stickbreaking"]})
+BASE = ModelChanges({"position": {"rope": {"base": 5e5}}})
 
 
 def run(*stages: StageConfig, batch: int = 4, max_steps: int | None = None) -> Config:
@@ -58,7 +61,10 @@ def test_batches_grow_and_data_folders_go_on_where_they_were_left() -> None:
         ),
         ([StageConfig("a", 100, batch_warmup=[BatchWarmup(2, 50)])], r"50 tokens are no whole number.* use 40 or 60"),
         ([StageConfig("a", 100, length=20)], r"stages.0.length=20 needs data packed to it"),
-        ([StageConfig("a", 100, core=Core.stickbreaking)], r"stages.0.core=stickbreaking: .* not from softmax"),
+        (
+            [StageConfig("a", 100, model=ModelChanges({"mixers": ["stickbreaking"]}))],
+            r"stages.0.model.mixers=.stickbreaking.: .* not from softmax",
+        ),
         ([StageConfig("a", 100), StageConfig("b", 100, batch_size=3, microbatch=2)], r"train.batch_size=3 is not"),
     ],
 )
@@ -72,13 +78,17 @@ def test_the_switch_of_the_ssmax_study() -> None:
     validate(config, world_size=8, gpu=True)
     plan = Plan(config)
     assert [(part.num_steps, part.tokens_per_step) for part in plan.parts] == [(175_000, 2**21), (25_000, 2**21)]
-    before, after = (own.model.attention for own in plan.configs)
-    assert (before.core, after.core) == (Core.softmax, Core.ssmax)
-    assert after.ssmax_scale == pytest.approx(1024 / sum(math.log(n) for n in range(1, 1025)))
-    assert after.ssmax_scale == pytest.approx(0.168, abs=5e-4)
+    before, after = plan.models
+    assert (before.mixers, after.mixers) == (["softmax"], ["ssmax"])
+    assert after.mixer.ssmax.scale == pytest.approx(1024 / sum(math.log(n) for n in range(1, 1025)))
+    assert after.mixer.ssmax.scale == pytest.approx(0.168, abs=5e-4)
 
 
 def test_changes_hold_from_their_stage_on() -> None:
-    config = run(StageConfig("a", 40), StageConfig("b", 40, rope_base=5e5), StageConfig("c", 40))
-    assert [stage_config(config, i).model.position.rope_base for i in range(3)] == [1e4, 5e5, 5e5]
+    config = run(
+        StageConfig("a", 40),
+        StageConfig("b", 40, model=BASE),
+        StageConfig("c", 40),
+    )
+    assert [stage_config(config, i).model.position.rope.base for i in range(3)] == [1e4, 5e5, 5e5]
     assert stage_config(config, 0) == replace(config)

@@ -3,7 +3,7 @@
 import pytest
 
 from ssscale.config import load_config
-from ssscale.config.schema import POSITIONS, Core, PositionMethod
+from ssscale.config.registry import MIXERS, POSITIONS
 from ssscale.errors import UserError
 from ssscale.validate import validate
 
@@ -22,19 +22,19 @@ def refusal(name, *overrides, world_size=None, gpu=False):
     [
         (["model.num_heads=7"], "num_heads=7 does not divide model.hidden_size=128: use 1, 2, 4, 8, 16 or 32 heads"),
         (["model.num_kv_heads=3"], "num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4 key/value"),
-        (["model.head_dim=33", "model.position.method=rope"], "a head has 33 dimensions: set an even model.head_dim"),
-        (["model.position.method=rope"], "method=rope does not go with model.attention.core=stickbreaking: use nope"),
-        (["model.position.method=fire"], "core=stickbreaking: use nope; it takes the nearest keys first"),
-        (["model.position.window=64"], "model.position.window=64 does not go with model.attention.core=stickbreaking"),
-        (["model.position.rope_scaling=ntk"], "rope_scaling=ntk needs model.position.method=rope, not nope"),
+        (["model.mixers=[softmax]", "model.head_dim=33", "model.position.method=rope"], "a head has 33 dimensions: set an even model.head_dim"),
+        (["model.position.method=rope"], "method=rope does not go with model.mixers=[stickbreaking]: use nope"),
+        (["model.position.method=fire"], "model.mixers=[stickbreaking]: use nope; it takes the nearest keys first"),
+        (["model.position.window=64"], "model.position.window=64 does not go with model.mixers=[stickbreaking]"),
+        (["model.position.rope.scaling=ntk"], "model.position.rope.scaling needs model.position.method=rope, not nope"),
         (["model.position.window=0"], "model.position.window must be at least 1, not 0"),
-        (["model.attention.ssmax=bias"], "ssmax=bias needs model.attention.core=ssmax, not stickbreaking"),
-        (["model.attention.ssmax_bias=0.5"], "ssmax_bias=0.5 has no effect under ssmax=learned"),
-        (["model.attention.core=softmax", "model.attention.remainder=true"], "needs model.attention.core=stick"),
+        (["model.mixer.ssmax.variant=bias"], "ssmax.variant=bias has no effect: model.mixers=[stickbreaking] has no ssmax"),
+        (["model.mixer.ssmax.bias=0.5"], "model.mixer.ssmax.bias=0.5 has no effect: model.mixers=[stickbreaking] has"),
+        (["model.mixers=[softmax]", "model.mixer.stickbreaking.remainder=true"], "remainder=true has no effect"),
         (["model.num_layers=0"], "model.num_layers must be at least 1, not 0"),
         (["model.num_heads=-4"], "model.num_heads must be at least 1, not -4"),
         (["model.num_kv_heads=0"], "model.num_kv_heads must be at least 1, not 0"),
-        (["model.attention.skip_below=1"], "model.attention.skip_below must be less than 1, not 1.0"),
+        (["model.mixer.stickbreaking.skip_below=1"], "model.mixer.stickbreaking.skip_below must be less than 1, not 1.0"),
         (["optimizer.betas=[0.9,1]"], "optimizer.betas must be less than 1, not 1.0"),
         (["train.batch_size=0"], "train.batch_size must be at least 1, not 0"),
         (["parallel.zero_stage=4"], "parallel.zero_stage must be at most 3, not 4"),
@@ -48,7 +48,7 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["train.stages.1.mix={}"], "train.stages.1.mix is empty"),
         (["train.stages.0.schedule.kind=decay"], "the first stage has none: put a stage before it"),
         (["train.stages.1.schedule.decay_tokens=5"], "a decay stage falls over all its tokens"),
-        (["train.stages.0.schedule.decay_tokens=5"], "decay_tokens has no effect under constant: use wsd or power"),
+        (["train.stages.0.schedule.decay_tokens=5"], "decay_tokens has no effect under constant: use power or wsd"),
         (["train.stages.0.schedule.warmup_tokens=9e9"], "warmup_tokens (9,000,000,000) and decay_tokens (0) together"),
         (["parallel.tensor=8"], "parallel.tensor=8 does not divide model.num_heads=4: use 1, 2 or 4"),
         (["parallel.tensor=2", "model.num_kv_heads=1"], "tensor=2 does not divide model.num_kv_heads=1: use 1"),
@@ -68,37 +68,48 @@ def test_tiny_sb_refuses(overrides, expected):
     [
         (
             ["method=alibi"],
-            "method=alibi does not go with model.attention.core=ssmax: use nope or rope; SSMax scales q",
+            "method=alibi does not go with model.mixers=[ssmax]: use nope or rope; SSMax scales q",
         ),
-        (["method=fire"], "method=fire does not go with model.attention.core=ssmax: use nope or rope; SSMax scales q"),
+        (["method=fire"], "method=fire does not go with model.mixers=[ssmax]: use nope or rope; SSMax scales q"),
         (
-            ["rope_factor=2"],
-            "rope_factor=2 has no effect under rope_scaling=none: set model.position.rope_scaling=linear",
+            ["rope.factor=2"],
+            "rope.factor=2 has no effect under scaling=none: set model.position.rope.scaling=linear",
         ),
-        (["rope_scaling=linear"], "rope_scaling=linear with rope_factor=1 changes nothing"),
-        (["rope_scaling=ntk", "rope_factor=-2"], "model.position.rope_factor must be greater than 0, not -2.0"),
-        (["rope_scaling=dynamic_ntk"], "which it does not have: set model.position.train_length to the row length"),
-        (["rope_scaling=dynamic_ntk", "train_length=0"], "model.position.train_length must be at least 1, not 0"),
+        (["rope.scaling=linear"], "rope.scaling=linear with factor=1 changes nothing"),
+        (["rope.scaling=ntk", "rope.factor=-2"], "model.position.rope.factor must be greater than 0, not -2.0"),
+        (
+            ["rope.scaling=dynamic_ntk"],
+            "which it does not have: set model.position.rope.train_length to the row length",
+        ),
+        (
+            ["rope.scaling=dynamic_ntk", "rope.train_length=0"],
+            "model.position.rope.train_length must be at least 1, not 0",
+        ),
     ],
 )
 def test_ssmax_refuses_positions(overrides, expected):
     assert expected in refusal("tiny_ssmax", *(f"model.position.{override}" for override in overrides))
 
 
-REFUSED = [(core, method) for core in Core for method in PositionMethod if method not in POSITIONS[core]]
+REFUSED = [(name, method) for name in MIXERS for method in POSITIONS if method not in MIXERS[name].positions]
 
 
 @pytest.mark.parametrize(("core", "method"), REFUSED)
 def test_every_refused_pair_has_its_sentence(core, method):
-    text = refusal("tiny_softmax", f"model.attention.core={core.value}", f"model.position.method={method.value}")
-    reason = {"ssmax": "would miss a bias", "stickbreaking": "takes the nearest keys first"}[core.value]
-    assert text.startswith(f"model.position.method={method.value} does not go with model.attention.core={core.value}: ")
+    text = refusal("tiny_softmax", f"model.mixers=[{core}]", f"model.position.method={method}")
+    reason = {"ssmax": "would miss a bias", "stickbreaking": "takes the nearest keys first"}[core]
+    assert text.startswith(f"model.position.method={method} does not go with model.mixers=[{core}]: ")
     assert reason in text
+
+
+def test_a_bias_needs_its_variant():
+    said = refusal("tiny_ssmax", "model.mixer.ssmax.bias=0.5")
+    assert "model.mixer.ssmax.bias=0.5 has no effect under variant=learned: set model.mixer.ssmax.variant=bias" in said
 
 
 def test_ntk_needs_a_second_pair():
     assert "a head of 2 has no other: use linear" in refusal(
-        "tiny_ssmax", "model.head_dim=2", "model.position.rope_scaling=ntk", "model.position.rope_factor=2"
+        "tiny_ssmax", "model.head_dim=2", "model.position.rope.scaling=ntk", "model.position.rope.factor=2"
     )
 
 

@@ -10,15 +10,15 @@ from megatron.core import parallel_state
 from ssscale.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
-from ssscale.model.decoder import VOCAB_WEIGHTS, Decoder
+from ssscale.model.decoder import IGNORE, VOCAB_WEIGHTS, Decoder
 from ssscale.model.init import initialize_weights
-from ssscale.model.loss import IGNORE
 from ssscale.parallel.groups import Groups, initialize
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint
 
 LENGTH, ROWS, VOCAB = 24, 4, 300
+TRAIN = "tests.distributed.jobs:train"  # the job below, for a pool
 
 
 def make_row(row: int) -> tuple[torch.Tensor, list[int], torch.Tensor]:

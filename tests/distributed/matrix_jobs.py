@@ -9,25 +9,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssscale.config.schema import (
-    AttentionConfig,
     Config,
-    Core,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PositionConfig,
-    PositionMethod,
     Recompute,
-    SSMaxVariant,
     TrainConfig,
+    mixer_config,
+    position_config,
 )
 from ssscale.data.batch import Batch, take_share
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
-from ssscale.model.decoder import Decoder
+from ssscale.model.decoder import IGNORE, Decoder
 from ssscale.model.init import initialize_weights
-from ssscale.model.loss import IGNORE
+from ssscale.model.mixers.ssmax import Variant
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
@@ -48,17 +45,23 @@ model = partial(
     ModelConfig, num_layers=2, hidden_size=32, ffn_hidden_size=48, num_heads=16, num_kv_heads=8, head_dim=4,
     vocab_size=VOCAB, init_std=0.1,
 )  # fmt: skip
-nope = PositionConfig(PositionMethod.nope)
-stickbreaking = partial(AttentionConfig, Core.stickbreaking, skip_below=0.0)
+nope = position_config("nope")
+
+
+def sticks(**options: bool) -> ModelConfig:
+    mixer = mixer_config("stickbreaking", skip_below=0.0, remainder=options.pop("remainder", False))
+    return model(mixers=["stickbreaking"], mixer=mixer, position=nope, **options)
+
+
 MODELS = {
     "softmax": (model(), model(tie_embeddings=True, position=nope)),
     "ssmax": (
-        model(attention=AttentionConfig(Core.ssmax), tie_embeddings=True),
-        model(attention=AttentionConfig(Core.ssmax, SSMaxVariant.pn)),
+        model(mixers=["ssmax"], tie_embeddings=True),
+        model(mixers=["ssmax"], mixer=mixer_config("ssmax", variant=Variant.pn)),
     ),
     "stickbreaking": (
-        model(attention=stickbreaking(remainder=True), position=nope),
-        model(attention=stickbreaking(), position=nope, tie_embeddings=True),
+        sticks(remainder=True),
+        sticks(tie_embeddings=True),
     ),
 }
 

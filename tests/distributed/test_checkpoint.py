@@ -8,8 +8,9 @@ import pytest
 from ssscale.errors import UserError
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import list_checkpoints
+from tests.distributed.jobs import TRAIN
 from tests.distributed.matrix import Layout
-from tests.distributed.test_training import MODELS, TRAIN
+from tests.models import MODELS
 from tests.pool import Pool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # processes, arguments

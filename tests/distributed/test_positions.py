@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from ssscale.config.schema import ModelConfig, PositionConfig, PositionMethod
+from ssscale.config.schema import ModelConfig, position_config
 from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import extend, generate
 from ssscale.model.init import initialize_weights
-from tests.distributed.jobs import regroup
-from tests.distributed.test_training import MODELS, TRAIN
+from tests.distributed.jobs import TRAIN, regroup
+from tests.models import MODELS
 from tests.pool import Pool
 
 POSITIONS = {
-    "softmax_fire": PositionConfig(PositionMethod.fire),
-    "softmax_alibi": PositionConfig(PositionMethod.alibi, window=9),
-    "ssmax_window": PositionConfig(window=5),
-    "ssmax_pn": PositionConfig(),
-    "stickbreaking_remainder": PositionConfig(PositionMethod.nope),
+    "softmax_fire": position_config("fire"),
+    "softmax_alibi": position_config("alibi", window=9),
+    "ssmax_window": position_config("rope", window=5),
+    "ssmax_pn": position_config(),
+    "stickbreaking_remainder": position_config("nope"),
 }
 CASES = {
     name: dataclasses.replace(MODELS[name if name in MODELS else name.split("_")[0]], position=position)

@@ -5,51 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from ssscale.config.schema import (
-    AttentionConfig,
-    Config,
-    Core,
-    ModelConfig,
-    PositionConfig,
-    PositionMethod,
-    SSMaxVariant,
-)
+from ssscale.config.schema import Config, ModelConfig
 from ssscale.engine.deepspeed import parameter_groups
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from tests.distributed.jobs import LENGTH, ROWS, VOCAB, make_batch
+from tests.distributed.jobs import LENGTH, ROWS, TRAIN, make_batch
+from tests.models import MODELS
 from tests.plain_model import plain_losses
 from tests.pool import Pool
-
-TRAIN = "tests.distributed.jobs:train"
-
-
-def make_model(
-    core: str = "ssmax", variant: str = "learned", tied: bool = False, remainder: bool = False
-) -> ModelConfig:
-    position = PositionMethod.nope if core == "stickbreaking" else PositionMethod.rope
-    return ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        ffn_hidden_size=40,
-        num_heads=4,
-        num_kv_heads=2,
-        vocab_size=VOCAB,
-        tie_embeddings=tied,
-        init_std=0.2,
-        attention=AttentionConfig(core=Core(core), ssmax=SSMaxVariant(variant), remainder=remainder, skip_below=0.0),
-        position=PositionConfig(method=position),
-    )
-
-
-MODELS = {
-    "softmax": make_model("softmax"),
-    "ssmax": make_model("ssmax", tied=True),
-    "ssmax_pn": make_model("ssmax", "pn"),
-    "stickbreaking": make_model("stickbreaking", tied=True),
-    "stickbreaking_remainder": make_model("stickbreaking", remainder=True),
-}
 
 
 def plain_training(model: ModelConfig, groups: Groups, steps: int) -> dict[str, list[Any]]:

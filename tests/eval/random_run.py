@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eval.text import TextTokenizer
 from ssscale.config import to_yaml
-from ssscale.config.schema import AttentionConfig, Config, Core, DataConfig, PositionConfig, PositionMethod
+from ssscale.config.schema import Config, DataConfig, position_config
 from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
@@ -17,11 +17,10 @@ from ssscale.train.save import save_checkpoint
 LENGTH = 320  # GSM8K generates 256 tokens
 
 
-def write_run(folder: Path, config: Config, core: Core, groups: Groups, tokenizer: TextTokenizer, file: str) -> Decoder:
+def write_run(folder: Path, config: Config, core: str, groups: Groups, tokenizer: TextTokenizer, file: str) -> Decoder:
     """A run of random weights, large enough that predictions are far from uniform."""
-    method = PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope
-    attention, position = AttentionConfig(core=core), PositionConfig(method=method)
-    model = dataclasses.replace(config.model, attention=attention, position=position)
+    method = "nope" if core == "stickbreaking" else "rope"
+    model = dataclasses.replace(config.model, mixers=[core], position=position_config(method))
     config = dataclasses.replace(config, model=model, data=DataConfig(config.data.path, LENGTH))
     decoder = Decoder(config.model, groups, LENGTH)
     initialize_weights(decoder, config.model, groups, seed=5)

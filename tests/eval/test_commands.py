@@ -64,17 +64,17 @@ def test_results_of_several_evaluations_are_merged(run):
 def test_keys_changed_for_an_evaluation_have_results_of_their_own(run):
     only_loss = [f"checkpoint={run}", "tasks=none", "baseline=false"]
     evaluate(only_loss)
-    evaluate([*only_loss, "model.position.rope_base=500000"])
+    evaluate([*only_loss, "model.position.rope.base=500000"])
     before = newest_results(run)
-    changed = read_results(run / "eval" / "model.position.rope_base=500000" / "step-00000010.json")
-    assert changed["changes"] == ["model.position.rope_base=500000"]
+    changed = read_results(run / "eval" / "model.position.rope.base=500000" / "step-00000010.json")
+    assert changed["changes"] == ["model.position.rope.base=500000"]
     assert changed["valid"]["targets"] == before["valid"]["targets"]
     assert changed["valid"]["nats_per_token"] != before["valid"]["nats_per_token"]
     assert "changes" not in before
     for argument, words in [
         ("model.hidden_size=8", "unknown argument 'model.hidden_size=8'"),
-        ("model.position.base=8", "did you mean model.position.rope_base?"),
-        ("model.position.method=alibi model.attention.core=ssmax", "would miss a bias"),
+        ("model.position.base=8", "did you mean model.position.rope.base?"),
+        ("model.position.method=alibi model.mixers=[ssmax]", "would miss a bias"),
     ]:
         with pytest.raises(UserError, match=re.escape(words)):
             evaluate([*only_loss, *argument.split()])

@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 from eval.batches import pack
 from eval.harness import PackedLM
 from eval.questions import Question, with_headers
-from ssscale.config.schema import AttentionConfig, Core, PositionConfig, PositionMethod
+from ssscale.config.schema import mixer_config, position_config
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
@@ -172,11 +172,11 @@ def with_shots() -> list[tuple[str, str]]:
     return [*pairs, (SHOTS["soft"] + "one", " answer that is alone"), ("A stick", " breaking"), ("A stick", " soft")]
 
 
-@pytest.mark.parametrize("core", [Core.softmax, Core.ssmax, Core.stickbreaking])
+@pytest.mark.parametrize("core", ["softmax", "ssmax", "stickbreaking"])
 @pytest.mark.parametrize("batch_tokens", [130, 100_000])
 def test_headers_are_computed_once_and_change_nothing(core, batch_tokens, config, groups, tokenizer, monkeypatch):
-    position = PositionConfig(method=PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope)
-    changed = dataclasses.replace(config.model, attention=AttentionConfig(core=core), position=position)
+    position = position_config("nope" if core == "stickbreaking" else "rope")
+    changed = dataclasses.replace(config.model, mixers=[core], position=position)
     model = Decoder(changed, groups, LENGTH)
     initialize_weights(model, changed, groups, seed=5)
     lm = PackedLM(model.eval().requires_grad_(False), tokenizer, LENGTH, batch_tokens=batch_tokens)
@@ -216,15 +216,14 @@ def test_families_are_those_that_save_the_most(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("core", [Core.softmax, Core.ssmax, Core.stickbreaking])
+@pytest.mark.parametrize("core", ["softmax", "ssmax", "stickbreaking"])
 def test_values_on_a_gpu_are_those_of_float64(core, config, groups, tokenizer, monkeypatch):
     """bfloat16 within its rounding of the logits, float32 exactly; packed, behind shared contexts and headers, generated."""
     monkeypatch.setattr("eval.questions.MIN_HEADER", 16)
     monkeypatch.setattr("eval.questions.MIN_SAVED", 32)
-    position = PositionConfig(method=PositionMethod.nope if core is Core.stickbreaking else PositionMethod.rope)
-    changed = dataclasses.replace(
-        config.model, attention=AttentionConfig(core=core, skip_below=0.0), position=position, hidden_size=64
-    )
+    position = position_config("nope" if core == "stickbreaking" else "rope")
+    exact = mixer_config("stickbreaking", skip_below=0.0) if core == "stickbreaking" else mixer_config()
+    changed = dataclasses.replace(config.model, mixers=[core], mixer=exact, position=position, hidden_size=64)
     exact = Decoder(changed, groups, LENGTH)
     initialize_weights(exact, changed, groups, seed=5)
     weights = {name: weight.bfloat16() for name, weight in exact.state_dict().items() if torch.is_tensor(weight)}

@@ -66,11 +66,11 @@ def call(monkeypatch, *arguments):
 def test_command_and_figures(run, texts, tmp_path, monkeypatch, capsys, groups):
     call(monkeypatch, run, "--texts", texts, "--lengths", "32,64,256", "--windows", 2)
     call(
-        monkeypatch, run, "--texts", texts, "--lengths", "32,64,256", "--windows", 2, "model.position.rope_base=500000"
+        monkeypatch, run, "--texts", texts, "--lengths", "32,64,256", "--windows", 2, "model.position.rope.base=500000"
     )
     plain = run / "eval" / "long_context-step-00000010.json"
     result = json.loads(plain.read_text())
-    changed = json.loads((run / "eval" / "model.position.rope_base=500000" / plain.name).read_text())
+    changed = json.loads((run / "eval" / "model.position.rope.base=500000" / plain.name).read_text())
     assert list(result["lengths"]) == ["32", "64", "256"]
     assert {found["targets"] for found in result["lengths"].values()} == {2 * (256 - 8)}
     assert not math.isclose(result["lengths"]["256"]["mean"], changed["lengths"]["256"]["mean"])
@@ -113,7 +113,7 @@ def test_bad_input(run, texts, tmp_path, monkeypatch, capsys):
         ([tmp_path, "--texts", texts], "neither a checkpoint nor a run folder"),
         ([run, "--texts", texts, "--windows", 0], "--windows"),
         ([run, "--texts", texts], "--lengths=20000 is longer than the longest document"),
-        ([run, "--texts", texts, "model.position.rope_scaling=dynamic_ntk"], "train_length"),
+        ([run, "--texts", texts, "model.position.rope.scaling=dynamic_ntk"], "train_length"),
     )
     for arguments, said in cases:
         with pytest.raises(SystemExit) as stop:

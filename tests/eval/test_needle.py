@@ -11,13 +11,11 @@ import torch
 from eval.figures import needle as figures
 from eval.needle import ANSWER_TOKENS, Haystack, answer, draw_prompt, main, outcome
 from eval.text import TextTokenizer
-from ssscale.config.schema import AttentionConfig, Core, PositionConfig, PositionMethod
+from ssscale.config.schema import position_config
 from ssscale.data.questions import question_tokens
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
-from ssscale.position import position_tables
-from ssscale.position.bias import ALiBi
 from tests.eval.conftest import make_documents
 
 
@@ -49,11 +47,11 @@ def test_prompt(haystack, tokenizer, depth):
 
 
 CORES = {
-    "softmax": (AttentionConfig(), PositionConfig()),
-    "ssmax": (AttentionConfig(core=Core.ssmax), PositionConfig()),
-    "window": (AttentionConfig(), PositionConfig(window=70)),
-    "alibi": (AttentionConfig(), PositionConfig(PositionMethod.alibi)),
-    "stickbreaking": (AttentionConfig(core=Core.stickbreaking), PositionConfig(PositionMethod.nope)),
+    "softmax": ("softmax", position_config()),
+    "ssmax": ("ssmax", position_config()),
+    "window": ("softmax", position_config("rope", window=70)),
+    "alibi": ("softmax", position_config("alibi")),
+    "stickbreaking": ("stickbreaking", position_config("nope")),
 }
 
 
@@ -66,23 +64,23 @@ def all_weights(model, tokens):
     def hook(module, inputs):
         qkv = module.qkv(inputs[0])[0].double().unflatten(-1, (-1, config.head_size))
         q, k, _ = qkv.split(config.num_heads, 1)
-        tables = position_tables(config, layout)
-        if tables.cos is not None:
-            cos, sin = tables.cos.double()[:, None], tables.sin.double()[:, None]
+        tables = config.place.rotation(config.head_size, layout)
+        if tables is not None:
+            cos, sin = (x.double()[:, None] for x in tables)
             q, k = (
                 torch.cat([x[..., :h] * cos - x[..., h:] * sin, x[..., h:] * cos + x[..., :h] * sin], -1)
                 for x, h in ((q, config.head_size // 2), (k, config.head_size // 2))
             )
         i = torch.arange(len(tokens))
-        if config.attention.core is Core.ssmax:
-            q = q * ((i + 1.0).double().log()[:, None] * module.core.s.double())[..., None]
+        if config.mixers == ["ssmax"]:
+            q = q * ((i + 1.0).double().log()[:, None] * module.weights.s.double())[..., None]
         z = torch.einsum("inh,jnh->nij", q, k) * config.head_size**-0.5
-        if isinstance(getattr(module.core, "bias", None), ALiBi):
-            z = z + module.core.bias(i, i).double()
+        if module.position.adds_bias:
+            z = z + module.position.bias(module)(i, i).double()
         hidden = i[:, None] < i
         if config.position.window:
             hidden = hidden | (i[:, None] - i >= config.position.window)
-        if config.attention.core is not Core.stickbreaking:
+        if config.mixers != ["stickbreaking"]:
             found.append(z.masked_fill(hidden, -torch.inf).softmax(-1))
             return
         beta = z.sigmoid().masked_fill(i[:, None] <= i, 0)
@@ -98,8 +96,8 @@ def all_weights(model, tokens):
 
 @pytest.mark.parametrize("name", CORES)
 def test_scores_are_those_of_whole_matrices(name, config, groups, haystack, tokenizer):
-    attention, position = CORES[name]
-    model = Decoder(replace(config.model, attention=attention, position=position), groups, 128)
+    mixer, position = CORES[name]
+    model = Decoder(replace(config.model, mixers=[mixer], position=position), groups, 128)
     initialize_weights(model, model.config, groups, seed=1)
     model.eval().requires_grad_(False)
     prompts = [draw_prompt(haystack, length, 90, 0) for length in (190, 150)]
@@ -164,13 +162,13 @@ def texts(tmp_path):
 
 def test_commands_and_figures(run, texts, tmp_path, monkeypatch, groups):
     sizes = ["--texts", texts, "--lengths", "150,200", "--depths", "20,80", "--samples", 2]
-    call(monkeypatch, run, *sizes, "model.position.rope_base=500000")
-    file = run / "eval" / "model.position.rope_base=500000" / "needle-step-00000010.json"
+    call(monkeypatch, run, *sizes, "model.position.rope.base=500000")
+    file = run / "eval" / "model.position.rope.base=500000" / "needle-step-00000010.json"
     result = json.loads(file.read_text())
     assert [(c["length"], c["depth"]) for c in result["cells"]] == [(150, 20), (150, 80), (200, 20), (200, 80)]
     result["cells"] = [cell | {"correct": 1} for cell in result["cells"][:3]]
     file.write_text(json.dumps(result))
-    call(monkeypatch, run, *sizes, "model.position.rope_base=500000")
+    call(monkeypatch, run, *sizes, "model.position.rope.base=500000")
     again = json.loads(file.read_text())
     assert [cell["correct"] for cell in again["cells"]][:3] == [1, 1, 1]
     assert len(again["cells"]) == 4

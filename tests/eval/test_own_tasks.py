@@ -15,7 +15,6 @@ from eval.results import read_results
 from launch.evaluate import main as evaluate
 from launch.export import main as export
 from launch.report import main as report
-from ssscale.config.schema import Core
 from ssscale.errors import UserError
 from tests.eval.own_data import CAPITALS, GROUP, LAST, question, write_lines, write_own_tasks
 from tests.eval.random_run import write_run
@@ -35,7 +34,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, config, groups, tokenizer, valid) -> Path:
     run = tmp_path_factory.mktemp("own_run") / "run"
-    write_run(run, config, Core.stickbreaking, groups, tokenizer, valid.tokenizer_file)
+    write_run(run, config, "stickbreaking", groups, tokenizer, valid.tokenizer_file)
     return run
 
 

@@ -9,10 +9,11 @@ import torch
 
 from eval.pn_fit import fit_logarithm, main, occurrences
 from ssscale.config import to_yaml
-from ssscale.config.schema import AttentionConfig, Core, SSMaxVariant
+from ssscale.config.schema import mixer_config
 from ssscale.errors import UserError
 from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
+from ssscale.model.mixers.ssmax import Variant
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
 from tests.eval.conftest import LENGTH
@@ -47,7 +48,7 @@ def test_no_weights():
 
 
 def test_a_run_gives_its_fit_and_figure(run, config, groups, monkeypatch, capsys):
-    model = replace(config.model, attention=AttentionConfig(core=Core.ssmax, ssmax=SSMaxVariant.pn))
+    model = replace(config.model, mixers=["ssmax"], mixer=mixer_config("ssmax", variant=Variant.pn))
     decoder = Decoder(model, groups, LENGTH)
     with torch.no_grad():
         decoder.pn.copy_(0.5 * torch.arange(1, LENGTH + 1).log() + 0.25)

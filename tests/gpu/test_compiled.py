@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssscale.config.schema import Core, Recompute
+from ssscale.config.schema import Recompute
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
@@ -20,7 +20,7 @@ DEVICE = "cuda"
 LENGTHS = [1, 700, 323, 1024]
 
 
-def gradients(core: Core, groups: Groups, compiled: bool, recompute: Recompute) -> dict[str, torch.Tensor]:
+def gradients(core: str, groups: Groups, compiled: bool, recompute: Recompute) -> dict[str, torch.Tensor]:
     """Of the second pass, which finds memory that the first one has used. With the losses."""
     config = replace(make_model(core, 3), hidden_size=256, ffn_hidden_size=768, vocab_size=500)
     torch._dynamo.reset()
@@ -41,9 +41,9 @@ def gradients(core: Core, groups: Groups, compiled: bool, recompute: Recompute) 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", list(Recompute))
-@pytest.mark.parametrize("core", list(Core))
+@pytest.mark.parametrize("core", ["softmax", "ssmax", "stickbreaking"])
 def test_compiling_and_recomputing_change_no_gradient(
-    core: Core, recompute: Recompute, compiled: bool, groups: Groups
+    core: str, recompute: Recompute, compiled: bool, groups: Groups
 ) -> None:
     plain = gradients(core, groups, False, Recompute.none)
     other = gradients(core, groups, compiled, recompute)

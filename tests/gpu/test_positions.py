@@ -49,8 +49,8 @@ def make(name: str, groups: Groups) -> Decoder:
     initialize_weights(decoder, CASES[name], groups, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for key, weight in decoder.named_parameters():
-            if key == "pn" or ".core." in key:
+        for weight in decoder.parameters():
+            if hasattr(weight, "declared"):
                 weight += 0.3 * torch.rand(weight.shape, generator=generator)
     return decoder
 

@@ -41,7 +41,7 @@ def make_decoder(model: ModelConfig, groups: Groups) -> Decoder:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
-            if name == "pn" or name.endswith(("core.s", "core.b")):
+            if name.startswith("shared.") or name.endswith(("attention.weights.s", "attention.weights.b")):
                 weight += 0.3 * torch.rand(1, generator=generator)
     return decoder.eval().requires_grad_(False)
 

@@ -25,9 +25,8 @@ from ssscale.model.generate import generate
 from ssscale.parallel.groups import Groups
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import CheckpointReader
-from tests.distributed.test_training import make_model
 from tests.hf.jobs import LENGTH, write_checkpoint
-from tests.model.test_positions import CASES
+from tests.models import CASES, make_model
 from tests.pool import Pool
 
 MODELS = dict(CASES)
@@ -74,7 +73,7 @@ def test_logits_generation_and_round_trip(name: str, groups: Groups, tokenizer_f
     expected = our_logits(decoder)
     with torch.no_grad():
         if (
-            MODELS[name].position.rope_scaling != "dynamic_ntk"
+            MODELS[name].position.rope.scaling != "dynamic_ntk"
         ):  # its base depends on the length, padding is known after it
             for left in (True, False):
                 tokens, mask = padded(left)

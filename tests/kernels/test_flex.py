@@ -8,10 +8,11 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from kernels.flex import BLOCK, document_mask
-from ssscale.attention.softmax import SoftmaxCore
-from ssscale.config.schema import ModelConfig, PositionConfig, PositionMethod
+from ssscale.config.schema import ModelConfig, position_config
 from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Attention
 from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron import megatron_config
 
 LENGTHS = [[1], [300], [128, 128], [5, 200, 1, 127, 130], [1, 1, 1, 400], [640]]
 
@@ -53,17 +54,18 @@ def inputs() -> tuple[list[torch.Tensor], PackedLayout]:
     return [q, k, v], PackedLayout.from_lengths(lengths)
 
 
-@pytest.mark.parametrize("method", [PositionMethod.alibi, PositionMethod.fire])
+@pytest.mark.parametrize("method", ["alibi", "fire"])
 @pytest.mark.parametrize("window", [None, 33])
 def test_flex_attention_is_the_exact_path(method, window, inputs, groups: Groups, monkeypatch) -> None:
     # It refuses gradients on CPUs, where compiled code has none; uncompiled they are there.
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     tensors, layout = inputs
-    model = ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=64, position=PositionConfig(method, window=window))
-    core = SoftmaxCore(model, groups).double()
+    model = ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=64, position=position_config(method, window=window))
+    core = Attention(model, groups, megatron_config(groups, False, torch.float64), 0).double()
+    learned = list(core.position_weights.parameters())
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weight in core.parameters():
+        for weight in learned:
             weight.copy_(torch.rand(weight.shape, generator=generator) - 0.3)
     masked = dataclasses.replace(layout, block_mask=document_mask(layout.positions, window))
     upstream = torch.randn(200, 4, 16, generator=generator, dtype=torch.float64)
@@ -71,11 +73,11 @@ def test_flex_attention_is_the_exact_path(method, window, inputs, groups: Groups
     for some in (layout, masked):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that FlexAttention runs uncompiled
-            out = core(*tensors, some)
+            out = core.attend(*tensors, some)
             with torch.no_grad():
                 # Without gradients FIRE's MLP is computed inside FlexAttention.
-                torch.testing.assert_close(core(*tensors, some), out, rtol=0, atol=1e-5)
-        wanted = [*tensors, *core.parameters()]
+                torch.testing.assert_close(core.attend(*tensors, some), out, rtol=0, atol=1e-5)
+        wanted = [*tensors, *learned]
         found.append([out, *torch.autograd.grad(out, wanted, upstream)])
     for exact, ours in zip(*found):
         assert exact.isfinite().all()

@@ -142,7 +142,7 @@ def test_bad_input_is_refused_with_its_values(name):
 @pytest.mark.parametrize("window", [None, 3])
 def test_registered_operators(window):
     q, k, v = make(9, dtype=torch.float32)
-    options = (starts(0, 4, 9), 5, None, 0.3, window, False)
+    options = (starts(0, 4, 9), 5, None, 0.3, window, False, "auto")
     torch.library.opcheck(ops.forward_op, (q, k, v, *options))
     plain = [x.detach() for x in (q, k, v)]
     o, lse = ops.forward_op(*plain, *options)
@@ -158,6 +158,12 @@ def test_backends():
     assert choose_backend(gpu, torch.bfloat16, 20, 4096, None, False) == "exact"
     assert choose_backend(gpu, torch.bfloat16, 64, 4096, None, True) == "varlen"
     assert choose_backend(gpu, torch.bfloat16, 64, 100, None, False) == "varlen"
+    assert choose_backend(gpu, torch.bfloat16, 64, 4096, None, False, "flash") == "varlen"
+    assert choose_backend(cpu, torch.float32, 64, 4096, None, False, "cudnn") == "cpu"
+    with pytest.raises(ValueError, match="backend=cudnn has no deterministic gradients"):
+        choose_backend(gpu, torch.bfloat16, 64, 4096, None, True, "cudnn")
+    with pytest.raises(ValueError, match="backend=flash takes bf16"):
+        choose_backend(gpu, torch.float32, 64, 4096, None, False, "flash")
 
 
 def test_plans_are_built_for_buckets():

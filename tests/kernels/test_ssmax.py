@@ -120,7 +120,7 @@ def test_bad_input_is_refused_with_its_values(name):
 def test_registered_operators(factor):
     qkv, inputs = make([5, 3], 4, 2, 8, torch.float32, factor=factor)
     tables = [inputs.get(name) for name in ("cos", "sin", "base", "s", "b")]
-    options = (5, None, 0.3, None, False)
+    options = (5, None, 0.3, None, False, "auto")
     torch.library.opcheck(ops.forward_op, (qkv, *tables, inputs["cu_seqlens"], 4, *options))
     tables = [None if x is None else x.detach() for x in tables]
     outputs = ops.forward_op(qkv.detach(), *tables, inputs["cu_seqlens"], 4, *options)

@@ -9,13 +9,12 @@ import torch
 from ssscale.config import load_config, run_names
 from ssscale.config.schema import ModelConfig, Recompute, WidthConfig
 from ssscale.layout import PackedLayout
-from ssscale.model.decoder import Decoder
+from ssscale.model.decoder import IGNORE, Decoder
 from ssscale.model.flops import count_parameters
 from ssscale.model.init import initialize_weights
-from ssscale.model.loss import IGNORE
 from ssscale.model.recompute import keep_products
 from ssscale.parallel.groups import Groups
-from tests.distributed.test_training import MODELS
+from tests.models import MODELS
 from tests.plain_model import plain_losses
 
 
@@ -152,7 +151,7 @@ def test_selective_recomputation_around_compiled_code_is_refused(groups: Groups)
         return x @ right
 
     with pytest.raises(RuntimeError, match=r"around compiled code: aten\.mm\.out writes"):
-        keep_products(layer, left)
+        keep_products((), layer, left)
 
 
 @pytest.mark.parametrize("name", ["softmax", "ssmax"])  # untied and tied

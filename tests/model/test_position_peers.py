@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from ssscale.config.schema import ModelConfig, PositionConfig, RopeScaling
+from ssscale.config.schema import ModelConfig, position_config
 from ssscale.layout import PackedLayout
-from ssscale.position.bias import alibi_slopes
-from ssscale.position.scaling import scaled_base
+from ssscale.model.positions.alibi import alibi_slopes
+from ssscale.model.positions.rope import RopeScaling
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 12, 24, 32, 36])
@@ -28,21 +28,21 @@ def test_dynamic_base_is_transformers(factor: float, length: int) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    position = PositionConfig(rope_scaling=RopeScaling.dynamic_ntk, rope_factor=factor, train_length=2048)
+    position = position_config("rope", scaling=RopeScaling.dynamic_ntk, factor=factor, train_length=2048)
     model = ModelConfig(hidden_size=64, num_heads=2, position=position)
     layout = PackedLayout.from_lengths([3, length])
-    base = scaled_base(model, layout)
+    base = model.place.scaled_base(32, layout)
     assert isinstance(base, torch.Tensor)
-    assert (base[:3] == position.rope_base).all()  # each document by its own length
+    assert (base[:3] == position.rope.base).all()  # each document by its own length
     theirs = LlamaConfig(
         hidden_size=64,
         num_attention_heads=2,
         max_position_embeddings=2048,
-        rope_theta=position.rope_base,
+        rope_theta=position.rope.base,
         rope_scaling={"rope_type": "dynamic", "factor": factor},
     )
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs, torch.device("cpu"), seq_len=length)
     ours = base[-1] ** (-torch.arange(0, 32, 2) / 32)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
     growing = dataclasses.replace(layout, final_lengths=torch.tensor([length, length]))
-    assert torch.equal(scaled_base(model, growing)[0], base[-1])
+    assert torch.equal(model.place.scaled_base(32, growing)[0], base[-1])

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from ssscale.config.schema import POSITIONS, WINDOWS, Core, ModelConfig, PositionConfig, PositionMethod, RopeScaling
+from ssscale.config.registry import MIXERS
 from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
@@ -14,43 +14,9 @@ from ssscale.model.flops import count_parameters
 from ssscale.model.generate import extend, generate
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from tests.distributed.test_training import MODELS, make_model
 from tests.model.test_decoder import packed
+from tests.models import CASES, disturb
 from tests.plain_model import plain_logits
-
-WINDOW, TRAIN_LENGTH = 6, 12
-
-SETTINGS = {method.value: PositionConfig(method=method) for method in PositionMethod}
-SETTINGS |= {
-    "rope_linear": PositionConfig(rope_scaling=RopeScaling.linear, rope_factor=2.5),
-    "rope_ntk": PositionConfig(rope_scaling=RopeScaling.ntk, rope_factor=4.0),
-    "rope_dynamic": PositionConfig(
-        rope_scaling=RopeScaling.dynamic_ntk, rope_factor=2.0, train_length=TRAIN_LENGTH, rope_base=100.0
-    ),
-}
-VARIANTS = {"stickbreaking": ("stickbreaking", "stickbreaking_remainder"), "ssmax": ("ssmax", "ssmax_bias", "ssmax_pn")}
-VARIANTS |= {"softmax": ("softmax",)}
-
-
-def models() -> dict[str, ModelConfig]:
-    """Every variant of every core with every position method, scaling and window that it allows."""
-    found = {}
-    for core, (name, setting) in itertools.product(Core, SETTINGS.items()):
-        if setting.method not in POSITIONS[core]:
-            continue
-        for variant, window in itertools.product(VARIANTS[core.value], (None, WINDOW)):
-            plain_rope = setting.rope_scaling == RopeScaling.none
-            # One variant is enough for the scalings, which know nothing of cores.
-            if (window and core not in WINDOWS) or not (plain_rope or variant in ("softmax", "ssmax")):
-                continue
-            base = MODELS.get(variant) or make_model("ssmax", "bias")
-            position = dataclasses.replace(setting, window=window)
-            label = f"{variant}-{name}" + ("-window" if window else "")
-            found[label] = dataclasses.replace(base, position=position)
-    return found
-
-
-CASES = models()
 
 
 def make(name: str, groups: Groups, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -58,17 +24,13 @@ def make(name: str, groups: Groups, dtype: torch.dtype = torch.float32) -> Decod
     model = CASES[name]
     decoder = Decoder(model, groups, 64)
     initialize_weights(decoder, model, groups, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for key, weight in decoder.named_parameters():
-            if key == "pn" or ".core." in key:
-                weight += 0.3 * torch.rand(weight.shape, generator=generator)
+    disturb(decoder)
     return decoder.to(dtype)
 
 
 def test_the_cases_are_the_allowed_pairs() -> None:
-    seen = {(model.attention.core, model.position.method) for model in CASES.values()}
-    assert seen == {(core, method) for core in Core for method in POSITIONS[core]}
+    seen = {(model.mixers[0], model.position.method) for model in CASES.values() if len(model.mixers) == 1}
+    assert seen == {(name, method) for name, mixer in MIXERS.items() for method in mixer.positions}
 
 
 TOLERANCES = {

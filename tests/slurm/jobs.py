@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ssscale.train.records import read_metrics
-from tests.train.conftest import ROOT
+from tests.conftest import ROOT
 from tests.train.ranks import SMALL
 
 CLUSTER = Path(__file__).with_name("cluster.sh")

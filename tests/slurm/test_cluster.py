@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from launch.process import first_host
+from tests.conftest import ROOT
 from tests.promises import promises
 from tests.slurm.jobs import Job, job_field, losses, started, submit
-from tests.train.conftest import ROOT, corpus  # noqa: F401 - a fixture
 from tests.train.ranks import SMALL
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -242,7 +242,7 @@ def test_data_from_a_corpus_to_a_training_step(slurm: None, tmp_path: Path) -> N
     assert logs().count("is there already, made from the same settings and input: kept") == 2
 
 
-def test_auto_finds_a_microbatch_on_the_nodes(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_auto_finds_a_microbatch_on_the_nodes(slurm: None, corpus: Path, tmp_path: Path) -> None:
     job = Job(tmp_path / "run", corpus, "train.microbatch=auto", "train.save_every=0", steps=2)
     job.finish()
     assert "train.microbatch=auto: 2 of a step's 2 rows per rank" in job.log()

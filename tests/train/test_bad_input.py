@@ -34,7 +34,7 @@ CASES = [
     ),
     (["data.length=128"], r"rows of 256 tokens, but data.length=128"),
     (["train.batch_size=15"], r"train.batch_size=15 is not a multiple"),
-    (["model.attention.core=stickbreaking", "model.position.method=rope"], r"position"),
+    (["model.mixers=[stickbreaking]", "model.position.method=rope"], r"position"),
 ]
 
 

@@ -7,7 +7,7 @@ from ssscale.config import load_config
 from ssscale.engine.deepspeed import ALIGNED_ELEMENTS, GROUP_ELEMENTS, parameter_groups
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import Groups
-from tests.distributed.test_training import MODELS
+from tests.models import MODELS
 from tests.pool import Pool
 
 

@@ -8,8 +8,8 @@ import torch
 
 from kernels.stickbreaking import stickbreaking_reference
 from ssscale.errors import UserError
+from ssscale.model.mixers.stickbreaking import KEYS, ROWS, live_tiles
 from ssscale.train.metrics import Metrics
-from ssscale.train.observe import KEYS, ROWS, live_tiles
 from tests.train.ranks import Ranks
 
 
@@ -35,7 +35,7 @@ def live_by_hand(q: torch.Tensor, k: torch.Tensor, scale: float, skip_below: flo
 
 @pytest.mark.parametrize("length", [1, 65, 200])
 def test_live_tiles_against_the_reference(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssscale.train.observe.BLOCK", ROWS)  # 200 queries are two blocks
+    monkeypatch.setattr("ssscale.model.mixers.stickbreaking.BLOCK", ROWS)  # 200 queries are two blocks
     torch.manual_seed(length)
     q, k = torch.randn(2, length, 2, 8).mul(2).unbind()
     expected = live_by_hand(q, k, 0.3, 2**-12) if length > 1 else 0.0

@@ -161,7 +161,7 @@ def test_a_model_is_never_changed_on_older_weights(small_disk: Path, corpus: Pat
         {"name": "ssmax", "tokens": 8192, "schedule": constant, "core": "ssmax"},
     ]
     arguments = [f"data.path={corpus}", "train.save_every=4", "train.keep=2", f"train.stages={json.dumps(stages)}"]
-    arguments += ["model.attention.core=softmax", "model.position.method=rope", "data.num_workers=0"]
+    arguments += ["model.mixers=[softmax]", "model.position.method=rope", "data.num_workers=0"]
     ranks = Ranks(arguments, small_disk / "run", size=1)
     assert ranks.wait() == [2], ranks.output()
     assert ranks.records()[-1]["step"] == 8

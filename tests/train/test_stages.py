@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.train.conftest import ROOT
+from tests.conftest import ROOT
 from tests.train.ranks import Ranks, state_of
 from tests.train.test_kill import compare
 
@@ -27,14 +27,14 @@ def test_stages_change_the_model_the_data_and_the_batch(corpus: Path, short_rows
     constant = {"kind": "constant", "lr": 1e-3}
     stages = [
         {"name": "softmax", "tokens": 4096, "schedule": constant, "batch_warmup": [{"batch_size": 2, "tokens": 1024}]},
-        {"name": "ssmax", "tokens": 4096, "schedule": constant, "core": "ssmax", "mix": {"docs": 1.0}},
+        {"name": "ssmax", "tokens": 4096, "schedule": constant, "model": {"mixers": ["ssmax"]}, "mix": {"docs": 1.0}},
         {
             "name": "short",
             "tokens": 4096,
             "schedule": constant,
             "data_path": str(short_rows),
             "length": 128,
-            "rope_base": 5e5,
+            "model": {"position": {"rope": {"base": 5e5}}},
             "batch_size": 8,
             "microbatch": 2,
         },

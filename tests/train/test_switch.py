@@ -3,24 +3,25 @@
 import csv
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from eval.scales import write_scales
-from ssscale.config.schema import Config, Core, DataConfig, ModelConfig, PositionConfig
+from ssscale.config.schema import Config, DataConfig, ModelConfig, position_config
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import list_checkpoints, saved_config
-from ssscale.train.stages import switched_model
+from ssscale.train.stages import begun_model
 from tests.pool import Pool
 from tests.train.test_sources import SMALL
 
-SOFTMAX = {"model.attention.core": "softmax", "model.position.method": "rope", "train.eval_every": 0}
+SOFTMAX = {"model.mixers": ["softmax"], "model.position.method": "rope", "train.eval_every": 0}
 TRAIN = "tests.train.jobs:train"
 
 
@@ -28,12 +29,12 @@ TRAIN = "tests.train.jobs:train"
     ("length", "window", "expected"), [(1024, None, 0.168), (2, None, 2 / math.log(2)), (10, 4, 0)]
 )
 def test_s_is_one_over_the_mean_of_ln_n(length: int, window: int | None, expected: float) -> None:
-    model = switched_model(ModelConfig(position=PositionConfig(window=window)), length)
+    softmax = ModelConfig(position=position_config("rope", window=window))
+    model = begun_model(softmax, replace(softmax, mixers=["ssmax"]), length)
     seen = [min(n, window or n) for n in range(1, length + 1)]
-    assert model.attention.ssmax_scale == pytest.approx(length / sum(map(math.log, seen)), rel=1e-12)
-    assert model.attention.core is Core.ssmax
+    assert model.mixer.ssmax.scale == pytest.approx(length / sum(map(math.log, seen)), rel=1e-12)
     if expected:
-        assert model.attention.ssmax_scale == pytest.approx(expected, abs=5e-4)
+        assert model.mixer.ssmax.scale == pytest.approx(expected, abs=5e-4)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def softmax_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory, pool1: P
 
 @pytest.mark.parametrize("variant", ["learned", "bias", "pn", "fixed"])
 def test_init_from_a_softmax_run(variant: str, corpus: Path, softmax_run: Path, tmp_path: Path, pool1: Pool) -> None:
-    changes = {"model.attention.core": "ssmax", "model.attention.ssmax": variant, "init_from": str(softmax_run)}
+    changes = {"model.mixers": ["ssmax"], "model.mixer.ssmax.variant": variant, "init_from": str(softmax_run)}
     job = SMALL | SOFTMAX | changes | {"data": str(corpus), "run": str(tmp_path), "train.max_steps": 0}
     assert pool1.run(TRAIN, **job) == [""]
     (checkpoint,) = list_checkpoints(tmp_path / "checkpoints")
@@ -53,7 +54,7 @@ def test_init_from_a_softmax_run(variant: str, corpus: Path, softmax_run: Path, 
     new = CheckpointReader(checkpoint)
     for name in old.weights:
         assert torch.equal(old.whole(name, "weight"), new.whole(name, "weight")), name
-    added = {name.removeprefix("blocks.0.attention.core.") for name in new.weights.keys() - old.weights.keys()}
+    added = {name.rpartition(".")[2] for name in new.weights.keys() - old.weights.keys()}
     assert added == {"learned": {"s"}, "bias": {"s", "b"}, "pn": {"s", "b", "pn"}, "fixed": set()}[variant]
     expected = 1.0 if variant == "pn" else 256 / sum(map(math.log, range(1, 257)))
     files = write_scales(checkpoint, saved_config(checkpoint), tmp_path)
@@ -65,7 +66,7 @@ def test_init_from_a_softmax_run(variant: str, corpus: Path, softmax_run: Path, 
     if variant == "pn":
         assert list(csv.reader(files[1].open()))[-1] == ["256", "1.0"]
     for name in added:
-        value = new.whole(name if name == "pn" else f"blocks.0.attention.core.{name}", "weight")
+        value = new.whole("shared.ssmax.pn" if name == "pn" else f"blocks.0.attention.weights.{name}", "weight")
         torch.testing.assert_close(value, torch.full_like(value, {"s": expected, "b": 0.0, "pn": 1.0}[name]))
     # The same command trains on from there, and resumes although its source is no longer asked.
     job |= {"train.max_steps": 2, "init_from": str(softmax_run)}
@@ -98,19 +99,19 @@ def test_evaluation_changes_what_is_no_weight(softmax_run: Path, groups: Groups)
     assert config.data == DataConfig(path=config.data.path, length=256, num_workers=0)
     seen = [before]
     for changes in (
-        ["rope_base=500000"],
-        ["rope_scaling=linear", "rope_factor=2"],
-        ["rope_scaling=dynamic_ntk", "train_length=100"],
+        ["rope.base=500000"],
+        ["rope.scaling=linear", "rope.factor=2"],
+        ["rope.scaling=dynamic_ntk", "rope.train_length=100"],
         ["window=20"],
     ):
         found, config = logits(softmax_run, groups, *(f"model.position.{change}" for change in changes))
         assert all((found - other).abs().max() > 1e-6 for other in seen)
         seen.append(found)
-    assert torch.equal(logits(softmax_run, groups, "model.position.rope_base=10000")[0], before)
-    switched, config = logits(softmax_run, groups, "model.attention.core=ssmax")
-    assert config.model.attention.core is Core.ssmax
+    assert torch.equal(logits(softmax_run, groups, "model.position.rope.base=10000")[0], before)
+    switched, config = logits(softmax_run, groups, "model.mixers=[ssmax]")
+    assert config.model.mixers == ["ssmax"]
     assert 1e-6 < (switched - before).abs().max() < (before.max() - before.min())
-    with pytest.raises(UserError, match=r"set model\.position\.train_length"):
-        logits(softmax_run, groups, "model.position.rope_scaling=dynamic_ntk")
-    with pytest.raises(UserError, match=r"only the model has blocks\.0\.attention\.core\.bias"):
+    with pytest.raises(UserError, match=r"set model\.position\.rope\.train_length"):
+        logits(softmax_run, groups, "model.position.rope.scaling=dynamic_ntk")
+    with pytest.raises(UserError, match=r"only the model has blocks\.0\.attention\.position_weights"):
         logits(softmax_run, groups, "model.position.method=fire")

@@ -1,0 +1,174 @@
+"""Softmax attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ssscale.config.registry import MIXERS
+from ssscale.model.mixers.base import Export, Extend, Mixer, Sizes, Tables
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    from ssscale.config.schema import ModelConfig
+    from ssscale.hf.modeling_ssscale import Attention as ExportedAttention
+    from ssscale.hf.modeling_ssscale import Batch, attend_in_tiles, biased, fused
+    from ssscale.layout import PackedLayout
+    from ssscale.model.decoder import Attention
+
+
+class Backend(StrEnum):
+    """`auto`: cuDNN on Hopper, FlashAttention-2 where it is faster or deterministic."""
+
+    auto = "auto"
+    cudnn = "cudnn"
+    flash = "flash"
+
+
+# base [T], s [N] and b [N] of the factor s · base + b of q
+Factor = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+
+
+def mix_softmax(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAttention) -> Tensor:
+    """Σ_j softmax_j(scale · q·k_j + bias_ij) v_j   (arXiv:1706.03762, Eq. 1)"""
+    if layer.bias is not None:
+        return attend_in_tiles(biased, q, k, v, batch, layer, inner=layer.bias.inner)
+    o = fused(q, k, v, batch, layer)
+    return attend_in_tiles(softmax_tile, q, k, v, batch, layer) if o is None else o
+
+
+def softmax_tile(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, batch: Batch, layer: ExportedAttention, first: int
+) -> Tensor:
+    """Of a block of queries, where a window or padding leaves them other keys than all earlier ones."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layer.scale)
+
+
+@MIXERS.register("softmax", default=True)
+@dataclass(frozen=True)
+class Softmax(Mixer):
+    """o_i = Σ_{j ≤ i} softmax_j(q_i·k_j / sqrt(H) + bias_ij) v_j   (arXiv:1706.03762, Eq. 1)
+
+    The bias is the position method's, where it is one. A window leaves the keys i − window < j ≤ i.
+    """
+
+    backend: Backend = Backend.auto  # of the kernel on a GPU
+
+    positions: ClassVar[tuple[str, ...]] = ("rope", "nope", "alibi", "fire")
+    no_window = None
+    ulysses = ring = cached = True
+    kept_operators = ("attention", "attn")
+    export = Export(mix_softmax, helpers=(softmax_tile,))
+
+    def flops(self, width: int, keys: float) -> float:
+        """Two products forward, four backward, of 2 FLOPs each."""
+        return 12.0 * width * keys
+
+    def kept_bytes(self, sizes: Sizes) -> float:
+        """The log-sum-exp, and the rotated copies of q and k; Ulysses keeps one v less."""
+        copies = sizes.q + sizes.kv if sizes.rotated else 0.0
+        if sizes.ring == 1 and sizes.ulysses > 1 and sizes.rotated:
+            copies -= sizes.kv
+        return sizes.number * copies + 4 * sizes.heads
+
+    def factor_parameters(self, layer: Attention, tables: Tables) -> Factor:
+        return None, None, None
+
+    def mix(
+        self, qkv: Tensor, layer: Attention, layout: PackedLayout, tables: Tables, extend: Extend | None = None
+    ) -> Tensor:
+        """In one kernel where q and k are changed, nothing is cached and no other rank has a part."""
+        from kernels.ssmax import rotary_attention
+
+        base, s, b = self.factor_parameters(layer, tables)
+        unchanged = tables.rotation is None and base is None
+        shared = layout.gathered is not None or layout.ring is not None
+        if extend is not None or layer.position.adds_bias or unchanged or shared:
+            return super().mix(qkv, layer, layout, tables, extend)
+        cos, sin = tables.rotation or (None, None)
+        return rotary_attention(
+            qkv,
+            layer.heads,
+            cu_seqlens=layout.cu_seqlens,
+            max_seqlen=layout.max_seqlen,
+            cos=cos,
+            sin=sin,
+            base=base,
+            s=s,
+            b=b,
+            uniform_length=layout.uniform_length,
+            window=layer.window,
+            scale=layer.scale,
+            backend=self.backend.value,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
+        from kernels.exact import exact_attention
+        from kernels.softmax import softmax_attention
+        from ssscale.parallel.softmax_ring import ring_softmax
+
+        window, scale, bias = layer.window, layer.scale, layer.position.bias(layer)
+        if layout.past is not None:
+            return _attend_cached(q, k, v, layout, window, scale, bias)
+        if layout.ring is not None:
+            return ring_softmax(q, k, v, layout, layer.groups, scale, self.backend.value)
+        if bias is not None and layout.block_mask is not None:
+            return bias.attend(q, k, v, layout, scale)
+        if bias is not None:
+            bounds = layout.cu_seqlens.tolist()
+            return exact_attention(q, k, v, starts_q=bounds, starts_k=bounds, window=window, scale=scale, bias=bias)
+        return softmax_attention(
+            q,
+            k,
+            v,
+            cu_seqlens=layout.cu_seqlens,
+            max_seqlen=layout.max_seqlen,
+            uniform_length=layout.uniform_length,
+            window=window,
+            scale=scale,
+            backend=self.backend.value,
+        )
+
+    def plan_decode(
+        self, starts: list[int], lengths: list[int], rows: Tensor, capacity: int, window: int | None
+    ) -> Any:
+        from kernels.cached import plan_decode
+
+        return plan_decode(starts, lengths, rows, capacity, window)
+
+    def chosen(self, model: ModelConfig, device: torch.device, dtype: torch.dtype, length: int) -> str:
+        import torch
+
+        from kernels.softmax import choose_backend
+
+        if model.place.adds_bias:
+            return f"with {model.place.name} in " + ("FlexAttention" if device.type == "cuda" else "plain torch")
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        window = model.position.window
+        return f"on {choose_backend(device, dtype, model.head_size, length, window, deterministic, self.backend.value)}"
+
+
+def _attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, scale: float | None, bias: Any
+) -> Tensor:
+    from kernels.cached import cached_attention
+
+    past = layout.past
+    assert past is not None
+    return cached_attention(
+        q,
+        k,
+        v,
+        starts=past.starts,
+        lengths=past.lengths,
+        rows=past.rows,
+        capacity=past.capacity,
+        window=window,
+        scale=scale,
+        bias=bias,
+        plan=past.decode,
+    )

@@ -1,0 +1,126 @@
+"""Scalable-Softmax (SSMax), arXiv:2501.19399."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from ssscale.config.registry import MIXERS
+from ssscale.errors import UserError
+from ssscale.model.mixers.base import Export, Sizes, Tables
+from ssscale.model.mixers.softmax import Factor, Softmax, mix_softmax, softmax_tile
+from ssscale.model.weight import Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ssscale.config.schema import ModelConfig
+    from ssscale.hf.modeling_ssscale import Attention as ExportedAttention
+    from ssscale.hf.modeling_ssscale import Batch, SSScaleForCausalLM
+    from ssscale.layout import PackedLayout
+    from ssscale.model.decoder import Attention, Weights
+
+
+class Variant(StrEnum):
+    """s `learned` per head (Eq. 2) or `fixed`; `bias` with b (Eq. 4); `pn` with p_n in place of ln n (Eq. 3)."""
+
+    learned = "learned"
+    fixed = "fixed"
+    bias = "bias"
+    pn = "pn"
+
+
+def ssmax_base(batch: Batch, model: SSScaleForCausalLM) -> Tensor:
+    """ln n of each token, or p_n, of which the last stands for all larger n: [B, T] float32   (arXiv:2501.19399)"""
+    window = model.config.position["window"]
+    n = batch.i + 1 if window is None else (batch.i + 1).clamp(max=window)
+    pn = model.shared["ssmax"].pn if "ssmax" in model.shared else None
+    return n.float().log() if pn is None else pn.float()[n.clamp(max=pn.numel()) - 1]
+
+
+def ssmax_factor(batch: Batch, layer: ExportedAttention) -> Tensor:
+    """s ln n + b (arXiv:2501.19399, Eqs. 2 to 4): [B, N, T, 1] float32"""
+    s, b = layer.learned("s"), layer.learned("b")
+    s = layer.options["scale"] if s is None else s.float()[:, None]
+    factor = s * batch.own["ssmax"][:, None, :].expand(-1, layer.sizes[0], -1)
+    return (factor if b is None else factor + b.float()[:, None])[..., None]
+
+
+@MIXERS.register("ssmax")
+@dataclass(frozen=True)
+class SSMax(Softmax):
+    """p_j = n^(s z_j) / Σ_m n^(s z_m) = softmax((s ln n) z)_j   (Eq. 2)
+
+    n counts the keys that a token sees within its document, at most `window`. s is learned per layer and head, or fixed;
+    `bias` replaces s ln n by s ln n + b (Eq. 4), `pn` by s p_n + b with p_n shared by all layers and heads (Eq. 3). Scaling q
+    is exact, so any softmax kernel serves unchanged.
+    """
+
+    positions = ("rope", "nope")
+    positions_reason = "SSMax scales q, and would miss a bias that is added behind q·k"
+    begins_from = "softmax"
+    export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
+
+    variant: Variant = Variant.learned
+    scale: float = 1.0  # s at the start of training, or for ever under `fixed`
+    bias: float = 0.0  # b at the start of training
+
+    def check(self, model: ModelConfig) -> None:
+        if self.scale <= 0:
+            raise UserError(f"model.mixer.ssmax.scale must be greater than 0, not {self.scale}")
+        if self.variant in (Variant.learned, Variant.fixed) and self.bias:
+            raise UserError(
+                f"model.mixer.ssmax.bias={self.bias:g} has no effect under variant={self.variant.value}: "
+                "set model.mixer.ssmax.variant=bias"
+            )
+
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
+        found = {}
+        if self.variant is not Variant.fixed:
+            found["s"] = Weight((model.num_heads,), start=self.scale, split=0)
+        if self.variant in (Variant.bias, Variant.pn):
+            found["b"] = Weight((model.num_heads,), start=self.bias, split=0)
+        return found
+
+    def shared_weights(self, model: ModelConfig, length: int) -> dict[str, Weight]:
+        return {"pn": Weight((length,), start=1.0)} if self.variant is Variant.pn else {}
+
+    def kept_bytes(self, sizes: Sizes) -> float:
+        """As softmax with rotated copies; where ranks share a row, also its q in fp32 and the factor."""
+        kept = super().kept_bytes(replace(sizes, rotated=True))
+        shared = sizes.ulysses * sizes.ring > 1
+        return kept + (4 * sizes.q + 4 * sizes.heads if shared else 0.0)
+
+    def begun(self, model: ModelConfig, length: int) -> SSMax:
+        """s that changes the logits of a softmax model least on average, b = 0.
+
+        s = 1 / mean of ln n over n = 1 … length, which is length / Σ ln n (arXiv:2501.19399, Section 2.1 (e)); within a
+        window of W keys n is at most W. 1 under `pn`, whose p_n start at 1.
+        """
+        window = min(model.position.window or length, length)
+        total = math.lgamma(window + 1) + (length - window) * math.log(window)
+        scale = 1.0 if self.variant is Variant.pn or total == 0 else length / total
+        return replace(self, scale=scale, bias=0.0)
+
+    def prepare(self, layout: PackedLayout, window: int | None, shared: Weights | None) -> Tensor:
+        """ln n of each token (Eq. 2), or p_n (Eq. 3), of which the last stands for all larger n: [T] float32."""
+        n = layout.num_visible_keys(window)
+        if shared is None:
+            return n.float().log()  # float32: bf16 rounds ln 1000 and ln 1010 to one value
+        pn = shared.take("pn")
+        return pn.float()[(n.clamp(max=pn.numel()) - 1).long()]
+
+    def factor_parameters(self, layer: Attention, tables: Tables) -> Factor:
+        weights, base = layer.weights, tables.own
+        s = weights.take("s") if "s" in weights else base.new_full((layer.heads,), self.scale)
+        return base, s, weights.take("b") if "b" in weights else None
+
+    def query_factor(self, layer: Attention, tables: Tables) -> Tensor:
+        from kernels.ssmax import query_factor
+
+        return query_factor(*self.factor_parameters(layer, tables))
+
+    def observed_weights(self, layer: Attention) -> dict[str, Tensor]:
+        return {"ssmax_s": layer.weights.take("s")} if "s" in layer.weights else {}

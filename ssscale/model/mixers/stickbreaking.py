@@ -1,0 +1,152 @@
+"""Stick-breaking attention, arXiv:2410.17980."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
+
+from ssscale.config.registry import MIXERS
+from ssscale.errors import UserError
+from ssscale.model.mixers.base import Export, Mixer, Sizes
+
+if TYPE_CHECKING:
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    from ssscale.config.schema import ModelConfig
+    from ssscale.hf.modeling_ssscale import Attention as ExportedAttention
+    from ssscale.hf.modeling_ssscale import Batch, attend_in_tiles
+    from ssscale.layout import PackedLayout
+    from ssscale.model.decoder import Attention
+
+ROWS, KEYS = 128, 64  # the tile in which liveness is counted
+HEADS = 4  # that are looked at for it
+BLOCK = 1024  # queries at once: a document of 16,384 tokens takes 256 MiB a matrix, not 4 GiB
+
+
+def mix_stickbreaking(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAttention) -> Tensor:
+    """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = σ(scale · q·k), strictly earlier keys   (arXiv:2410.17980, Eq. 5)
+
+    With the remainder, what is left of the stick goes to the query's own value (Eq. 13).
+    """
+    return attend_in_tiles(break_stick, q, k, v, batch, layer, strict=True)
+
+
+def break_stick(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, batch: Batch, layer: ExportedAttention, first: int
+) -> Tensor:
+    """Of the queries from `first` on."""
+    z = q.float() @ k.float().transpose(-1, -2) * layer.scale
+    kept = F.logsigmoid(-z).masked_fill(~visible, 0.0)
+    # From the near end on, with a zero for it: subtracting a key's own share from an inclusive sum would cancel.
+    spent = F.pad(kept.flip(-1).cumsum(-1).flip(-1), (0, 1))
+    weights = (F.logsigmoid(z) + spent[..., 1:]).exp().masked_fill(~visible, 0.0)
+    o = weights @ v.float()
+    if layer.options["remainder"]:
+        own = first + batch.past
+        o = o + spent[..., :1].exp() * v[:, :, own : own + q.shape[2]].float()
+    return o.to(q.dtype)
+
+
+@MIXERS.register("stickbreaking")
+@dataclass(frozen=True)
+class StickBreaking(Mixer):
+    """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = sigmoid(q·k / sqrt(H)), over strictly earlier keys   (Eq. 5)
+
+    With the remainder, what is left of the stick goes to the query's own value: o_j += Π_{k<j} (1 − β_kj) v_j (Eq. 13).
+    """
+
+    positions_reason = "it takes the nearest keys first, which tells positions apart"
+    no_window = "spends its stick on the nearest keys anyway"
+    ulysses = ring = cached = True
+    kept_operators = ("stickbreaking",)
+    export = Export(mix_stickbreaking, helpers=(break_stick,))
+    exact: ClassVar[Mapping[str, object]] = {"skip_below": 0}
+    observes = ("stick_unspent", "stick_live_tiles")
+
+    remainder: bool = False  # the unspent stick goes to the query's own value (Eq. 13)
+    skip_below: float = 2.0**-12  # a query whose unspent stick is below this reads no further keys; 0 = exact
+
+    def check(self, model: ModelConfig) -> None:
+        if not 0 <= self.skip_below < 1:
+            bound = "0 or more" if self.skip_below < 0 else "less than 1"
+            raise UserError(f"model.mixer.stickbreaking.skip_below must be {bound}, not {self.skip_below}")
+
+    def flops(self, width: int, keys: float) -> float:
+        """As softmax: two products forward, four backward, of 2 FLOPs each."""
+        return 12.0 * width * keys
+
+    def kept_bytes(self, sizes: Sizes) -> float:
+        """The logarithm of the unspent stick; in a ring one more step's k and v."""
+        return 4 * sizes.heads + (2 * sizes.number * sizes.kv if sizes.ring > 1 else 0.0)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
+        past = layout.past
+        o, log_rest = self._break(q, k, v, layer, layout)
+        if self.remainder:
+            own = v if past is None else v[past.rows]
+            own = own.repeat_interleave(q.shape[1] // v.shape[1], 1)
+            o = o + (log_rest.exp()[..., None] * own).to(o.dtype)
+        return o
+
+    def _break(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        """o without the remainder, and the logarithm of the unspent stick [T, N]."""
+        from kernels.stickbreaking import stickbreaking_attention
+        from ssscale.parallel.stickbreaking_ring import ring_stickbreaking
+
+        past = layout.past
+        if layout.ring is not None:
+            return ring_stickbreaking(q, k, v, layout, layer.groups, layer.scale, self.skip_below)
+        return stickbreaking_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=layout.cu_seqlens,
+            cu_seqlens_k=layout.cu_seqlens if past is None else past.cu_seqlens,
+            max_seqlen_q=layout.max_seqlen,
+            max_seqlen_k=layout.max_seqlen if past is None else past.capacity,
+            q_offsets=None if past is None else past.offsets,
+            scale=layer.scale,
+            skip_below=self.skip_below,
+        )
+
+    def look(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
+        """Mean share of the stick that no key took; share of live tiles (`live_tiles`) in the batch's longest document."""
+        import torch
+
+        _, log_rest = self._break(q, k, v, layer, layout)
+        ends = layout.cu_seqlens.tolist()
+        first, last = max(pairwise(ends), key=lambda pair: pair[1] - pair[0])
+        live = live_tiles(q[first:last], k[first:last], layer.scale or q.shape[2] ** -0.5, self.skip_below)
+        return torch.stack([log_rest.exp().mean(), log_rest.new_tensor(live)])
+
+
+def live_tiles(q: Tensor, k: Tensor, scale: float, skip_below: float) -> float:
+    """The share of one document's causal tiles that some query enters with at least `skip_below` of its stick.
+
+    Tiles are of 128 queries × 64 keys. q: [T, N, H], k: [T, K, H]; the first HEADS heads are counted.
+    """
+    import torch
+    from torch.nn.functional import logsigmoid, pad
+
+    heads = min(HEADS, q.shape[1])
+    group = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(group, 1)[:, :heads].float()
+    length, least = len(q), math.log(max(skip_below, 1e-38))
+    live = total = 0
+    for first in range(0, length, BLOCK):
+        last = min(first + BLOCK, length)
+        queries, keys = torch.arange(first, last, device=q.device), torch.arange(last, device=q.device)
+        z = scale * torch.einsum("qnh,knh->nqk", q[first:last, :heads].float(), k[:last])
+        log_keep = torch.where(keys < queries[:, None], logsigmoid(-z), 0.0)
+        tiles = pad(log_keep, (0, -last % KEYS)).unflatten(2, (-1, KEYS)).sum(-1)  # [N, queries, key tiles]
+        entering = tiles.flip(-1).cumsum(-1).flip(-1) - tiles
+        # A query is no query of the tiles ahead of it.
+        own = keys[::KEYS] < queries[:, None]
+        counted = pad(own & (entering >= least), (0, 0, 0, -(last - first) % ROWS))
+        live += int(counted.unflatten(1, (-1, ROWS)).any(2).sum())
+        total += heads * int(pad(own, (0, 0, 0, -(last - first) % ROWS)).unflatten(0, (-1, ROWS)).any(1).sum())
+    return live / max(total, 1)

@@ -1,0 +1,114 @@
+"""FIRE: a learned bias of the distance, relative to where the query is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ssscale.config.registry import POSITIONS
+from ssscale.model.positions.bias import BiasPosition
+from ssscale.model.weight import Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ssscale.config.schema import ModelConfig
+    from ssscale.layout import PackedLayout
+    from ssscale.model.decoder import Attention
+
+HIDDEN = 32
+LENGTH = 512.0  # L0: the threshold where L_mult = 1
+EPS = 1e-6
+
+
+@POSITIONS.register("fire")
+@dataclass(frozen=True)
+class FIRE(BiasPosition):
+    """MLP(ψ(i − j) / ψ(max(i, |L_mult · L0|))), ψ(x) = ln(|c| · x + 1)   (arXiv:2310.04418, Eqs. 6 and 16)
+
+    The MLP has one input, 32 hidden units with ReLU and an output a head, drawn as torch draws a Linear layer (by
+    1 / sqrt(inputs)); each layer has its own. c starts at 0.1, L_mult at 1, L0 = 512; 1e-6 is added to the denominator.
+    Computes in float32 (float64 for float64 weights).
+    """
+
+    exported = True
+
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
+        heads, bound = model.num_heads, HIDDEN**-0.5
+        return {
+            "c": Weight((1,), start=0.1),
+            "length_multiplier": Weight((1,), start=1.0),
+            "w1": Weight((HIDDEN, 1), bound=1.0),
+            "b1": Weight((HIDDEN,), bound=1.0),
+            "w2": Weight((heads, HIDDEN), bound=bound, split=0),
+            "b2": Weight((heads,), bound=bound, split=0),
+        }
+
+    def bias(self, layer: Attention) -> FIREBias:
+        return FIREBias(layer.position_weights.all())
+
+    def kept_bytes(self, heads: float, length: int) -> float:
+        """Of one layer at a time, fp32 for each pair of positions: (2·N + 4·32)·L² numbers.
+
+        The table of the bias and its gradient; the MLP's hidden layer before and behind ReLU, and their gradients.
+        """
+        return 4 * (2 * heads + 4 * HIDDEN) * length**2
+
+
+class FIREBias:
+    """The bias from c, length_multiplier, w1 [32, 1], b1 [32], w2 [N, 32], b2 [N]."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        import torch
+
+        dtype = torch.promote_types(weights["c"].dtype, torch.float32)
+        self.weights = {name: weight.to(dtype) for name, weight in weights.items()}
+        self.weights["w1"] = self.weights["w1"][:, 0]
+
+    @staticmethod
+    def reach(weights: dict[str, Tensor], distance: Tensor) -> Tensor:
+        """ψ(distance)"""
+        return ((weights["c"] * distance).abs() + 1).log()
+
+    @classmethod
+    def norm(cls, weights: dict[str, Tensor], i: Tensor) -> Tensor:
+        """ψ(max(i, |L_mult · L0|)) + ε"""
+        import torch
+
+        threshold = (weights["length_multiplier"] * LENGTH).abs()
+        return cls.reach(weights, torch.maximum(i.to(threshold.dtype), threshold)) + EPS
+
+    @classmethod
+    def values(cls, w: dict[str, Tensor], i: Tensor, j: Tensor) -> Tensor:
+        """The bias from `weights`, [..., N, Q, S]."""
+        distance = i[..., :, None] - j[..., None, :]
+        x = cls.reach(w, distance) / cls.norm(w, i)[..., :, None]
+        hidden = (x[..., None] * w["w1"] + w["b1"]).relu()
+        return (hidden @ w["w2"].T + w["b2"]).movedim(-1, -3)
+
+    def __call__(self, i: Tensor, j: Tensor) -> Tensor:
+        return self.values(self.weights, i, j)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
+        """With gradients: a table of the bias by (i, j) for the longest document, made again in backward. Else in place.
+
+        FlexAttention could differentiate the MLP in place too, but would add every logit's gradient into the same hundred
+        numbers by atomics; into the table, each of a document's logits has an entry of its own.
+        """
+        import torch
+
+        from kernels.flex import biased_attention, mlp_bias, table_attention
+
+        w, mask = self.weights, layout.block_mask
+        if torch.is_grad_enabled():
+            names = list(w)
+
+            def table(i: Tensor, *tensors: Tensor) -> Tensor:
+                return FIREBias.values(dict(zip(names, tensors, strict=True)), i, i)
+
+            return table_attention(
+                table, tuple(w.values()), q, k, v, layout.positions, layout.max_seqlen, block_mask=mask, scale=scale
+            )
+        reach = self.reach(w, torch.arange(len(q), device=q.device))
+        score_mod = mlp_bias(reach, self.norm(w, layout.positions), w["w1"], w["b1"], w["w2"], w["b2"])
+        return biased_attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale)

@@ -1,0 +1,127 @@
+"""Rotary position embedding, and its forms beyond the training length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from ssscale.config.registry import POSITIONS
+from ssscale.errors import UserError
+from ssscale.model.positions.base import Position, Rotation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ssscale.config.schema import ModelConfig
+    from ssscale.layout import PackedLayout
+
+
+class RopeScaling(StrEnum):
+    """Beyond the training length. `linear` divides positions by `factor`, `ntk` stretches the base by it; `dynamic_ntk`
+    stretches the base only for documents longer than `train_length`, by as much as they need.
+    """
+
+    none = "none"
+    linear = "linear"
+    ntk = "ntk"
+    dynamic_ntk = "dynamic_ntk"
+
+
+def rope_tables(positions: Tensor, head_dim: int, base: float | Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of p · θ_k, θ_k = base^(−2k / H), k = 0 … H/2 − 1   (arXiv:2104.09864, Eq. 15)
+
+    positions: [T], within their documents. Returns two [T, H / 2] float32.
+    """
+    import torch
+
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angle = positions.float()[:, None] * base**-exponent
+    return angle.cos(), angle.sin()
+
+
+@POSITIONS.register("rope")
+@dataclass(frozen=True)
+class RoPE(Position):
+    """q and k turned by the angles p · θ_k   (arXiv:2104.09864). No option is a weight: all can change at evaluation."""
+
+    exported = True
+
+    base: float = 10_000.0
+    scaling: RopeScaling = RopeScaling.none
+    factor: float = 1.0  # linear: 1 / the scale of positions; ntk: α; dynamic_ntk: f
+    train_length: int | None = None  # tokens; L of dynamic_ntk
+
+    def check(self, model: ModelConfig, gpu: bool) -> None:
+        key, scaling = "model.position.rope", self.scaling
+        for name in ("base", "factor"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{key}.{name} must be greater than 0, not {getattr(self, name)}")
+        if self.train_length is not None and not 0 < self.train_length < 2**31:
+            bound = "at least 1" if self.train_length < 1 else "less than 2^31"
+            raise UserError(f"{key}.train_length must be {bound}, not {self.train_length}")
+        if model.head_size % 2:
+            raise UserError(
+                f"rope rotates pairs, but a head has {model.head_size} dimensions: "
+                "set an even model.head_dim, or model.position.method=nope"
+            )
+        if scaling in (RopeScaling.ntk, RopeScaling.dynamic_ntk) and model.head_size < 4:
+            raise UserError(
+                f"{key}.scaling={scaling.value} stretches all but the fastest pair of dimensions, and a head of "
+                f"{model.head_size} has no other: use linear"
+            )
+        if scaling is RopeScaling.none and self.factor != 1.0:
+            raise UserError(
+                f"{key}.factor={self.factor:g} has no effect under scaling=none: set {key}.scaling=linear, ntk or dynamic_ntk"
+            )
+        if scaling in (RopeScaling.linear, RopeScaling.ntk) and self.factor == 1.0:
+            raise UserError(f"{key}.scaling={scaling.value} with factor=1 changes nothing: set {key}.factor")
+        if scaling is RopeScaling.dynamic_ntk and self.train_length is None:
+            raise UserError(
+                f"{key}.scaling=dynamic_ntk stretches what is longer than the training length, which it does not have: "
+                f"set {key}.train_length to the row length of the training"
+            )
+
+    def refuses_context(self) -> str | None:
+        if self.scaling is not RopeScaling.dynamic_ntk:
+            return None
+        return (
+            "model.position.rope.scaling=dynamic_ntk depends on the whole document's length, of which a context rank has a "
+            "part: set parallel.ulysses=1 and parallel.ring=1, or scaling=ntk"
+        )
+
+    @property
+    def depends_on_length(self) -> bool:
+        return self.scaling is RopeScaling.dynamic_ntk
+
+    def rotation(self, head_size: int, layout: PackedLayout) -> Rotation:
+        linear = self.scaling is RopeScaling.linear
+        positions = layout.positions / self.factor if linear else layout.positions
+        return rope_tables(positions, head_size, self.scaled_base(head_size, layout))
+
+    def scaled_base(self, head_size: int, layout: PackedLayout) -> float | Tensor:
+        """linear: as it is (positions are divided instead, arXiv:2306.15595).
+
+        ntk: base' = base · α^(H / (H − 2)) with α = factor, so that the slowest pair turns α times slower.
+        dynamic_ntk: α = f · S / L − (f − 1) with f = factor, for documents of a length S beyond the training length L, else
+        1; [T, 1] float32, as S is each document's own. A document that grows in a cache has the length that it is to reach
+        from its first token on: what was computed for another base could not be told from what was not.
+        """
+        import torch
+
+        if self.scaling not in (RopeScaling.ntk, RopeScaling.dynamic_ntk):
+            return self.base
+        power = head_size / (head_size - 2)
+        if self.scaling is RopeScaling.ntk:
+            return self.base * self.factor**power
+        if self.train_length is None:
+            raise ValueError("scaling=dynamic_ntk needs the training length: set model.position.rope.train_length")
+        counts = layout.cu_seqlens.diff()
+        final = counts if layout.final_lengths is None else layout.final_lengths
+        lengths = torch.repeat_interleave(final, counts, output_size=len(layout.positions)).double()
+        excess = (lengths / self.train_length).clamp(min=1.0) - 1
+        # float64: a power in float32 depends on where in a vector it is computed.
+        return (self.base * (self.factor * excess[:, None] + 1) ** power).float()
+
+    def table_bytes(self, head_size: int, length: int) -> int:
+        return 8 * length * head_size
