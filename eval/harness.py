@@ -12,6 +12,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from ssscale_kernels.softmax import varied_documents
+from ssscale_kernels.upload import upload
 from torch import Tensor
 
 from eval.batches import alike, batch_bounds, pack
@@ -19,8 +21,6 @@ from eval.lockstep import lockstep
 from eval.progress import track
 from eval.questions import Question, pack_families, with_headers
 from eval.text import TextTokenizer
-from kernels.softmax import varied_documents
-from kernels.upload import upload
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache

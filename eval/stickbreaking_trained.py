@@ -18,12 +18,12 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+from ssscale_kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softplus
 
 from eval.command import sentences
-from kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 from ssscale.config.schema import Precision
 from ssscale.data.stream import PackedData
 from ssscale.layout import PackedLayout
@@ -162,7 +162,7 @@ def worst_error(function: Kernel, reference: Kernel, layer: list[Tensor], length
 def timed(function: Callable[..., Tensor], layer: list[Tensor]) -> Times:
     """ms forward and backward: medians on a GPU, one call on the CPU."""
     if layer[0].is_cuda:
-        from kernels.stickbreaking.benchmark import forward_and_backward
+        from ssscale_kernels.stickbreaking.benchmark import forward_and_backward
 
         return forward_and_backward(function, [layer], budget_ms=30)
     leaves = [x.detach().requires_grad_() for x in layer[:3]]

@@ -1,6 +1,6 @@
 """Times of position biases and sliding windows beside plain softmax attention, on one GPU:
 
-python -m kernels.flex_benchmark [batch heads length head_dim]
+python -m ssscale_kernels.flex_benchmark [batch heads length head_dim]
 
 Forward and forward + backward in ms of 4 × 24 × 4096 × 64 in bf16 (unless given), packed with one and with four documents
 a row. FIRE's inference computes its MLP inside FlexAttention; its training writes a table of the bias (computed here with
@@ -13,10 +13,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from ssscale_kernels.flex import ScoreMod, biased_attention, document_mask, linear_bias, mlp_bias, table_bias
+from ssscale_kernels.softmax import softmax_attention
 from torch import Tensor
-
-from kernels.flex import ScoreMod, biased_attention, document_mask, linear_bias, mlp_bias, table_bias
-from kernels.softmax import softmax_attention
 
 SHAPE = (4, 24, 4096, 64)
 WINDOWS = (512, 1024, 2048)

@@ -57,7 +57,7 @@ def log(level: int = logging.INFO, force: bool = True) -> None:
     """
     main = rank() == 0
     logging.basicConfig(level=logging.WARNING if main else logging.ERROR, format="%(message)s", force=force)
-    for name in ("ssscale", "kernels"):
+    for name in ("ssscale", "ssscale_kernels"):
         logging.getLogger(name).setLevel(level if main else logging.ERROR)
 
 

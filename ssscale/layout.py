@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import torch
+from ssscale_kernels.cached import DecodePlan
 from torch import Tensor
-
-from kernels.cached import DecodePlan
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = "kernels"  # the name by which kernels/ is imported
+KERNELS = "ssscale_kernels"  # the name by which kernels/ is imported
 # From the top down: each may import what stands below it.
 LAYERS = ("slurm", "launch", "eval", "ssscale", KERNELS)
 STAND_IN = "ssscale.data.torchvision_stand_in"

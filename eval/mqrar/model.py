@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from ssscale_kernels.stickbreaking.interface import MAX_HEAD_DIM
 from torch import Tensor, nn
 
-from kernels.stickbreaking.interface import MAX_HEAD_DIM
 from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
 from ssscale.model.mixers.base import Tables, rotated

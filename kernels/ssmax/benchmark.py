@@ -1,5 +1,5 @@
 # ruff: noqa: B023 (every closure is called within its own turn of the loop)
-"""python -m kernels.ssmax.benchmark: checks, then times attention with rotary positions and SSMax. Needs a CUDA GPU."""
+"""python -m ssscale_kernels.ssmax.benchmark: checks, then times attention with rotary positions and SSMax. Needs a CUDA GPU."""
 
 import argparse
 import itertools
@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 import triton
+from ssscale_kernels.buckets import bucket
+from ssscale_kernels.softmax import backends, choose_backend, softmax_attention
+from ssscale_kernels.softmax.documents import Documents
+from ssscale_kernels.ssmax import query_factor, rotary, rotary_attention, rotary_attention_reference, rotate
+from ssscale_kernels.stickbreaking.benchmark import forward_and_backward, graph_ms
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-
-from kernels.buckets import bucket
-from kernels.softmax import backends, choose_backend, softmax_attention
-from kernels.softmax.documents import Documents
-from kernels.ssmax import query_factor, rotary, rotary_attention, rotary_attention_reference, rotate
-from kernels.stickbreaking.benchmark import forward_and_backward, graph_ms
 
 ROWS, LENGTH, HEADS, HEAD_DIM = 4, 4096, 24, 64  # the 1b shape
 SETS = 3
@@ -243,7 +242,7 @@ def measure(flex: bool) -> None:
 
 def measure_flex(name: str, lengths: list[int], parts: list[list[Tensor]]) -> None:
     """FlexAttention with ALiBi, and without a bias, on the same documents."""
-    from kernels.flex import biased_attention, document_mask, linear_bias
+    from ssscale_kernels.flex import biased_attention, document_mask, linear_bias
 
     positions = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE)
     slopes = torch.exp2(-8 / HEADS * torch.arange(1, HEADS + 1, device=DEVICE))

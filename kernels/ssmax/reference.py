@@ -3,9 +3,8 @@
 from itertools import pairwise
 
 import torch
+from ssscale_kernels.rotation import rotate
 from torch import Tensor
-
-from kernels.rotation import rotate
 
 
 def query_factor(base: Tensor | None, s: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -1,5 +1,5 @@
 # ruff: noqa: B023 (every closure is called within its own turn of the loop)
-"""python -m kernels.stickbreaking.benchmark: checks, then times forward and backward beside PyTorch's.
+"""python -m ssscale_kernels.stickbreaking.benchmark: checks, then times forward and backward beside PyTorch's.
 
 Needs a CUDA GPU.
 """
@@ -14,11 +14,10 @@ from functools import partial
 
 import torch
 import triton
+from ssscale_kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-
-from kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 
 # (batch, query heads, length, head dim): the 1b, 3b and 350m shapes, a long one and a wide one.
 SHAPES = [(4, 24, 4096, 64), (4, 36, 4096, 64), (8, 32, 2048, 32), (1, 24, 16384, 64), (4, 16, 4096, 128)]

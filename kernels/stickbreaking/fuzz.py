@@ -1,4 +1,4 @@
-"""python -m kernels.stickbreaking.fuzz [--cases 10000] [--jobs 8]: random small sequences against float64.
+"""python -m ssscale_kernels.stickbreaking.fuzz [--cases 10000] [--jobs 8]: random small sequences against float64.
 
 Needs a CUDA GPU. A case is one sequence: its query and key lengths, its offset, logits of some size. Packed with up to seven
 others it runs forward and backward, all memory that the kernels allocate filled with NaN before. Settings (dtype, head dim,
@@ -16,9 +16,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from ssscale_kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 from torch import Tensor
-
-from kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 
 LONGEST = 200
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -144,7 +143,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.job is None:
         jobs = [
-            subprocess.Popen([sys.executable, "-m", "kernels.stickbreaking.fuzz", *sys.argv[1:], f"--job={job}"])
+            subprocess.Popen(
+                [sys.executable, "-m", "ssscale_kernels.stickbreaking.fuzz", *sys.argv[1:], f"--job={job}"]
+            )
             for job in range(arguments.jobs)
         ]
         sys.exit(max(abs(job.wait()) for job in jobs))

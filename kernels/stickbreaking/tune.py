@@ -1,4 +1,4 @@
-"""python -m kernels.stickbreaking.tune [--warm N]: ranks tile sizes, chunks, the order of heads, splits.
+"""python -m ssscale_kernels.stickbreaking.tune [--warm N]: ranks tile sizes, chunks, the order of heads, splits.
 
 Needs a CUDA GPU.
 """
@@ -9,13 +9,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from ssscale_kernels.stickbreaking import backward as B
+from ssscale_kernels.stickbreaking import decode as D
+from ssscale_kernels.stickbreaking import forward as F
+from ssscale_kernels.stickbreaking.benchmark import graph_ms, make, starts
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-
-from kernels.stickbreaking import backward as B
-from kernels.stickbreaking import decode as D
-from kernels.stickbreaking import forward as F
-from kernels.stickbreaking.benchmark import graph_ms, make, starts
 
 C = F.Config
 # By shape (batch, heads, length, head dim): forward, dq, dkv. The chosen ones stand first.

@@ -110,7 +110,7 @@ def import_plugins() -> None:
 
 
 class Sectioned:
-    """A section of the configuration with a section for each name of `registry`; pickled by its values, as its class is made."""
+    """A section of the configuration with one for each name of `registry`; pickled by its values, as its class is made."""
 
     registry: ClassVar[Registry[Any]]
 

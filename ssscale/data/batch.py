@@ -6,9 +6,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from ssscale_kernels.buckets import bucket
 from torch import Tensor
 
-from kernels.buckets import bucket
 from ssscale.layout import PackedLayout
 from ssscale.parallel.context import share_of
 from ssscale.parallel.groups import Groups

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 import zstandard
+from ssscale_kernels.buckets import bucket
 
-from kernels.buckets import bucket
 from ssscale.data.batch import IGNORE, Batch
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from ssscale_kernels.upload import upload
 from torch import Tensor
 
-from kernels.upload import upload
 from ssscale.layout import CachedKeys, PackedLayout
 from ssscale.model.decoder import Decoder
 

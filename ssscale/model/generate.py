@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from ssscale_kernels.upload import upload
 from torch import Tensor
 
-from kernels.upload import upload
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 

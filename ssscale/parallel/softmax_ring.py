@@ -4,10 +4,10 @@ import functools
 from typing import Any
 
 import torch
+from ssscale_kernels.softmax import backends, merge, rectangle
+from ssscale_kernels.softmax.documents import Documents, Rectangles
 from torch import Tensor
 
-from kernels.softmax import backends, merge, rectangle
-from kernels.softmax.documents import Documents, Rectangles
 from ssscale.layout import PackedLayout, RingChunks
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import RingShift

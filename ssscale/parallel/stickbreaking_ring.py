@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from ssscale_kernels.stickbreaking import ops
+from ssscale_kernels.upload import upload
 from torch import Tensor
 
-from kernels.stickbreaking import ops
-from kernels.upload import upload
 from ssscale.layout import PackedLayout, RingChunks
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import LineShift

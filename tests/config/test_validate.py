@@ -22,7 +22,7 @@ def refusal(name, *overrides, world_size=None, gpu=False):
     [
         (["model.num_heads=7"], "num_heads=7 does not divide model.hidden_size=128: use 1, 2, 4, 8, 16 or 32 heads"),
         (["model.num_kv_heads=3"], "num_kv_heads=3 does not divide model.num_heads=4: use 1, 2 or 4 key/value"),
-        (["model.mixers=[softmax]", "model.head_dim=33", "model.position.method=rope"], "a head has 33 dimensions: set an even model.head_dim"),
+        (["model.mixers=[softmax]", "model.position.method=rope", "model.head_dim=33"], "set an even model.head_dim"),
         (["model.position.method=rope"], "method=rope does not go with model.mixers=[stickbreaking]: use nope"),
         (["model.position.method=fire"], "model.mixers=[stickbreaking]: use nope; it takes the nearest keys first"),
         (["model.position.window=64"], "model.position.window=64 does not go with model.mixers=[stickbreaking]"),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from ssscale_kernels.stickbreaking import stickbreaking_reference
 
-from kernels.stickbreaking import stickbreaking_reference
 from ssscale.layout import PackedLayout
 from ssscale.parallel import softmax_ring, stickbreaking_ring
 from ssscale.parallel.context import share_of

@@ -8,13 +8,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from ssscale_kernels.stickbreaking import stickbreaking_reference
 
 from eval.attention_weights import recorded, weights
 from eval.mqrar.__main__ import main
 from eval.mqrar.model import Bank, DenseCore
 from eval.mqrar.task import Task
 from eval.mqrar.train import Experiment, Recipe, model_config
-from kernels.stickbreaking import stickbreaking_reference
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
@@ -107,7 +107,7 @@ def test_wide_heads(core, std):
 def test_recorded_weights(core, groups):
     """The weights that a core gives away through values of 0 and 1 are those of the definition."""
     bank = Bank(model_config(core, Task(3, 14, 4, 4), 32, 8), 1, groups)
-    with recorded([bank.core]) as calls:
+    with recorded([bank.layer]) as calls:
         bank(Task(3, 14, 4, 4).examples(1, 0, CPU).tokens, torch.tensor([13]))
     assert len(calls) == 2
     q, k = calls[1].q.double(), calls[1].k.double()

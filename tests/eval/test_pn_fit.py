@@ -51,7 +51,7 @@ def test_a_run_gives_its_fit_and_figure(run, config, groups, monkeypatch, capsys
     model = replace(config.model, mixers=["ssmax"], mixer=mixer_config("ssmax", variant=Variant.pn))
     decoder = Decoder(model, groups, LENGTH)
     with torch.no_grad():
-        decoder.pn.copy_(0.5 * torch.arange(1, LENGTH + 1).log() + 0.25)
+        decoder.shared["ssmax"].pn.copy_(0.5 * torch.arange(1, LENGTH + 1).log() + 0.25)
     text = to_yaml(replace(config, model=model))
     save_checkpoint(run / "checkpoints", WeightsOnly(decoder), groups, TrainState(step=20), {"config.yaml": text})
     (run / "config.yaml").write_text(text)

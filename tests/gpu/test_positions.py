@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ssscale_kernels.cached import cached_attention
+from ssscale_kernels.exact import exact_attention
 
-from kernels.cached import cached_attention
-from kernels.exact import exact_attention
 from ssscale.layout import PackedLayout
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder

@@ -7,10 +7,9 @@ Prints one JSON object a case: errors against float64, and those of float32 torc
 import json
 
 import torch
-
-from kernels.softmax import merge
-from kernels.ssmax import rotary, rotate
-from kernels.ssmax.reference import query_factor
+from ssscale_kernels.softmax import merge
+from ssscale_kernels.ssmax import rotary, rotate
+from ssscale_kernels.ssmax.reference import query_factor
 
 # name: (tokens, heads, key heads, head dim, rotate, factor, bias, tokens padded behind each row of heads)
 CASES = {

@@ -10,12 +10,11 @@ import sys
 import torch
 import triton
 import triton.language as tl
-
-from kernels.stickbreaking import stickbreaking_reference
-from kernels.stickbreaking.backward import backward
-from kernels.stickbreaking.decode import decode
-from kernels.stickbreaking.forward import forward
-from kernels.stickbreaking.tile import list_runs
+from ssscale_kernels.stickbreaking import stickbreaking_reference
+from ssscale_kernels.stickbreaking.backward import backward
+from ssscale_kernels.stickbreaking.decode import decode
+from ssscale_kernels.stickbreaking.forward import forward
+from ssscale_kernels.stickbreaking.tile import list_runs
 
 # name: (query lengths, key lengths, offsets, heads, key heads, head dim, standard deviation of q, bytes of scratch a row)
 CASES = {

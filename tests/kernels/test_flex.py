@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
+from ssscale_kernels.flex import BLOCK, document_mask
 from torch.nn.attention.flex_attention import create_block_mask
 
-from kernels.flex import BLOCK, document_mask
 from ssscale.config.schema import ModelConfig, position_config
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Attention

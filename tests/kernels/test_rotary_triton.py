@@ -1,10 +1,10 @@
 """The kernels around softmax attention (rotation, merge) without a GPU: under the interpreter, and compiled for Hopper."""
 
 import pytest
+from ssscale_kernels.softmax import merge
+from ssscale_kernels.ssmax import rotary
+from ssscale_kernels.testing import compile_for_hopper, resources
 
-from kernels.softmax import merge
-from kernels.ssmax import rotary
-from kernels.testing import compile_for_hopper, resources
 from tests.kernels.interpreted import run_interpreted
 from tests.kernels.rotary_interpreted import CASES
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+from ssscale_kernels.buckets import bucket
+from ssscale_kernels.softmax import ops, softmax_attention
+from ssscale_kernels.softmax.backends import choose_backend
+from ssscale_kernels.softmax.cudnn_graphs import _shape
+from ssscale_kernels.softmax.documents import Documents
 from torch.nn.functional import scaled_dot_product_attention
-
-from kernels.buckets import bucket
-from kernels.softmax import ops, softmax_attention
-from kernels.softmax.backends import choose_backend
-from kernels.softmax.cudnn_graphs import _shape
-from kernels.softmax.documents import Documents
 
 
 def starts(*values):

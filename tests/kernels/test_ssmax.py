@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-
-from kernels.softmax import softmax_attention
-from kernels.ssmax import ops, query_factor, rotary_attention, rotary_attention_reference, rotate
+from ssscale_kernels.softmax import softmax_attention
+from ssscale_kernels.ssmax import ops, query_factor, rotary_attention, rotary_attention_reference, rotate
 
 
 def make(lengths, num_heads, num_kv_heads, head_dim, dtype=torch.float64, rotates=True, factor="bias"):

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-
-from kernels.softmax import merge, rectangle
-from kernels.softmax.documents import Rectangles
-from kernels.ssmax import rotary_attention
+from ssscale_kernels.softmax import merge, rectangle
+from ssscale_kernels.softmax.documents import Rectangles
+from ssscale_kernels.ssmax import rotary_attention
 
 pytestmark = pytest.mark.gpu
 
 
 def test_every_backend_against_float64():
-    from kernels.ssmax.benchmark import check
+    from ssscale_kernels.ssmax.benchmark import check
 
     assert check()
 
@@ -20,7 +19,7 @@ def test_every_backend_against_float64():
 @pytest.mark.parametrize("window", [None, 200])
 def test_a_document_does_not_see_its_neighbours(deterministic, window):
     """Forward bit for bit on every backend, gradients where they are the same from run to run."""
-    from kernels.ssmax.benchmark import boundaries, inputs
+    from ssscale_kernels.ssmax.benchmark import boundaries, inputs
 
     torch.manual_seed(0)
     lengths = [300, 777, 500]

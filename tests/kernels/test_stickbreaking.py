@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from kernels.stickbreaking import merge, ops, stickbreaking_attention, stickbreaking_reference, torch_path
+from ssscale_kernels.stickbreaking import merge, ops, stickbreaking_attention, stickbreaking_reference, torch_path
 
 
 def starts(*values):

@@ -4,12 +4,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from ssscale_kernels.stickbreaking import backward as B
+from ssscale_kernels.stickbreaking import decode as D
+from ssscale_kernels.stickbreaking import forward as F
+from ssscale_kernels.stickbreaking import half
+from ssscale_kernels.testing import Resources, compile_for_hopper, resources
 
-from kernels.stickbreaking import backward as B
-from kernels.stickbreaking import decode as D
-from kernels.stickbreaking import forward as F
-from kernels.stickbreaking import half
-from kernels.testing import Resources, compile_for_hopper, resources
 from tests.kernels.interpreted import run_interpreted
 
 CASES = [

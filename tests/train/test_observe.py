@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from ssscale_kernels.stickbreaking import stickbreaking_reference
 
-from kernels.stickbreaking import stickbreaking_reference
 from ssscale.errors import UserError
 from ssscale.model.mixers.stickbreaking import KEYS, ROWS, live_tiles
 from ssscale.train.metrics import Metrics

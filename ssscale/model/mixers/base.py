@@ -178,7 +178,7 @@ class Mixer:
 
 def rotated(q: Tensor, k: Tensor, rotation: Rotation | None, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """q and k with their positions in them, q times `factor` [T, N] as well (in float32, rounded once)."""
-    from kernels.rotation import rotate
+    from ssscale_kernels.rotation import rotate
 
     cos, sin = rotation or (None, None)
     return rotate(q, cos, sin, factor), rotate(k, cos, sin)

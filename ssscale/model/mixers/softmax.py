@@ -82,7 +82,7 @@ class Softmax(Mixer):
         self, qkv: Tensor, layer: Attention, layout: PackedLayout, tables: Tables, extend: Extend | None = None
     ) -> Tensor:
         """In one kernel where q and k are changed, nothing is cached and no other rank has a part."""
-        from kernels.ssmax import rotary_attention
+        from ssscale_kernels.ssmax import rotary_attention
 
         base, s, b = self.factor_parameters(layer, tables)
         unchanged = tables.rotation is None and base is None
@@ -107,8 +107,9 @@ class Softmax(Mixer):
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
-        from kernels.exact import exact_attention
-        from kernels.softmax import softmax_attention
+        from ssscale_kernels.exact import exact_attention
+        from ssscale_kernels.softmax import softmax_attention
+
         from ssscale.parallel.softmax_ring import ring_softmax
 
         window, scale, bias = layer.window, layer.scale, layer.position.bias(layer)
@@ -136,14 +137,13 @@ class Softmax(Mixer):
     def plan_decode(
         self, starts: list[int], lengths: list[int], rows: Tensor, capacity: int, window: int | None
     ) -> Any:
-        from kernels.cached import plan_decode
+        from ssscale_kernels.cached import plan_decode
 
         return plan_decode(starts, lengths, rows, capacity, window)
 
     def chosen(self, model: ModelConfig, device: torch.device, dtype: torch.dtype, length: int) -> str:
         import torch
-
-        from kernels.softmax import choose_backend
+        from ssscale_kernels.softmax import choose_backend
 
         if model.place.adds_bias:
             return f"with {model.place.name} in " + ("FlexAttention" if device.type == "cuda" else "plain torch")
@@ -155,7 +155,7 @@ class Softmax(Mixer):
 def _attend_cached(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, scale: float | None, bias: Any
 ) -> Tensor:
-    from kernels.cached import cached_attention
+    from ssscale_kernels.cached import cached_attention
 
     past = layout.past
     assert past is not None

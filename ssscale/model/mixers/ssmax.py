@@ -118,7 +118,7 @@ class SSMax(Softmax):
         return base, s, weights.take("b") if "b" in weights else None
 
     def query_factor(self, layer: Attention, tables: Tables) -> Tensor:
-        from kernels.ssmax import query_factor
+        from ssscale_kernels.ssmax import query_factor
 
         return query_factor(*self.factor_parameters(layer, tables))
 

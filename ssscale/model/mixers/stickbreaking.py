@@ -94,7 +94,8 @@ class StickBreaking(Mixer):
 
     def _break(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """o without the remainder, and the logarithm of the unspent stick [T, N]."""
-        from kernels.stickbreaking import stickbreaking_attention
+        from ssscale_kernels.stickbreaking import stickbreaking_attention
+
         from ssscale.parallel.stickbreaking_ring import ring_stickbreaking
 
         past = layout.past

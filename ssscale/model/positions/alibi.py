@@ -56,7 +56,7 @@ class ALiBiBias:
         return -self.slopes(i.device)[:, None, None] * distance.unsqueeze(-3)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
-        from kernels.flex import biased_attention, linear_bias
+        from ssscale_kernels.flex import biased_attention, linear_bias
 
         score_mod = linear_bias(self.slopes(q.device))
         return biased_attention(q, k, v, score_mod=score_mod, block_mask=layout.block_mask, scale=scale)

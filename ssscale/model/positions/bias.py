@@ -34,7 +34,7 @@ class BiasPosition(Position):
         )
 
     def lay_out(self, layout: PackedLayout, window: int | None) -> PackedLayout:
-        from kernels.flex import document_mask
+        from ssscale_kernels.flex import document_mask
 
         return (
             replace(layout, block_mask=document_mask(layout.positions, window)) if layout.positions.is_cuda else layout

@@ -96,8 +96,7 @@ class FIREBias:
         numbers by atomics; into the table, each of a document's logits has an entry of its own.
         """
         import torch
-
-        from kernels.flex import biased_attention, mlp_bias, table_attention
+        from ssscale_kernels.flex import biased_attention, mlp_bias, table_attention
 
         w, mask = self.weights, layout.block_mask
         if torch.is_grad_enabled():
