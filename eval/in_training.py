@@ -18,15 +18,16 @@ from eval.text import TextTokenizer, held_out
 from ssscale.config.schema import Config
 from ssscale.train.build import open_data
 from ssscale.train.checkpoint_folder import checkpoint_path
-from ssscale.train.trainer import Trainer
+from ssscale.train.pretrain import PackedRows
+from ssscale.train.run import Run
 
 logger = logging.getLogger("ssscale")
 
 
 class TaskEvaluation:
-    """`train.tasks` on a trainer's model, as launch/evaluate.py would find them for a checkpoint of the step.
+    """`train.tasks` on a run's model, as launch/evaluate.py would find them for a checkpoint of the step.
 
-    All ranks call it together. The trainer's model, data and random numbers are left as they were. A batch has as many
+    All ranks call it together. The run's model, data and random numbers are left as they were. A batch has as many
     tokens as a microbatch of training at most, since the optimizer keeps its memory. Raises UserError, when it is made, for
     unknown tasks and missing data.
     """
@@ -39,15 +40,17 @@ class TaskEvaluation:
         self.manager = find_tasks(self.names, metadata, train.task_include, "train.tasks")
         self._items_of: tuple[str, int] | None = None  # the data and the length that the items were made for
 
-    def __call__(self, trainer: Trainer) -> dict[str, float]:
+    def __call__(self, run: Run) -> dict[str, float]:
         """`task/metric` → its value; on the main rank also RUN/eval/step-XXXXXXXX.json."""
-        config, data, model = trainer.config, trainer.data, trainer.engine.module
+        config, model, source = run.config, run.engine.module, run.source
+        assert isinstance(source, PackedRows)
+        data = source.data
         entry = data.manifest["tokenizer"]
         tokenizer = TextTokenizer(data.tokenizer_file, entry["bos_id"], entry["eos_id"])
         if "cloze" in self.names:
-            self._write_items(trainer, tokenizer)
+            self._write_items(run, tokenizer)
         length = config.data.length
-        with undisturbed(model, trainer.groups.device):
+        with undisturbed(model, run.groups.device):
             lm = PackedLM(
                 model,
                 tokenizer,
@@ -55,17 +58,17 @@ class TaskEvaluation:
                 batch_tokens=config.train.microbatch_rows * length,
                 name=config.name,
                 in_step=config.parallel.zero_stage == 3,
-                alive=lambda: trainer.watchdog.mark("evaluation"),
+                alive=lambda: run.watchdog.mark("evaluation"),
             )
             outcome = run_tasks(lm, self.names, self.manager, self.limit)
-        if not trainer.groups.is_main:
+        if not run.groups.is_main:
             return {}
         for task, reason in outcome.failures.items():
             logger.warning("train.tasks: %s failed: %s", task, reason)
         tasks = {result.task: result.to_json() for result in outcome.results}
         content = {"prefix": "BOS before every document", "tasks": tasks}
         changes = [] if self.limit is None else [f"limit={self.limit}"]
-        checkpoint = checkpoint_path(Path(config.folder) / "checkpoints", trainer.state.step)
+        checkpoint = checkpoint_path(Path(config.folder) / "checkpoints", run.state.step)
         file = results_file(checkpoint, changes)
         try:
             add_results(file, content)
@@ -77,12 +80,12 @@ class TaskEvaluation:
             for name, value in means(result.metrics)
         }
 
-    def _write_items(self, trainer: Trainer, tokenizer: TextTokenizer) -> None:
+    def _write_items(self, run: Run, tokenizer: TextTokenizer) -> None:
         """The items of the cloze task, once for each data folder."""
-        valid = open_data(trainer.config, "valid", fingerprint=trainer.data.fingerprint)
+        valid = open_data(run.config, "valid", fingerprint=run.source.fingerprint)
         if self._items_of == (valid.fingerprint, valid.length):
             return
-        if trainer.groups.is_main:
+        if run.groups.is_main:
             write_items(build_items(held_out(valid, tokenizer), tokenizer, valid.length), self.items)
         dist.barrier()
         self._items_of = (valid.fingerprint, valid.length)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from launch import boot, workers
 from launch.boot import Command, Option
 from launch.process import follow_launcher
-from ssscale.errors import SAVED, Stop, UserError
+from launch.training import train_on_ranks
+from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
 from ssscale.train.signals import StopSignals
 
@@ -61,7 +62,7 @@ def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]
     from ssscale.config import change
     from ssscale.validate import validate
 
-    checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # FineTuning says what is broken
+    checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # the run says what is broken
     config = change(saved_config(checkpoint), changes)
     validate(config)
     for file in options["questions"].split(","):
@@ -76,8 +77,7 @@ def finetune(options: dict[str, Any], checkpoint: Path, before: "Config", signal
 
     from eval.text import TextTokenizer
     from ssscale.data.questions import make_example, read_squad
-    from ssscale.parallel.groups import initialize, shutdown
-    from ssscale.train.finetune import FineTuning, finetuning_config
+    from ssscale.train.finetune import finetuning, finetuning_config
     from ssscale.validate import validate
 
     workers.check_device(torch.cuda.is_available())
@@ -98,17 +98,10 @@ def finetune(options: dict[str, Any], checkpoint: Path, before: "Config", signal
         microbatch=options.get("microbatch", min(32, options["batch"])),
     )
     validate(config, boot.world_size(), gpu=torch.cuda.is_available())
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    groups = initialize(config.parallel.tensor, local_rank, distributed="RANK" in os.environ)
     kept = [checkpoint / name for name in ("tokenizer.json", "boundaries.json")]
     files = {file.name: file.read_text() for file in kept if file.is_file()}
-    try:
-        FineTuning(config, groups, examples, files, signals).run()
-    except Stop as stop:
-        if stop.code == SAVED:
-            shutdown()
-        raise
-    shutdown()
+    job = os.environ.get("SLURM_JOB_ID")
+    train_on_ranks(config, lambda groups: finetuning(config, groups, examples, files, signals, job))
 
 
 if __name__ == "__main__":

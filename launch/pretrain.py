@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from launch import boot, workers
 from launch.boot import EVERY_KEY, Command, Option
 from launch.process import follow_launcher
+from launch.training import train_on_ranks
 from ssscale.train.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
     warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # about parts that we do not use
     import torch
 
-    from ssscale.errors import TOGETHER, Stop
     from ssscale.train.advice import learning_rate_advice
     from ssscale.validate import validate
 
@@ -81,10 +81,7 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
     if advice is not None:
         logger.warning("warning: %s", advice)
 
-    from ssscale.parallel.groups import initialize, shutdown, shutdown_together
-    from ssscale.train.build import memory_of
-    from ssscale.train.estimate import check_memory
-    from ssscale.train.trainer import Trainer
+    from ssscale.train.pretrain import pretraining
 
     tasks = None
     if config.train.tasks:
@@ -95,24 +92,8 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
 
         tasks = TaskEvaluation(config)  # raises for unknown tasks and missing data before a step is trained
 
-    parallel, local_rank = config.parallel, int(os.environ.get("LOCAL_RANK", "0"))
-    groups = initialize(
-        parallel.tensor,
-        local_rank,
-        # Longer than the watchdog waits: it names the rank, NCCL's own timeout only aborts the process.
-        timeout_minutes=max(10.0, config.train.watchdog / 60 + 5),
-        distributed="RANK" in os.environ,
-        ulysses=parallel.ulysses,
-        ring=parallel.ring,
-    )
-    check_memory(config, groups.world_size, memory_of(groups.device))
-    try:
-        Trainer(config, groups, signals, slurm_job=os.environ.get("SLURM_JOB_ID"), tasks=tasks).run()
-    except Stop as stop:
-        if stop.code in TOGETHER:
-            shutdown_together()
-        raise
-    shutdown()  # not after an error: the other ranks may be inside a collective, and the launcher ends them
+    job = os.environ.get("SLURM_JOB_ID")
+    train_on_ranks(config, lambda groups: pretraining(config, groups, signals, job, tasks))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
-from ssscale.config.registry import MIXERS, POSITIONS, SCHEDULES
+from ssscale.config.registry import MIXERS, OPTIMIZERS, POSITIONS, SCHEDULES
 from ssscale.config.schema import (
     Auto,
     Config,
@@ -33,6 +33,7 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     _check_model(config.model)
     check_mixers(config.model)
     _check_position(config.model, gpu)
+    _check_optimizer(config)
     if bool(config.train.tasks) != bool(config.train.task_every):
         raise UserError(
             f"train.tasks={config.train.tasks} and train.task_every={config.train.task_every} go together: name tasks and "
@@ -90,8 +91,6 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "data.prefetch": (AT_LEAST_1, AT_MOST_1024),
     "data.timeout": (ABOVE_0, A_YEAR),
     "data.cache_gb": (ABOVE_0, ("less than 10^9", operator.lt, 1e9)),
-    "optimizer.betas": (AT_LEAST_0, BELOW_1),
-    "optimizer.eps": (ABOVE_0,),
     "optimizer.weight_decay": (AT_LEAST_0,),
     "optimizer.vector_lr_multiplier": (AT_LEAST_0,),
     "optimizer.clip": (AT_LEAST_0,),
@@ -99,6 +98,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.microbatch": (AT_LEAST_1, SIZE),
     "train.max_steps": (AT_LEAST_0,),
     "train.seed": (AT_LEAST_0,),
+    "train.z_loss": (AT_LEAST_0,),
     "train.log_every": (AT_LEAST_1,),
     "train.eval_every": (AT_LEAST_0,),
     "train.eval_rows": (AT_LEAST_1,),
@@ -269,6 +269,18 @@ def _check_position(model: ModelConfig, gpu: bool = False) -> None:
             raise UserError(
                 f"model.position.{entry.name}.{changed} needs model.position.method={entry.name}, not {method.name}"
             )
+
+
+def _check_optimizer(config: Config) -> None:
+    given = config.optimizer
+    if given.name not in OPTIMIZERS:
+        raise UserError(f"optimizer.name must be one of {', '.join(OPTIMIZERS)}, not {given.name!r}")
+    given.chosen.check(config)
+    for name in OPTIMIZERS:
+        options = getattr(given, name)
+        if name != given.name and options != type(options)():
+            changed = next(f.name for f in fields(options) if getattr(options, f.name) != f.default)
+            raise UserError(f"optimizer.{name}.{changed} needs optimizer.name={name}, not {given.name}")
 
 
 def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int) -> None:

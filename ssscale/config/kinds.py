@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from ssscale.config.schema import MixerConfig, ModelChanges, ModelConfig, PositionConfig
+from ssscale.config.schema import MixerConfig, ModelChanges, ModelConfig, OptimizerConfig, PositionConfig
 
 
 def hints(kind: Any) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def hints(kind: Any) -> dict[str, Any]:
 
 
 def _registered(hint: Any) -> Any:
-    return hint.registry.section(hint) if hint in (MixerConfig, PositionConfig) else hint
+    return hint.registry.section(hint) if hint in (MixerConfig, PositionConfig, OptimizerConfig) else hint
 
 
 def keys(kind: Any, key: str) -> list[str]:

@@ -64,16 +64,21 @@ def _change(tree: Tree, arguments: list[str], options: Iterable[str]) -> Tree:
 def to_yaml(config: Config) -> str:
     """Every key of the run, so that `from_yaml` gives the same `Config` whatever the defaults become.
 
-    Options of mixers and positions that the run does not have, and that nobody set, are left out: whoever reads the file may
-    not have them.
+    Options of mixers, positions and optimizers that the run does not have, and that nobody set, are left out: whoever reads
+    the file may not have them.
     """
     tree = _plain(config)
-    for section, names in (("mixer", config.model.mixers), ("position", [config.model.position.method])):
-        given = getattr(config.model, section)
+    model, optimizer = config.model, config.optimizer
+    sections = (
+        (model.mixer, tree["model"]["mixer"], model.mixers),
+        (model.position, tree["model"]["position"], [model.position.method]),
+        (optimizer, tree["optimizer"], [optimizer.name]),
+    )
+    for given, plain, names in sections:
         for name in type(given).registry:
             options = getattr(given, name)
             if name not in names and options == type(options)():
-                del tree["model"][section][name]
+                del plain[name]
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from ssscale.config.registry import MIXERS, POSITIONS, Sectioned
+from ssscale.config.registry import MIXERS, OPTIMIZERS, POSITIONS, Sectioned
 
 
 class DecayShape(StrEnum):
@@ -224,12 +224,26 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+class OptimizerConfig(Sectioned):
+    """What holds for every optimizer, and a section of options for each one (ssscale/optim)."""
+
+    registry = OPTIMIZERS
+
+    name: str = "adamw"
     weight_decay: float = 0.1  # on parameters of rank 2 and more; a step takes off lr · weight_decay of a weight
     vector_lr_multiplier: float = 1.0  # of the learning rate of parameters of rank 1: norms, SSMax's s, b and p_n
     clip: float = 1.0  # global gradient norm; 0 = no clipping
+
+    @property
+    def chosen(self) -> Any:
+        """The optimizer with its options. Raises UserError for a name that is not registered."""
+        OPTIMIZERS[self.name]  # the sentence where it is not registered
+        return getattr(self, self.name)
+
+
+def optimizer_config(name: str = "adamw", **options: object) -> Any:
+    """`optimizer` with these options of the optimizer `name`, everything else as by default."""
+    return OPTIMIZERS.section(OptimizerConfig)(name=name, **{name: OPTIMIZERS[name](**options)})
 
 
 @dataclass(frozen=True)
@@ -244,6 +258,7 @@ class TrainConfig:
     precision: Precision = Precision.auto
     compile: Compile = Compile.auto
     recompute: Recompute = Recompute.none
+    z_loss: float = 0.0  # weight of ln²Z, the squared logsumexp of the logits (arXiv:2204.02311, Section 5)
     log_every: int = 10
     eval_every: int = 1000  # steps; 0 = never. Else also after the last step
     eval_rows: int = 256
@@ -292,7 +307,7 @@ class Config:
     init_from: str | None = None  # a run or checkpoint whose weights this one begins with; softmax's may become ssmax's
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=optimizer_config)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

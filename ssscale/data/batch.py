@@ -37,6 +37,7 @@ class Batch:
     layout.cu_seqlens is padded with T to one of few sizes (`bucket`), so that few kernels and plans serve all batches;
     layout.max_seqlen is the row length always; layout.uniform_length is the row length where each row is one document.
     sources: [rows] int64, numbers of the rows' sources in `PackedData.names`. num_targets: labels that are not -100.
+    rows: the tokens that have a target, int64, where they are few and the head computes no others.
     """
 
     tokens: Tensor
@@ -44,6 +45,7 @@ class Batch:
     layout: PackedLayout
     sources: Tensor
     num_targets: int
+    rows: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         return type(self)(
@@ -52,6 +54,7 @@ class Batch:
             self.layout.to(device, non_blocking=non_blocking),
             self.sources.to(device, non_blocking=non_blocking),
             self.num_targets,
+            None if self.rows is None else self.rows.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> Self:
@@ -61,7 +64,8 @@ class Batch:
             layout.cu_seqlens.pin_memory(), layout.positions.pin_memory(), layout.max_seqlen, layout.uniform_length
         )
         tensors = (self.tokens.pin_memory(), self.labels.pin_memory())
-        return type(self)(*tensors, pinned, self.sources.pin_memory(), self.num_targets)
+        rows = None if self.rows is None else self.rows.pin_memory()
+        return type(self)(*tensors, pinned, self.sources.pin_memory(), self.num_targets, rows)
 
 
 def take_share(batch: Batch, groups: Groups) -> Batch:

@@ -1,6 +1,6 @@
 """The seam between the training loop and what owns memory, precision and parallelism."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ssscale.layout import PackedLayout
+from ssscale.optim.base import Optimizer
 
 
 @dataclass(frozen=True)
 class Fragment:
     """A piece of training state that this rank holds: elements [start, start + numel) of a flattened local weight.
 
-    state: `weight` (the fp32 master), `exp_avg` or `exp_avg_sq`. tensor: a flat float32 view into the optimizer's memory.
-    owned: whether this rank is the one that writes it; other ranks may hold a copy.
+    state: `weight` (the fp32 master) or one of the optimizer's `states`. tensor: a flat float32 view into the
+    optimizer's memory. owned: whether this rank is the one that writes it; other ranks may hold a copy.
     """
 
     name: str
@@ -23,6 +24,14 @@ class Fragment:
     start: int
     tensor: Tensor
     owned: bool
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What a forward pass has given, detached. losses: [T] float32 in nats; terms: `Decoder.terms`, scalars float32."""
+
+    losses: Tensor
+    terms: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,17 +46,18 @@ class Engine(Protocol):
     """Forward, backward, optimizer step and the state they keep."""
 
     module: nn.Module
-    mark: Callable[[str], None]  # called with the name of each phase as it begins
+    kind: Optimizer
 
     def set_batch_size(self, rows: int, microbatch: int) -> None:
         """Rows a step over all ranks from the next step on."""
 
     def forward_backward(
-        self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int, rows: Tensor | None = None
-    ) -> Tensor:
-        """Losses [T] of one microbatch, its gradient accumulated; num_targets counts the whole step's, over all ranks.
+        self, tokens: Tensor, layout: PackedLayout, labels: Tensor, divisor: int, rows: Tensor | None = None
+    ) -> Microbatch:
+        """Forward and backward of one microbatch: the gradient of (Σ losses + Σ weighted terms) / divisor is accumulated.
 
-        rows: the tokens that have a target, where they are few; the losses are theirs then.
+        divisor: the target tokens of the whole step over all ranks, or whatever else the losses are averaged over. rows: the
+        tokens that have a target, where they are few; the losses are theirs then.
         """
 
     def step(self, lr: float) -> StepResult:

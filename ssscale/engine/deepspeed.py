@@ -1,11 +1,9 @@
-"""DeepSpeed: ZeRO, mixed precision, gradient accumulation, reduction and clipping. It appears in this file only."""
+"""DeepSpeed: ZeRO, mixed precision, gradient accumulation, reduction and clipping. It appears in this folder only."""
 
 import contextlib
-import importlib
 import io
 import logging
 import os
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,38 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from ssscale.config.schema import Config
-from ssscale.engine.base import Fragment, StepResult
+from ssscale.engine.base import Fragment, Microbatch, StepResult
+from ssscale.engine.deepspeed_patches import add_gradients_in_one_kernel, leave_out_shared_memory
 from ssscale.layout import PackedLayout
-from ssscale.model.decoder import VOCAB_WEIGHTS
+from ssscale.model.decoder import Decoder
+from ssscale.optim.base import settings_of
 from ssscale.parallel.groups import Groups, MegatronMPU
 from ssscale.parallel.megatron import split_dim
 
-STATES = ("weight", "exp_avg", "exp_avg_sq")
 # A ZeRO group is one flat tensor and one optimizer call; this many elements keep its indices well inside 32 bits.
 GROUP_ELEMENTS = 2**30
 ALIGNED_ELEMENTS = 8  # 16 bytes of bf16
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """AdamW's groups: weight decay on parameters of rank 2 and more, and the learning rates of matrices and of vectors.
+    """The model's parameters by their settings (`ssscale.optim.base.settings_of`).
 
     ZeRO lays the weights of a group one behind the other, and kernels assume that each starts on 16 bytes: one with an odd
     number of elements (SSMax's s for 36 heads) gets a group of its own.
     """
+    apart = config.optimizer.chosen.whole_matrices  # else the embedding may share a group with other matrices
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for name, weight in model.named_parameters():
-        matrix = weight.dim() >= 2
-        decay = config.optimizer.weight_decay if matrix else 0.0
-        inner = matrix and name not in VOCAB_WEIGHTS
-        scale = 1.0 / config.model.matrix_lr_divisor if inner else 1.0
-        if not matrix:
-            scale = config.optimizer.vector_lr_multiplier
+        settings = settings_of(name, weight.dim(), config)
+        same = settings["weight_decay"], settings["lr_scale"], apart and settings["matrix"]
         aligned = weight.numel() % ALIGNED_ELEMENTS == 0
-        sizes[decay, scale] = sizes.get((decay, scale), 0) + weight.numel()
-        key = (decay, scale, sizes[decay, scale] // GROUP_ELEMENTS if aligned else name)
-        group = groups.setdefault(key, {"params": [], "weight_decay": decay, "lr_scale": scale})
-        group["params"].append(weight)
+        sizes[same] = sizes.get(same, 0) + weight.numel()
+        key = (*same, sizes[same] // GROUP_ELEMENTS if aligned else name)
+        groups.setdefault(key, {"params": [], **settings})["params"].append(weight)
     return list(groups.values())
 
 
@@ -70,46 +65,28 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
     }
 
 
-@torch.no_grad()
-def _add_gradient(optimizer: Any, weight: Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
-    """BF16_Optimizer's accumulation in one kernel that reads bf16 and adds in fp32.
-
-    Its own converts to fp32 first: 1.8 times the memory traffic, 8 ms of 312 for 1.2 billion parameters on an H200.
-    """
-    if weight.grad is None:
-        return
-    total = optimizer.fp32_groups_gradients[group][index]
-    total.add_(weight.grad.view(total.shape))
-    weight._hp_grad = total
-    optimizer.fp32_groups_has_gradients[group][index] = True
-
-
 class DeepSpeedEngine:
-    """A model under DeepSpeed. The loss is normalised by the number of target tokens of the whole step, never by means."""
+    """A model under DeepSpeed. Losses are divided by one number for the whole step, never averaged by microbatch."""
 
-    def __init__(self, model: nn.Module, config: Config, groups: Groups) -> None:
+    def __init__(
+        self, model: Decoder, config: Config, groups: Groups, mark: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        """mark: called with the name of each phase as it begins."""
         if groups.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # DeepSpeed insists, also on one process
         import deepspeed
         from deepspeed.utils import logger
 
-        # On CPUs DeepSpeed would compile a shared-memory all-reduce at the first start: it needs a C++ compiler, takes half
-        # a minute, and a start killed meanwhile leaves a lock on which every later one waits for ever. gloo serves.
-        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+        leave_out_shared_memory()
         logger.setLevel(logging.WARNING)
         self.groups, self.stage = groups, config.parallel.zero_stage
         self.accumulation = config.train.batch_size // (config.train.microbatch_rows * groups.data_size)
         self.names = [name for name, _ in model.named_parameters()]
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
         bf16 = next(model.parameters()).dtype == torch.bfloat16
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(model, config),
-            lr=0.0,
-            betas=tuple(config.optimizer.betas),
-            eps=config.optimizer.eps,
-            fused=True,
-        )
+        self.kind = config.optimizer.chosen
+        self.optimizer = self.kind.make(parameter_groups(model, config))
         num_elements = sum(weight.numel() for weight in model.parameters())
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its memory use, whatever its log level
             self.engine, *_ = deepspeed.initialize(
@@ -118,12 +95,11 @@ class DeepSpeedEngine:
                 config=deepspeed_config(config, groups, bf16, num_elements),
                 mpu=MegatronMPU(),
             )
-        if hasattr(self.engine.optimizer, "_update_hp_grad"):
-            self.engine.optimizer._update_hp_grad = types.MethodType(_add_gradient, self.engine.optimizer)
+        add_gradients_in_one_kernel(self.engine.optimizer)
         self.module: nn.Module = self.engine.module
-        self._applied_steps = 0
+        self.term_weights = {name: weight for name, weight in model.terms.items() if weight}
         self._microbatches = 0  # since the last step
-        self.mark: Callable[[str], None] = lambda phase: None
+        self.mark = mark
         reduce = self.engine.allreduce_gradients
 
         def allreduce_gradients(*arguments: Any, **more: Any) -> None:
@@ -136,18 +112,21 @@ class DeepSpeedEngine:
         self.accumulation = rows // (microbatch * self.groups.data_size)
 
     def forward_backward(
-        self, tokens: Tensor, layout: PackedLayout, labels: Tensor, num_targets: int, rows: Tensor | None = None
-    ) -> Tensor:
+        self, tokens: Tensor, layout: PackedLayout, labels: Tensor, divisor: int, rows: Tensor | None = None
+    ) -> Microbatch:
         self.mark("forward")
         self._microbatches += 1
         self.engine.set_gradient_accumulation_boundary(self._microbatches == self.accumulation)
-        losses = self.engine(tokens, layout, labels, rows=rows)
+        losses, terms = self.engine(tokens, layout, labels, rows=rows, with_terms=True)
+        total = losses.sum()
+        for name, weight in self.term_weights.items():
+            total = total + weight * terms[name]
         self.mark("backward")
         # DeepSpeed averages gradients over the replicas; the sum over all of them is wanted.
-        self.engine.backward(losses.sum() * (self.groups.replica_size / num_targets), scale_wrt_gas=False)
+        self.engine.backward(total * (self.groups.replica_size / divisor), scale_wrt_gas=False)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()  # counts the microbatch
-        return losses.detach()
+        return Microbatch(losses.detach(), {name: term.detach() for name, term in terms.items()})
 
     def step(self, lr: float) -> StepResult:
         for group in self.optimizer.param_groups:
@@ -160,7 +139,6 @@ class DeepSpeedEngine:
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
         skipped = not self.engine.was_step_applied()
-        self._applied_steps += not skipped
         return StepResult(None if norm is None else float(norm), skipped)
 
     def _finite(self) -> bool:
@@ -176,7 +154,7 @@ class DeepSpeedEngine:
         for name in self.names:
             weight = weights[name]
             replica = split_dim(weight) is None and self.groups.tensor_rank > 0
-            for state in STATES:
+            for state in ("weight", *self.kind.states):
                 found = self._fragment(weight, state)
                 if found is not None:
                     start, tensor = found
@@ -196,7 +174,6 @@ class DeepSpeedEngine:
                 yield name, part[:held], groups.replica_rank
 
     def restore(self, applied_steps: int) -> None:
-        self._applied_steps = applied_steps
         if applied_steps == 0:
             return
         if self.stage == 3:
@@ -204,9 +181,7 @@ class DeepSpeedEngine:
         else:
             flats = [flat for group in self.optimizer.param_groups for flat in group["params"]]
         for flat in flats:
-            step = torch.tensor(float(applied_steps), device=flat.device)
-            moments = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
-            self.optimizer.state[flat] = {"step": step} | moments
+            self.optimizer.state[flat] = self.kind.state_after(flat, applied_steps)
 
     def local_shape(self, name: str) -> torch.Size:
         return self.shapes[name]

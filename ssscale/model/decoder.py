@@ -23,6 +23,7 @@ from ssscale.parallel.megatron import (
     column_linear,
     gather_vocabulary,
     global_shape,
+    log_normalizer,
     mark_split,
     megatron_config,
     replicated,
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # the weights with a row for each entry of the vocabulary
 VOCAB_MULTIPLE = 128  # tensor cores want aligned matrices; each tensor-parallel rank holds a multiple of this
 IGNORE = -100  # the label of a token without a target: the last one of a document
+Z_LOSS = "z_loss"
+
+Terms = dict[str, Tensor]  # what joins the loss or is logged beside it: float32 scalars, sums over this rank's tokens
 
 
 class RMSNorm(nn.Module):
@@ -119,10 +123,14 @@ class Attention(nn.Module):
         self.weights = Weights(self.mixer.weights(config), groups)
         self.position_weights = Weights(self.position.weights(config), groups)
 
-    def forward(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
+    def forward(
+        self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None
+    ) -> tuple[Tensor, Terms]:
         qkv = self.qkv(x)[0].unflatten(-1, (-1, self.head_size))  # [T, N + 2K, H]
         extend = None if cache is None else cache.extend
-        return self.out(self.mixer.mix(qkv, self, layout, tables, extend).flatten(1))[0]
+        mixed = self.mixer.mix(qkv, self, layout, tables, extend)  # [T, N, H]
+        terms = self.mixer.measure(qkv, mixed, self, layout) if self.mixer.terms else {}
+        return self.out(mixed.flatten(1))[0], terms
 
     def for_heads(self, weight: Tensor, count: int) -> Tensor:
         """The part of a tensor [N, ...] for the `count` heads that q has in `attend`: under Ulysses a rank's share of them."""
@@ -151,14 +159,19 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
         self.mlp = SwiGLU(config, megatron)
 
-    def forward(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
+    def forward(
+        self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None
+    ) -> tuple[Tensor, Terms]:
         if self.selective and cache is None and torch.is_grad_enabled():
             return keep_products(self.attention.mixer.kept_operators, self._layer, x, layout, tables)
         return self._layer(x, layout, tables, cache)
 
-    def _layer(self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None) -> Tensor:
-        x = x + self._scaled(self.attention(self.attention_norm(x), layout, tables, cache))
-        return x + self._scaled(self.mlp(self.mlp_norm(x)))
+    def _layer(
+        self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None
+    ) -> tuple[Tensor, Terms]:
+        attended, terms = self.attention(self.attention_norm(x), layout, tables, cache)
+        x = x + self._scaled(attended)
+        return x + self._scaled(self.mlp(self.mlp_norm(x))), terms
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.multiplier == 1.0 else branch * self.multiplier
@@ -173,8 +186,9 @@ def padded_vocab(vocab_size: int, tensor_size: int) -> int:
 class Decoder(nn.Module):
     """A Llama-2-style decoder (arXiv:2307.09288, Section 2.2) over packed documents.
 
-    length: the training length (the p_n study has one p per position). Rows of the embedding and the head beyond
-    `vocab_size` are padding: they get no probability and no gradient.
+    length: the training length (the p_n study has one p per position). terms: name → weight in the loss, 0 for what is only
+    logged: the z-loss where `z_loss` is its weight, and what the mixers declare (`Mixer.terms`).
+    Rows of the embedding and the head beyond `vocab_size` are padding: they get no probability and no gradient.
     """
 
     def __init__(
@@ -186,9 +200,13 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         sequence_parallel: bool = False,
         recompute: Recompute = Recompute.none,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.config, self.groups, self.recompute = config, groups, recompute
+        self.terms: dict[str, float] = {Z_LOSS: z_loss} if z_loss else {}
+        for mixer in config.used.values():
+            self.terms |= mixer.terms
         megatron = megatron_config(groups, sequence_parallel, dtype)
         self.sequence_parallel = megatron.sequence_parallel
         rows = padded_vocab(config.vocab_size, groups.tensor_size)
@@ -218,8 +236,11 @@ class Decoder(nn.Module):
         *,
         cache: "KVCache | None" = None,
         rows: Tensor | None = None,
-    ) -> Tensor:
-        """Losses [T] float32 in nats where labels are given, else logits [T, vocab_size].
+        with_terms: bool = False,
+    ) -> Tensor | tuple[Tensor, Terms]:
+        """Losses [T] float32 in nats where labels are given, else logits [T, vocab_size]; with_terms: and `terms`.
+
+        A term is a sum over this rank's tokens and over all layers, the same on all tensor-parallel ranks.
 
         tokens, labels: [T] int64, the same on every tensor-parallel rank; under sequence parallelism T is a multiple of
         their number. cache: of earlier tokens, which laid this pass out (`KVCache.begin`). rows: only the losses or logits of
@@ -231,18 +252,20 @@ class Decoder(nn.Module):
         tables = self._tables(layout)
         whole = cache is None and self.recompute == Recompute.full and torch.is_grad_enabled()
         caches = [None] * len(self.blocks) if cache is None else cache.layers()
+        terms = {name: torch.zeros((), device=x.device) for name in self.terms}
         for block, part in zip(self.blocks, caches, strict=True):
             own = tables[block.attention.mixer.name]
             if whole:
-                x = checkpoint(block, x, layout, own, use_reentrant=False)
+                x, found = checkpoint(block, x, layout, own, use_reentrant=False)
             else:
-                x = block(x, layout, own, part)
-        if rows is None:
-            return self.read_out(x, labels)
-        # Under sequence parallelism the head gathers the tokens, and the rows are only known behind it.
-        if self.sequence_parallel:
-            return self.read_out(x, labels)[rows]
-        return self.read_out(x[rows], None if labels is None else labels[rows])
+                x, found = block(x, layout, own, part)
+            terms |= {name: terms[name] + term for name, term in found.items()}
+        late = rows is not None and self.sequence_parallel  # the head gathers the tokens: their rows are known after it
+        if rows is not None and not late:
+            x, labels = x[rows], None if labels is None else labels[rows]
+        out, found = self.read_out(x, labels, with_terms)
+        out = out[rows] if late else out
+        return (out, terms | found) if with_terms else out
 
     def _embed(self, tokens: Tensor) -> Tensor:
         # Megatron's embedding scatters [batch, sequence, hidden] over the sequence, which it puts first.
@@ -261,17 +284,20 @@ class Decoder(nn.Module):
             found[name] = Tables(turned, mixer.prepare(layout, window, shared))
         return found
 
-    def read_out(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        """Losses [T] or logits [T, vocab_size] from the last block's output."""
+    def read_out(self, x: Tensor, labels: Tensor | None, with_terms: bool = False) -> tuple[Tensor, Terms]:
+        """Losses [T] or logits [T, vocab_size] from the last block's output, and the head's terms."""
         x = self.norm(x)
         if self.config.logits_divisor != 1.0:
             x = x / self.config.logits_divisor
         logits = self.head(x, self.embedding.weight if self.config.tie_embeddings else None)[0]
         if labels is not None:
-            return token_losses(logits, labels, self.config.vocab_size, self.groups)
+            logits = without_padding(logits, self.config.vocab_size, self.groups)
+            # Before the losses, which overwrite the logits.
+            terms = {Z_LOSS: squared_log_z(logits, labels, self.groups)} if with_terms and Z_LOSS in self.terms else {}
+            return token_losses(logits, labels, self.groups), terms
         if self.groups.tensor_size > 1:
             logits = gather_vocabulary(logits, self.groups)
-        return logits[:, : self.config.vocab_size]
+        return logits[:, : self.config.vocab_size], {}
 
     def compile_parts(self, backend: str = "inductor") -> None:
         """torch.compile each block (one graph serves all layers of a mixer) and the read-out with its loss."""
@@ -280,16 +306,27 @@ class Decoder(nn.Module):
         self.read_out = torch.compile(self.read_out, backend=backend)  # type: ignore[method-assign]
 
 
-def token_losses(logits: Tensor, labels: Tensor, vocab_size: int, groups: Groups) -> Tensor:
-    """−log p(label) in nats, 0 where the label is IGNORE.
-
-    logits: [T, V_local], this rank's part of the padded vocabulary; labels: [T] int64. Returns [T] float32.
-    """
+def without_padding(logits: Tensor, vocab_size: int, groups: Groups) -> Tensor:
+    """Logits [T, V_local] in float32 with no probability where the padded vocabulary has no entries."""
     logits = logits.float()
     first = groups.tensor_rank * logits.shape[-1]
     if vocab_size < logits.shape[-1] * groups.tensor_size:
         column = torch.arange(first, first + logits.shape[-1], device=logits.device)
         logits = logits.masked_fill(column >= vocab_size, torch.finfo(torch.float32).min)
+    return logits
+
+
+def squared_log_z(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
+    """Σ ln²Z over the tokens with a target, Z = Σ exp(logits)   (the z-loss of arXiv:2204.02311, Section 5). A scalar."""
+    log_z = logits.logsumexp(-1) if groups.tensor_size == 1 else log_normalizer(logits, groups)
+    return (log_z.square() * (labels != IGNORE)).sum()
+
+
+def token_losses(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
+    """−log p(label) in nats, 0 where the label is IGNORE.
+
+    logits: [T, V_local] float32, this rank's part of `without_padding`; labels: [T] int64. Returns [T] float32.
+    """
     if groups.tensor_size == 1:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
     losses = vocabulary_cross_entropy(logits, labels.clamp(min=0))

@@ -4,7 +4,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ssscale.parallel.megatron import RowParallelLinear
+
+T = TypeVar("T")
 
 PRODUCTS = ("aten.mm",)
 # torch asks at every start that a compiled layer under selective recomputation change nothing in place: blocks do not.
@@ -26,7 +28,7 @@ def leave_products_whole(model: nn.Module) -> None:
             module.product_is_kept = True
 
 
-def keep_products(mixing: tuple[str, ...], layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def keep_products(mixing: tuple[str, ...], layer: Callable[..., T], *inputs: Any) -> T:
     """layer(*inputs), of which backward finds matrix products and mixing kept and computes norms and gates again.
 
     mixing: parts of the names of the operators that mix (`Mixer.kept_operators`).
@@ -35,7 +37,7 @@ def keep_products(mixing: tuple[str, ...], layer: Callable[..., Tensor], *inputs
     """
     contexts = _compiled_contexts if torch.compiler.is_compiling() else _contexts
     parts = (*PRODUCTS, *mixing)
-    found: Tensor = checkpoint(layer, *inputs, use_reentrant=False, context_fn=functools.partial(contexts, parts))
+    found: T = checkpoint(layer, *inputs, use_reentrant=False, context_fn=functools.partial(contexts, parts))
     return found
 
 

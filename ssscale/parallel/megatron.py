@@ -150,6 +150,31 @@ def vocabulary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return losses
 
 
+class _LogNormalizer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+        largest = logits.amax(-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        powers = (logits - largest[:, None]).exp()
+        total = powers.sum(-1)
+        dist.all_reduce(total, group=group)
+        ctx.save_for_backward(
+            powers.div_(total[:, None])
+        )  # not the logits, which `vocabulary_cross_entropy` overwrites
+        return largest + total.log()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (probabilities,) = ctx.saved_tensors
+        return gradient[:, None] * probabilities, None
+
+
+def log_normalizer(logits: Tensor, groups: Groups) -> Tensor:
+    """ln Σ exp(logits) over the whole vocabulary for logits [T, V / tensor_size] float32. Returns [T], alike on all ranks."""
+    found: Tensor = _uncompiled(_LogNormalizer.apply, logits, groups.tensor_group)
+    return found
+
+
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
     """[T, V / tensor_size] of each rank → [T, V] on all."""
     return tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=groups.tensor_group)
@@ -209,6 +234,13 @@ class _SumGradient(torch.autograd.Function):
         gradient = gradient.contiguous().clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
+
+
+def sum_over_heads(part: Tensor, groups: Groups) -> Tensor:
+    """The sum of what tensor-parallel ranks found in their heads, alike on all; each rank's part gets the whole gradient."""
+    if groups.tensor_size == 1:
+        return part
+    return _uncompiled(tensor_parallel.reduce_from_tensor_model_parallel_region, part, groups.tensor_group)
 
 
 def replicated(weight: Tensor, groups: Groups) -> Tensor:

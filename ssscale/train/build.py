@@ -55,6 +55,7 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
             dtype=dtype,
             sequence_parallel=config.parallel.sequence,
             recompute=config.train.recompute,
+            z_loss=config.train.z_loss,
         )
 
 

@@ -1,7 +1,7 @@
 """Checkpoints that any parallel layout can read: safetensors and JSON, no pickle.
 
 A checkpoint is a folder `step-00001000` (docs/checkpoints.md gives the format):
-  rank-00000.safetensors  the pieces of fp32 weights and Adam moments that one rank owns, flat
+  rank-00000.safetensors  the pieces of fp32 weights and of the optimizer's states that one rank owns, flat
   rank-00000.json         for each piece: weight, state, and which elements of which part of the whole weight it is
   state.json              step, tokens, samples, fingerprints, world layout
   config.yaml             the merged configuration; tokenizer.json: the tokenizer of the data
@@ -66,29 +66,29 @@ class CheckpointReader:
         self._pieces: dict[tuple[str, str], list[_Piece]] = {}
         self._open: dict[Path, Any] = {}
         try:
-            self._read_state()
-            for rank in range(self.ranks):
+            self.state, self.ranks = self._read_state()
+            self.tensor_size = int(self._read_index(0)["tensor_size"])
+            for rank in range(1, self.ranks):
                 self._read_index(rank)
         except OSError as error:
             raise UserError(f"{path} is not a whole checkpoint: {error}") from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a whole checkpoint: its JSON has another form: {error!r}") from error
 
-    def _read_state(self) -> None:
-        state = json.loads((self.path / "state.json").read_bytes())
-        self.state = TrainState(**{key: state[key] for key in TrainState.__dataclass_fields__})
-        self.state = replace(self.state, skipped=tuple((int(step), int(rows)) for step, rows in self.state.skipped))
-        numbers = (self.state.step, self.state.applied_steps, self.state.tokens, self.state.samples, state["ranks"])
-        if any(type(number) is not int or number < 0 for number in numbers) or state["ranks"] < 1:
-            raise ValueError(f"state.json: {state}")
-        self.ranks: int = state["ranks"]
+    def _read_state(self) -> tuple[TrainState, int]:
+        """Where the run stood, and the number of ranks that have written."""
+        saved = json.loads((self.path / "state.json").read_bytes())
+        state = TrainState(**{key: saved[key] for key in TrainState.__dataclass_fields__})
+        state = replace(state, skipped=tuple((int(step), int(rows)) for step, rows in state.skipped))
+        numbers = (state.step, state.applied_steps, state.tokens, state.samples, saved["ranks"])
+        if any(type(number) is not int or number < 0 for number in numbers) or saved["ranks"] < 1:
+            raise ValueError(f"state.json: {saved}")
+        return state, saved["ranks"]
 
-    def _read_index(self, rank: int) -> None:
+    def _read_index(self, rank: int) -> dict[str, Any]:
         file = self.path / f"rank-{rank:05d}.safetensors"
-        index = json.loads(file.with_suffix(".json").read_bytes())
+        index: dict[str, Any] = json.loads(file.with_suffix(".json").read_bytes())
         room = file.stat().st_size // 4  # elements that a file of fp32 can hold: none of its pieces is larger
-        if rank == 0:
-            self.tensor_size: int = index["tensor_size"]
         for name, entry in index["weights"].items():
             self.weights.setdefault(name, {"shape": entry["shape"], "split_dim": entry["split_dim"]})
         for entry in index["pieces"]:
@@ -97,6 +97,7 @@ class CheckpointReader:
             if not (piece.start >= 0 and 0 <= piece.numel <= room):
                 raise ValueError(f"{file.stem}.json: {entry}")
             self._pieces.setdefault((entry["name"], entry["state"]), []).append(piece)
+        return index
 
     def restore_rng(self, groups: Groups) -> None:
         """Set this rank's random number generators, where the checkpoint has as many ranks as the job."""
@@ -109,7 +110,7 @@ class CheckpointReader:
                     restore(saved.get_tensor(f"rng/{device}"))
 
     def whole(self, name: str, state: str) -> Tensor:
-        """A whole weight (or moment) in fp32 on the CPU, in the shape it had when saved (padded vocabulary included).
+        """A whole weight (or optimizer state) in fp32 on the CPU, in the shape it had when saved (padded vocabulary included).
 
         Raises UserError where it has elements that no piece holds, or a weight has NaN or Inf.
         """
@@ -219,7 +220,7 @@ def load_weights(reader: CheckpointReader, model: nn.Module, groups: Groups) -> 
 
 @torch.no_grad()
 def load_training_state(reader: CheckpointReader, engine: Engine, groups: Groups) -> None:
-    """Fill the fp32 master weights and the optimizer's moments of a model whose weights are loaded; set the generators."""
+    """Fill the fp32 master weights and the optimizer's states of a model whose weights are loaded; set the generators."""
     engine.restore(reader.state.applied_steps)
     reader.restore_rng(groups)
     weights = dict(engine.module.named_parameters())

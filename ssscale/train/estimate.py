@@ -1,8 +1,8 @@
 """What a run needs of each GPU, by arithmetic: no torch, no GPU.
 
 The model is DeepSpeed's mixed precision: weights in bf16, gradients accumulated in fp32, and on each data-parallel rank
-its share of the optimizer: fp32 master weights and AdamW's two moments. Under `precision=fp32` weights take 4 bytes.
-Activations are what autograd keeps of compiled blocks, as counted with saved-tensor hooks on our own decoder.
+its share of fp32 master weights and of the optimizer's states (`ssscale.optim.base`). Under `precision=fp32` weights take
+4 bytes. Activations are what autograd keeps of compiled blocks, as counted with saved-tensor hooks on our own decoder.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -14,7 +14,7 @@ from ssscale.model.mixers.base import Sizes
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 
-OPTIMIZER_BYTES = 12  # fp32 master, first and second moment of AdamW
+MASTER_BYTES = 4  # of a weight in fp32
 REDUCE_BUCKET = 500_000_000  # elements that DeepSpeed's ZeRO 2 and 3 gather before they reduce them
 
 
@@ -69,14 +69,15 @@ def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) ->
 def memory_per_gpu(config: Config, gpus: int) -> Memory:
     """Bytes by part at the end of a forward pass, when all activations live.
 
-    N' = parameters of one tensor-parallel rank, D = data · context ranks, w = 2 bytes (bf16; 4 in fp32):
+    N' = parameters of one tensor-parallel rank, D = data · context ranks, w = 2 bytes (bf16; 4 in fp32), o = the bytes of the
+    optimizer's states (8 for AdamW):
 
     | ZeRO | weights | gradients | optimizer |
     |---|---|---|---|
-    | 0 | w·N' | w·N' | 8·N' (fp32: the weights are the master) |
-    | 1 | w·N' | 4·N' + w·(largest matrix, on its way to the sum) | 12·N'/D |
-    | 2 | w·N' | 4·N'/D + w·(bucket) | 12·N'/D |
-    | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | 12·N'/D |
+    | 0 | w·N' | w·N' | o·N' (fp32: the weights are the master) |
+    | 1 | w·N' | 4·N' + w·(largest matrix, on its way to the sum) | (4 + o)·N'/D |
+    | 2 | w·N' | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
+    | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -87,11 +88,12 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     block = parts["matrices"] / model.num_layers / tensor
     largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
     partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
+    kept = config.optimizer.chosen.state_bytes
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(
         weights=width * (n if stage < 3 else n / ranks + block),
         gradients=(width * n, 4 * n + width * largest, partitioned, partitioned)[stage],
-        optimizer=8 * n if stage == 0 else OPTIMIZER_BYTES * n / ranks,
+        optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / ranks,
         activations=tokens * activation_bytes_per_token(config)
         + model.place.kept_bytes(model.num_heads / tensor, config.data.length),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,14 +30,42 @@ logger = logging.getLogger("ssscale")
 
 
 class Metrics:
-    """Writes `metrics.jsonl`, `tensorboard/` and a line a record; silent on all but the main rank."""
+    """Writes `metrics.jsonl`, `tensorboard/` and one line for each record while it is open; silent on all but the main rank."""
 
-    def __init__(self, folder: Path, first_step: int, total_steps: int, is_main: bool, use_wandb: bool = False) -> None:
-        self.is_main, self.wandb = is_main, None
-        if not is_main:
+    def __init__(self, folder: Path, total_steps: int, is_main: bool, use_wandb: bool = False) -> None:
+        self.folder, self.total_steps, self.is_main, self.use_wandb = folder, total_steps, is_main, use_wandb
+        self.outputs: _Outputs | None = None
+
+    @contextmanager
+    def open(self, first_step: int) -> Iterator[None]:
+        """Go on after `first_step`; what the file has of later steps is cut off. Raises UserError."""
+        if not self.is_main:
+            yield
             return
-        if use_wandb:
-            self.wandb = _wandb(folder)
+        self.outputs = _Outputs(self.folder, first_step, self.total_steps, self.use_wandb)
+        try:
+            yield
+        finally:
+            self.outputs.close()
+            self.outputs = None
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        if self.outputs is not None:
+            self.outputs.progress.update(self.outputs.task, completed=step)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One record; its `step` places it. Numbers go to TensorBoard, everything to the file, the short ones to the terminal.
+
+        `time` (seconds since 1970) is added in the file.
+        """
+        if self.outputs is not None:
+            self.outputs.write(record)
+
+
+class _Outputs:
+    def __init__(self, folder: Path, first_step: int, total_steps: int, use_wandb: bool) -> None:
+        self.wandb = _wandb(folder) if use_wandb else None
         path = folder / "metrics.jsonl"
         try:
             keep_until(path, first_step)
@@ -57,34 +84,16 @@ class Metrics:
         )
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("training", total=total_steps, completed=first_step)
+        self.progress.start()
 
-    def __enter__(self) -> Self:
-        if self.is_main:
-            self.progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self.is_main:
-            self.progress.stop()
-            self.tensorboard.close()
-            if self.wandb is not None:
-                self.wandb.finish()
-            self.file.close()
-
-    def advance(self, step: int) -> None:
-        """Move the progress bar."""
-        if self.is_main:
-            self.progress.update(self.task, completed=step)
+    def close(self) -> None:
+        self.progress.stop()
+        self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+        self.file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record; its `step` places it. Numbers go to TensorBoard, everything to the file, the short ones to the terminal.
-
-        `time` (seconds since 1970) is added in the file.
-        """
-        if not self.is_main:
-            return
         self.file.write(json.dumps(record | {"time": round(time.time(), 3)}).encode() + b"\n")
         self.tensorboard.write(_scalars(record), record["step"])
         self.newest = max(self.newest, record["step"])
@@ -161,9 +170,15 @@ def losses_by_source(sums: Tensor, names: Sequence[str], prefix: str) -> dict[st
 
 
 def step_record(
-    config: Config, step: int, tokens: int, sums: Tensor, rows: dict[str, int], lr: float, grad_norm: float | None
+    config: Config,
+    step: int,
+    tokens: int,
+    sums: Tensor,
+    names: Sequence[str],
+    lr: float,
+    grad_norm: float | None,
 ) -> dict[str, Any]:
-    """What a logged step says. sums: `sums_by_source` over all ranks; rows: that each source has given since the start."""
+    """What a logged step says. sums: `sums_by_source` over all ranks; names: of the sources."""
     stage = config.train.stages[stage_at(config.train.stages, tokens)[0]].name
     return {
         "step": step,
@@ -172,8 +187,7 @@ def step_record(
         "loss": mean_loss(sums),
         "lr": lr,
         "grad_norm": grad_norm,
-        **losses_by_source(sums, list(rows), "loss"),
-        **{f"tokens/{name}": number * config.data.length for name, number in rows.items()},
+        **losses_by_source(sums, names, "loss"),
     }
 
 

@@ -92,10 +92,21 @@ class CheckpointWriter:
         self.pinning: threading.Thread | None = None
         self.error: OSError | None = None
         self.written_s = self.blocked_s = 0.0
+        self.state, self.size = TrainState(), 0  # of the newest snapshot
         if groups.is_main:
             for left in folder.glob("step-*.partial"):
                 shutil.rmtree(left, ignore_errors=True)
         dist.barrier()  # nobody writes before that
+
+    @property
+    def final(self) -> Path:
+        """The folder of the newest snapshot's checkpoint."""
+        return checkpoint_path(self.folder, self.state.step)
+
+    @property
+    def partial(self) -> Path:
+        """Its folder until it is committed."""
+        return self.final.with_name(f"{self.final.name}.partial")
 
     @property
     def active(self) -> bool:
@@ -116,8 +127,9 @@ class CheckpointWriter:
             return
         self._pinned()
         owned = (fragment for fragment in engine.fragments() if fragment.owned and fragment.state == "weight")
-        # weights and two moments in fp32, and the generators' states
-        size = 12 * sum(fragment.tensor.numel() for fragment in owned) + 2**16
+        # weights and the optimizer's states in fp32, and the generators' states
+        each = 4 + engine.kind.state_bytes
+        size = each * sum(fragment.tensor.numel() for fragment in owned) + 2**16
         self.pinning = threading.Thread(target=self.reserve, args=(size,), name="pinning")
         self.pinning.start()
 
@@ -151,8 +163,6 @@ class CheckpointWriter:
         assert self.thread is None, "finish() the one before"
         began = time.perf_counter()
         self.state, self.error = state, None
-        self.final = checkpoint_path(self.folder, state.step)
-        self.partial = self.final.with_name(f"{self.final.name}.partial")
         header, index = self._snapshot(engine)
         small = dict(files)
         if self.groups.is_main:

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from ssscale.errors import Stop
 
@@ -23,6 +23,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._pid = os.getpid()
         self._urgent_at: float | None = None
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)

@@ -20,7 +20,7 @@ GATHER_S = 5.0
 
 
 class Watchdog:
-    """Every `mark` must come within `timeout` seconds of the one before.
+    """From its start on, every `mark` must come within `timeout` seconds of the one before.
 
     Else each rank writes where it is and the stacks of all its threads to stacks/rank-00000.txt in the run folder, the
     lowest rank that could do so says which ranks are behind or silent, and all leave with exit code STALLED.
@@ -32,8 +32,11 @@ class Watchdog:
         self.marks = 0  # within the step
         self._ended = threading.Event()
         self.file = self.folder / f"rank-{rank:05d}.txt"
+
+    def start(self) -> None:
         self.file.unlink(missing_ok=True)
-        if timeout:
+        self.marked = time.monotonic()
+        if self.timeout:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def mark(self, phase: str) -> None:

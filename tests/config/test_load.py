@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ssscale.config import from_yaml, load_config, save, to_yaml
-from ssscale.config.schema import Config, DecayShape, StageConfig
+from ssscale.config.schema import Config, DecayShape, StageConfig, optimizer_config
 from ssscale.errors import UserError
 
 
@@ -58,7 +58,7 @@ def test_arguments_reach_stages_and_whole_sections():
             "train.stages.1.mix={web: 0.5, new: 0.5}",
             "train.stages.0.mix.web=0.1",
             "model.mixer={stickbreaking: {remainder: true}}",
-            "optimizer.betas=[0.8, 0.9]",
+            "optimizer.adamw.betas=[0.8, 0.9]",
             "data.path=s3://bucket/a=b",
             "model.num_kv_heads=4",
             "parallel.sequence=false",
@@ -71,7 +71,7 @@ def test_arguments_reach_stages_and_whole_sections():
     assert first.schedule.kind == "wsd"
     assert second.schedule.decay_shape is DecayShape.exponential
     assert (config.model.mixer.stickbreaking.remainder, config.model.mixers) == (True, ["stickbreaking"])
-    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.optimizer.adamw.betas == (0.8, 0.9)
     assert config.data.path == "s3://bucket/a=b"
     assert (config.model.kv_heads, config.parallel.sequence) == (4, False)
 
@@ -88,7 +88,7 @@ def test_values_may_refer_to_other_keys(configs):
 
 def test_round_trip_is_exact(tmp_path):
     config = load_config(["config=3b_sb", "train.stages.0.schedule.lr=0.1234567890123456789", "name='1e5'"])
-    odd = dataclasses.replace(config, run_dir="null", optimizer=dataclasses.replace(config.optimizer, eps=1e-17))
+    odd = dataclasses.replace(config, run_dir="null", optimizer=optimizer_config(eps=1e-17))
     for one in (Config(), config, odd):
         assert from_yaml(to_yaml(one)) == one
     save(odd, tmp_path / "config.yaml")
@@ -111,16 +111,16 @@ def test_round_trip_is_exact(tmp_path):
         ("model.num_layers=true", "model.num_layers must be a whole number, not true"),
         ("model.num_layers=null", "model.num_layers must be a whole number, not null"),
         ("model.num_layers=.inf", "model.num_layers must be a whole number, not inf"),
-        ("optimizer.eps=.nan", "optimizer.eps must be a number, not nan"),
-        ("optimizer.eps=small", "optimizer.eps must be a number, not 'small'"),
+        ("optimizer.adamw.eps=.nan", "optimizer.adamw.eps must be a number, not nan"),
+        ("optimizer.adamw.eps=small", "optimizer.adamw.eps must be a number, not 'small'"),
         ("data.one_document=1", "data.one_document must be true or false, not 1"),
         ("data.path=[a]", "data.path must be text, not ['a']"),
         (
             "model.mixer.ssmax.variant=learnd",
             "model.mixer.ssmax.variant must be one of learned, fixed, bias, pn, not 'learnd'",
         ),
-        ("optimizer.betas=0.9", "optimizer.betas must be a list of 2 numbers, not 0.9"),
-        ("optimizer.betas=[1,2,3]", "optimizer.betas must be a list of 2 numbers, not [1, 2, 3]"),
+        ("optimizer.adamw.betas=0.9", "optimizer.adamw.betas must be a list of 2 numbers, not 0.9"),
+        ("optimizer.adamw.betas=[1,2,3]", "optimizer.adamw.betas must be a list of 2 numbers, not [1, 2, 3]"),
         ("model=3", "model is a section, not 3: set its keys, such as model.num_layers"),
         ("train.stages=3", "train.stages must be a list, not 3"),
         ("train.stages.2.tokens=3", "train.stages has 2 entries, numbered from 0; '2' is none of them"),

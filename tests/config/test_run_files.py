@@ -97,7 +97,11 @@ def check_plan(config: Config, length: int, batch: int, tokens: list[int], kinds
     assert (config.data.length, config.train.batch_size) == (length, batch)
     assert [stage.tokens for stage in config.train.stages] == tokens
     assert [stage.schedule.kind for stage in config.train.stages] == kinds
-    assert (config.optimizer.betas, config.optimizer.weight_decay, config.optimizer.clip) == ((0.9, 0.95), 0.1, 1.0)
+    assert (config.optimizer.adamw.betas, config.optimizer.weight_decay, config.optimizer.clip) == (
+        (0.9, 0.95),
+        0.1,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in PARAMETERS if n.startswith("162m_s") and not n.endswith("during")])

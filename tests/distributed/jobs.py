@@ -1,13 +1,14 @@
 """Jobs for the worker pool: train a small model for a few steps under some parallel layout."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from ssscale.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import IGNORE, VOCAB_WEIGHTS, Decoder
@@ -63,7 +64,7 @@ def make_engine(
     config = Config(
         model=model,
         data=DataConfig(length=LENGTH),
-        optimizer=OptimizerConfig(clip=0.5),
+        optimizer=replace(optimizer_config(), clip=0.5),
         train=TrainConfig(batch_size=ROWS, microbatch=microbatch),
         parallel=ParallelConfig(tensor=tensor, sequence=sequence, zero_stage=zero),
     )
@@ -91,7 +92,7 @@ def train_step(
     total = torch.zeros(())
     for first in range(0, share, microbatch):
         tokens, layout, labels = make_batch(rows[first : first + microbatch])
-        total += engine.forward_backward(tokens, layout, labels, num_targets).sum()
+        total += engine.forward_backward(tokens, layout, labels, num_targets).losses.sum()
     torch.distributed.all_reduce(total, group=groups.replica_group)
     return total.item() / num_targets, engine.step(lr).grad_norm
 

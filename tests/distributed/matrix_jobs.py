@@ -1,5 +1,6 @@
 """A job for the worker pool: three training steps under a layout, beside those that one process has saved."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from ssscale.config.schema import (
     Config,
     DataConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     Recompute,
     TrainConfig,
     mixer_config,
+    optimizer_config,
     position_config,
 )
 from ssscale.data.batch import Batch, take_share
@@ -84,7 +85,7 @@ def make_engine(layout: Layout, load: str | None = None) -> tuple[DeepSpeedEngin
         model=MODELS[layout.core][layout.variant],
         data=DataConfig(length=LENGTH),
         # Above the rounding of gradients that are zero (that of p_1, say): Adam would make whole steps of it.
-        optimizer=OptimizerConfig(clip=0.5, eps=1e-6),
+        optimizer=replace(optimizer_config(eps=1e-6), clip=0.5),
         train=TrainConfig(batch_size=ROWS, microbatch=ROWS // layout.accumulation // groups.data_size),
         parallel=ParallelConfig(layout.tensor, layout.sequence, ulysses, ring, layout.zero),
     )
@@ -108,7 +109,7 @@ def train_step(engine: DeepSpeedEngine, groups: Groups, step: int) -> tuple[floa
     total = torch.zeros((), dtype=torch.float64)
     for first in range(groups.data_rank * share, (groups.data_rank + 1) * share, size):
         batch = take_share(make_batch(step, range(first, first + size)), groups)
-        total += engine.forward_backward(batch.tokens, batch.layout, batch.labels, num_targets).double().sum()
+        total += engine.forward_backward(batch.tokens, batch.layout, batch.labels, num_targets).losses.double().sum()
     dist.all_reduce(total, group=groups.replica_group)
     return total.item() / num_targets, engine.step(LR).grad_norm
 

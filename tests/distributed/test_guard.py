@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ssscale.errors import Stop
-from ssscale.train.guard import bit_sum, check_copies, without_gradient
+from ssscale.train.hooks.guard import bit_sum, check_copies, without_gradient
 from tests.distributed.matrix import Layout
 from tests.distributed.matrix_jobs import make_engine, train_step
 from tests.pool import Pool

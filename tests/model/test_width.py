@@ -50,7 +50,7 @@ def changes(width: int, transfer: WidthConfig | None, core: str, groups: Groups)
     layout = PackedLayout.from_lengths([TOKENS // 2, TOKENS // 2])
     seen: dict[str, torch.Tensor] = {}
     for index, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda _, __, out, name=f"block {index}": seen.update({name: out.detach()}))
+        block.register_forward_hook(lambda _, __, out, name=f"block {index}": seen.update({name: out[0].detach()}))
 
     def look() -> dict[str, torch.Tensor]:
         with torch.no_grad():

@@ -7,7 +7,8 @@ from ssscale.config import load_config
 from ssscale.config.schema import Config
 from ssscale.data.batch import collate
 from ssscale.errors import UserError
-from ssscale.train.trainer import Trainer
+from ssscale.train.loop import train as train_run
+from ssscale.train.pretrain import PackedRows, pretraining
 from tests.distributed.jobs import regroup
 
 
@@ -19,7 +20,7 @@ def _config(data: str, run: str, **changes: object) -> Config:
 def train(data: str, run: str, **changes: object) -> str:
     """Train to the end; an error that a user would see is returned."""
     try:
-        Trainer(_config(data, run, **changes), regroup(1)).run()
+        train_run(pretraining(_config(data, run, **changes), regroup(1)))
     except UserError as error:
         return str(error)
     return ""
@@ -27,13 +28,15 @@ def train(data: str, run: str, **changes: object) -> str:
 
 def first_losses_by_source(data: str, run: str, **changes: object) -> dict[str, float]:
     """Nats a token by source over the rows of the first step, from the initial weights, row by row."""
-    trainer = Trainer(_config(data, run, **changes), regroup(1))
+    opened = pretraining(_config(data, run, **changes), regroup(1))
+    source = opened.source
+    assert isinstance(source, PackedRows)
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for k in range(trainer.config.train.batch_size):
-        sample = trainer.order[k]
-        batch = collate([trainer.data.row(sample.source, sample.row)], [sample.source])
-        losses = trainer.engine.module(batch.tokens, batch.layout, batch.labels)
-        name = trainer.data.names[sample.source]
+    for k in range(opened.config.train.batch_size):
+        sample = source.order[k]
+        batch = collate([source.data.row(sample.source, sample.row)], [sample.source])
+        losses = opened.engine.module(batch.tokens, batch.layout, batch.labels)
+        name = source.names[sample.source]
         totals[name][0] += losses.double().sum().item()
         totals[name][1] += batch.num_targets
     return {name: loss / targets for name, (loss, targets) in totals.items()}

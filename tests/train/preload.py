@@ -12,7 +12,8 @@ import torch.utils.tensorboard  # noqa: F401
 import transformers  # noqa: F401
 
 import ssscale.engine.deepspeed
-import ssscale.train.trainer  # noqa: F401
+import ssscale.train.loop
+import ssscale.train.pretrain  # noqa: F401
 
 # DeepSpeed collects garbage many times in each start: what is imported here need not be looked through again.
 gc.collect()

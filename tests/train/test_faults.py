@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ssscale.train.checkpoint_folder import list_checkpoints
-from ssscale.train.faults import SpikeDetector
+from ssscale.train.hooks.spikes import SpikeDetector
 from ssscale.train.watchdog import Watchdog
 from tests.promises import promises
 from tests.train.ranks import Ranks, running, state_of

@@ -1,6 +1,7 @@
 """Fine-tuning: SQuAD's form, batches whose targets are the answers, a step against plain torch, runs that resume."""
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from ssscale.config import to_yaml
 from ssscale.config.schema import Config, DataConfig, ModelConfig
 from ssscale.data.batch import IGNORE
 from ssscale.data.questions import Example, make_batch, make_example, read_squad
-from ssscale.errors import UserError
+from ssscale.errors import Stop, UserError
 from ssscale.hf.convert import WeightsOnly
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
@@ -20,7 +21,8 @@ from ssscale.model.init import initialize_weights
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.checkpoint_folder import list_checkpoints
-from ssscale.train.finetune import FineTuning, epoch_order, finetuning_config
+from ssscale.train.finetune import epoch_order, finetuning, finetuning_config
+from ssscale.train.loop import train
 from ssscale.train.save import save_checkpoint
 
 SQUAD = {
@@ -82,7 +84,7 @@ def test_recipe():
     (stage,) = config.train.stages
     assert stage.tokens == 6782 * 128 * config.data.length
     assert stage.schedule.warmup_tokens == 86_820 * config.data.length
-    assert config.optimizer.betas == (0.9, 0.999)
+    assert config.optimizer.adamw.betas == (0.9, 0.999)
     assert config.optimizer.weight_decay == 0
     with pytest.raises(UserError, match="do not make one batch"):
         finetuning_config(Config(), "a", "b", num_examples=10, epochs=2, lr=1, batch=128, microbatch=1)
@@ -122,8 +124,10 @@ def test_a_step_is_plain_torchs(pretrained, tmp_path, groups):
     config, source, decoder = pretrained
     config = settings(config, source, tmp_path / "run")
     config = replace(config, optimizer=replace(config.optimizer, clip=0.0))
-    run = FineTuning(config, groups, examples(), {})
-    loss, lr, tokens = run._train_step()
+    run = finetuning(replace(config, train=replace(config.train, max_steps=1, log_every=1)), groups, examples(), {})
+    train(run)
+    record = records(tmp_path / "run")[0]
+    loss, lr = record["loss"], record["lr"]
     chosen = [examples()[index] for index in epoch_order(13, config.train.seed, 0)[:4]]
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.0)
     total = 0.0
@@ -133,36 +137,49 @@ def test_a_step_is_plain_torchs(pretrained, tmp_path, groups):
         total = total + F.cross_entropy(logits, ids[example.prompt :], reduction="sum")
     (total / 4).backward()
     optimizer.step()
-    assert tokens == sum(len(e.tokens) - e.prompt for e in chosen)
+    tokens = sum(len(e.tokens) - e.prompt for e in chosen)
     assert loss == pytest.approx(float(total) / tokens, rel=1e-5)
     for (name, exact), weight in zip(decoder.named_parameters(), run.engine.module.parameters(), strict=True):
         torch.testing.assert_close(weight, exact, atol=1e-5, rtol=1e-4, msg=name)
-    run.place.release()
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):
     config, source, _ = pretrained
 
     class Asked:
-        received = True
+        """Asks to stop once a step has been trained."""
 
-    straight = FineTuning(settings(config, source, tmp_path / "a"), groups, examples(), {})
-    straight.run()
-    assert straight.num_steps == 6
+        times = 0
+
+        @property
+        def received(self):
+            self.times += 1
+            return signal.SIGUSR1 if self.times > 1 else None
+
+    straight = finetuning(settings(config, source, tmp_path / "a"), groups, examples(), {})
+    train(straight)
+    assert straight.plan.total_steps == 6
     for step in (1, 2):
-        stopped = FineTuning(settings(config, source, tmp_path / "b"), groups, examples(), {}, Asked())
-        with pytest.raises(Exception, match=f"step {step} is saved"):
-            stopped.run()
-    again = FineTuning(settings(config, source, tmp_path / "b"), groups, examples(), {})
-    again.run()
+        stopped = finetuning(settings(config, source, tmp_path / "b"), groups, examples(), {}, Asked())
+        with pytest.raises(Stop, match=f"step {step} is saved"):
+            train(stopped)
+    again = finetuning(settings(config, source, tmp_path / "b"), groups, examples(), {})
+    train(again)
     for one, other in zip(straight.engine.module.parameters(), again.engine.module.parameters(), strict=True):
         assert torch.equal(one, other)
-    records = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
-    assert records[-1]["step"] == 6
+    logged = [record["step"] for record in records(tmp_path / "b") if "loss" in record]
+    assert logged == sorted(set(logged))
+    assert logged[-1] == 6
     model, _ = load_for_inference(tmp_path / "b", groups)
     assert torch.equal(model.norm.weight, again.engine.module.norm.weight)
-    FineTuning(settings(config, source, tmp_path / "b"), groups, examples(), {}).run()
-    assert [path.name for path in list_checkpoints(tmp_path / "b" / "checkpoints")] == ["step-00000006"]
+    train(finetuning(settings(config, source, tmp_path / "b"), groups, examples(), {}))
+    assert [path.name for path in list_checkpoints(tmp_path / "b" / "checkpoints")][-1] == "step-00000006"
+    with pytest.raises(UserError, match="questions= are not those"):
+        finetuning(settings(config, source, tmp_path / "b"), groups, examples()[1:] + examples()[:1], {})
 
 
 @pytest.mark.parametrize(

@@ -76,4 +76,4 @@ def test_s_of_every_head(split: str, corpus: Path, tmp_path: Path) -> None:
 def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"train\.wandb=true needs the package wandb: pip install wandb"):
-        Metrics(tmp_path, 0, 1, is_main=True, use_wandb=True)
+        Metrics(tmp_path, 1, is_main=True, use_wandb=True).open(0).__enter__()

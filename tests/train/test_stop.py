@@ -55,9 +55,9 @@ def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, argumen
 
 
 def stop_slowly() -> None:
-    from ssscale.train import trainer
+    from ssscale.train.hooks.checkpointing import Checkpointing
 
-    trainer.Trainer.save = lambda self, wait=False: time.sleep(60)  # type: ignore[assignment, method-assign]
+    Checkpointing.save = lambda self, run, wait=False: time.sleep(60)  # type: ignore[assignment, method-assign]
 
 
 @promises(

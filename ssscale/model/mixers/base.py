@@ -85,6 +85,11 @@ class Mixer:
     exact: ClassVar[Mapping[str, object]] = {}  # options under which it leaves nothing out
     export: ClassVar[Export | None] = None
 
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """What `measure` gives: name → weight in the loss, 0 for what is only logged."""
+        return {}
+
     def check(self, model: ModelConfig) -> None:
         """Raise UserError where the options do not go together."""
 
@@ -141,6 +146,13 @@ class Mixer:
         rows, whole = layout.gathered.rows, layout.gathered.layout
         q, k, v = tokens_to_heads(q, k, v, rows, layer.groups)
         return heads_to_tokens(layer.attend(q, k, v, whole), rows, layer.groups)
+
+    def measure(self, qkv: Tensor, mixed: Tensor, layer: Attention, layout: PackedLayout) -> dict[str, Tensor]:
+        """`terms` of one layer, float32 scalars: sums over this rank's tokens, the same on all tensor-parallel ranks.
+
+        qkv: the projection, mixed: what `mix` made of it. What is summed over a rank's heads goes through `sum_over_heads`.
+        """
+        return {}
 
     def query_factor(self, layer: Attention, tables: Tables) -> Tensor | None:
         """[T, N] float32 by which q is multiplied, in float32 and before it is rounded; None for no factor."""

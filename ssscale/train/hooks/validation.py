@@ -1,5 +1,8 @@
 """The validation loss of a run."""
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,7 +11,28 @@ from ssscale.config.schema import Config
 from ssscale.data.batch import take_share
 from ssscale.data.stream import PackedData, valid_batches
 from ssscale.parallel.groups import Groups
+from ssscale.train.build import open_data
+from ssscale.train.hooks.base import Hook
 from ssscale.train.metrics import losses_by_position, losses_by_source, mean_loss, sums_by_position, sums_by_source
+
+if TYPE_CHECKING:
+    from ssscale.train.run import Run
+    from ssscale.train.step import Done
+
+
+class Validation(Hook):
+    """`train.eval_every`: the losses on the validation split of the data that is trained on; checkpoints keep their mean."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def act(self, run: "Run", done: "Done") -> None:
+        with run.watch.paused():
+            run.mark("evaluation")
+            valid = open_data(run.config, "valid", fingerprint=run.source.fingerprint)
+            losses = validation_losses(run.engine.module, valid, run.config, run.groups)
+            run.state = replace(run.state, valid_loss=losses["valid_loss"])
+            run.metrics.write({"step": run.state.step, "tokens": run.state.tokens, **losses})
 
 
 @torch.no_grad()

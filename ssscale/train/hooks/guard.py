@@ -1,7 +1,9 @@
 """What must hold of the weights whatever the layout: copies are alike in every bit, and a gradient reaches each of them."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,34 @@ from torch import Tensor
 from ssscale.engine.base import Engine
 from ssscale.errors import UNEQUAL, Stop
 from ssscale.parallel.groups import Groups
+from ssscale.train.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from ssscale.train.run import Run
+    from ssscale.train.step import Done
+
+logger = logging.getLogger("ssscale")
+
+
+class Reached(Hook):
+    """After the first step of a run: weights that no gradient has reached are named."""
+
+    def is_due(self, run: "Run") -> bool:
+        return run.state.step == 1
+
+    def act(self, run: "Run", done: "Done") -> None:
+        if not done.skipped and (names := without_gradient(run.engine, run.groups)):
+            logger.warning("no gradient has reached %s: what lies there will not learn", listed(names))
+
+
+class Guard(Hook):
+    """`train.guard_every`: `check_copies`."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def act(self, run: "Run", done: "Done") -> None:
+        check_copies(run.engine, run.groups, run.state.step)
 
 
 def check_copies(engine: Engine, groups: Groups, step: int) -> None:
@@ -46,12 +76,12 @@ def bit_sum(weight: Tensor) -> Tensor:
 
 
 def without_gradient(engine: Engine, groups: Groups) -> list[str]:
-    """The weights whose gradients have all been exactly 0 so far, on every rank: Adam's first moment is."""
+    """The weights whose gradients have all been exactly 0 so far, on every rank: the optimizer's momentum is."""
     names = [name for name, _ in engine.module.named_parameters()]
     largest = torch.zeros(len(names), device=groups.device)
     places = {name: largest[place] for place, name in enumerate(names)}
     for fragment in engine.fragments():
-        if fragment.state == "exp_avg" and fragment.tensor.numel():
+        if fragment.state == engine.kind.momentum and fragment.tensor.numel():
             place = places[fragment.name]
             torch.maximum(place, fragment.tensor.abs().amax(), out=place)
     dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -1,13 +1,8 @@
-"""What a step's time is made of, and what mixers do inside the model."""
+"""What mixers do inside the model."""
 
-import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,37 +12,23 @@ from ssscale.data.batch import Batch
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Attention
 from ssscale.parallel.groups import Groups
+from ssscale.train.hooks.base import Hook
 
-logger = logging.getLogger("ssscale")
+if TYPE_CHECKING:
+    from ssscale.train.run import Run
+    from ssscale.train.step import Done
 
 
-class StepParts:
-    """Seconds a step by phase, on the GPU's own clock where there is one.
+class Observation(Hook):
+    """`train.observe_every`: what `observe` finds on the first microbatch of the step."""
 
-    `communication` is the reduction behind backward; what ZeRO 2 and 3 reduce meanwhile counts as backward. `data` is
-    the wait for the loader, `agreement` the one small reduction over all ranks that a step begins with.
-    """
+    def __init__(self, every: int) -> None:
+        self.every = every
 
-    def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
-        self.marks: list[tuple[str, Any]] = []
-
-    def mark(self, phase: str) -> None:
-        moment: Any = time.perf_counter()
-        if self.cuda:
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
-        self.marks.append((phase, moment))
-
-    def lap(self, steps: int) -> dict[str, float]:
-        """`seconds/phase` a step since the last lap."""
-        if self.cuda and self.marks:
-            self.marks[-1][1].synchronize()
-        seconds: Counter[str] = Counter()
-        for (phase, begin), (_, end) in pairwise(self.marks):
-            seconds[phase] += begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
-        self.marks = self.marks[-1:]
-        return {f"seconds/{phase}": total / steps for phase, total in seconds.items()}
+    def act(self, run: "Run", done: "Done") -> None:
+        with run.watch.paused():
+            seen = observe(run.engine.module, done.batches[0].to(run.groups.device), run.groups)
+            run.metrics.write({"step": run.state.step, "tokens": run.state.tokens, **seen})
 
 
 def observe(model: nn.Module, batch: Batch, groups: Groups) -> dict[str, Any]:
@@ -104,28 +85,3 @@ def _look_at_all(
     by_layer = {layer: dict(zip(layer.mixer.observes, values)) for layer in looking}
     names = dict.fromkeys(name for own in by_layer.values() for name in own)
     return {name: [by_layer.get(layer, {}).get(name) for layer in layers] for name in names}
-
-
-@contextmanager
-def profiled(folder: Path, step: int, groups: Groups) -> Iterator[None]:
-    """torch's profiler trace of what runs inside, and on a GPU a snapshot of its memory, from the main rank."""
-    if not groups.is_main:
-        yield
-        return
-    cuda = groups.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
-    folder.mkdir(parents=True, exist_ok=True)
-    if cuda:
-        torch.cuda.memory._record_memory_history()
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        yield
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(folder / f"step-{step}.json.gz"))
-        if cuda:
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{step}.pickle"))
-        logger.info("profile of step %d in %s", step, folder)
-    except OSError as error:
-        logger.error("the profile of step %d cannot be written: %s", step, error)
-    if cuda:
-        torch.cuda.memory._record_memory_history(enabled=None)

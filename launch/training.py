@@ -1,0 +1,38 @@
+"""What every command that trains does with the ranks that it is one of."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ssscale.config.schema import Config
+    from ssscale.parallel.groups import Groups
+    from ssscale.train.run import Run
+
+
+def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
+    """Join the other ranks, train what `make` returns to the end and leave together. Raises UserError and Stop."""
+    from ssscale.errors import TOGETHER, Stop
+    from ssscale.parallel.groups import initialize, shutdown, shutdown_together
+    from ssscale.train.build import memory_of
+    from ssscale.train.estimate import check_memory
+    from ssscale.train.loop import train
+
+    parallel, local_rank = config.parallel, int(os.environ.get("LOCAL_RANK", "0"))
+    groups = initialize(
+        parallel.tensor,
+        local_rank,
+        # Longer than the watchdog waits: it names the rank, NCCL's own timeout only aborts the process.
+        timeout_minutes=max(10.0, config.train.watchdog / 60 + 5),
+        distributed="RANK" in os.environ,
+        ulysses=parallel.ulysses,
+        ring=parallel.ring,
+    )
+    check_memory(config, groups.world_size, memory_of(groups.device))
+    try:
+        train(make(groups))
+    except Stop as stop:
+        if stop.code in TOGETHER:
+            shutdown_together()
+        raise
+    shutdown()  # not after an error: the other ranks may be inside a collective, and the launcher ends them

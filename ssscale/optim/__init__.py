@@ -1,0 +1,1 @@
+"""Optimizers, one file each (base.py says what such a file declares)."""

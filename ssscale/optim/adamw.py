@@ -1,0 +1,48 @@
+"""AdamW (arXiv:1711.05101, Algorithm 2), torch's fused one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ssscale.config.registry import OPTIMIZERS
+from ssscale.errors import UserError
+from ssscale.optim.base import Optimizer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ssscale.config.schema import Config
+
+
+@OPTIMIZERS.register("adamw", default=True)
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """w ← w − lr · (m̂ / (√v̂ + ε) + weight_decay · w); m and v average the gradient and its square by β₁ and β₂."""
+
+    states = ("exp_avg", "exp_avg_sq")
+    momentum = "exp_avg"
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                bound = "0 or more" if beta < 0 else "less than 1"
+                raise UserError(f"optimizer.adamw.betas must be {bound}, not {beta}")
+        if self.eps <= 0:
+            raise UserError(f"optimizer.adamw.eps must be greater than 0, not {self.eps}")
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.AdamW(groups, lr=0.0, betas=tuple(self.betas), eps=self.eps, fused=True)
+
+    def state_after(self, weight: Tensor, steps: int) -> dict[str, Any]:
+        import torch
+
+        step = torch.tensor(float(steps), device=weight.device)
+        return {"step": step} | {name: torch.zeros_like(weight) for name in self.states}

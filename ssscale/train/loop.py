@@ -1,0 +1,59 @@
+"""The training loop: stages, steps and what is due after them."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from ssscale.data.batch import Batch
+from ssscale.train.faults import Rollback
+from ssscale.train.run import Run
+from ssscale.train.step import agree, train_step
+
+logger = logging.getLogger("ssscale")
+
+
+def train(run: Run) -> None:
+    """Train to the last step; returns at once for a finished run.
+
+    Raises Stop where the run ends before its last step, and UserError where that step cannot be saved.
+    """
+    with run.going_on():
+        if run.plan.total_steps == 0 and run.place.choice.path is None:
+            run.saving.save_beginning(run)  # the weights that the run begins with are what was asked for
+        while not run.finished:
+            try:
+                with run.metrics.open(run.state.step):
+                    _train(run)
+            except Rollback:
+                run.roll_back()
+        logger.info("%s is finished: step %d of %d", run.folder, run.state.step, run.plan.total_steps)
+
+
+def _train(run: Run) -> None:
+    run.start_clocks()
+    while not run.finished:
+        with run.watch.paused():
+            run.enter(run.plan.at(run.state.step))
+        for batches in run.source.steps(run.config, run.part, run.state):
+            _advance(run, batches)
+    run.saving.finish(run)
+
+
+def _advance(run: Run, batches: Sequence[Batch]) -> None:
+    """One step and what is due after it."""
+    run.mark("agreement")
+    agreed = agree(run, batches)
+    run.measure_memory()
+    for hook in run.hooks:
+        hook.agreed(run, agreed)
+    if agreed.stop:
+        run.stop()
+    with ExitStack() as around:
+        for hook in run.hooks:
+            around.enter_context(hook.around(run, run.state.step + 1))
+        done = train_step(run, batches, agreed.num_targets)
+    run.complete(done)
+    for hook in run.hooks:
+        if hook.is_due(run):
+            hook.act(run, done)
+    run.begin_step()

@@ -1,0 +1,76 @@
+"""One optimizer step: what all ranks agree on before it, microbatches through the engine, and what came of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssscale.data.batch import Batch, take_share
+from ssscale.train.metrics import sums_by_source
+from ssscale.train.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from ssscale.train.run import Run
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know alike before a step."""
+
+    num_targets: int  # tokens with a target of the step to come, over all ranks
+    stop: bool  # whether any rank was asked to stop
+    written: bool  # whether every rank has written its files of a checkpoint, or given up
+    failed: bool  # whether any rank has given up
+    last_loss: float  # Σ losses of the step before, over all ranks: tensor_size times the loss in nats
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step that has ended on this rank."""
+
+    batches: Sequence[Batch]
+    num_targets: int  # over all ranks
+    lr: float
+    sums: Tensor  # `sums_by_source` of this rank
+    terms: dict[str, Tensor]  # Σ of each of the model's terms over this rank's tokens, float64
+    loss: float  # Σ losses of this rank
+    grad_norm: float | None
+    skipped: bool  # its gradients had NaN or Inf: it has changed nothing
+
+
+def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
+    """One sum over all ranks. It changes nothing."""
+    asked = run.signals is not None and run.signals.received is not None
+    targets = sum(batch.num_targets for batch in batches)
+    writer, loss = run.saving.writer, 0.0 if run.last is None else run.last.loss
+    sums = torch.tensor([targets, asked, writer.done, writer.failed, loss], dtype=torch.float64)
+    dist.all_reduce(sums)
+    num_targets, stop, written, failed, loss = sums.tolist()
+    groups = run.groups
+    return Agreed(
+        num_targets=max(int(num_targets) // (groups.tensor_size * groups.context_size), 1),
+        stop=stop > 0,
+        written=written == groups.world_size,
+        failed=failed > 0,
+        last_loss=loss,
+    )
+
+
+def train_step(run: "Run", batches: Sequence[Batch], num_targets: int) -> Done:
+    """Forward and backward of this rank's microbatches, then one step of the optimizer."""
+    groups, train = run.groups, run.config.train
+    sums = torch.zeros(2, len(run.source.names), dtype=torch.float64, device=groups.device)
+    terms = {name: torch.zeros((), dtype=torch.float64, device=groups.device) for name in run.engine.module.terms}
+    divisor = run.source.divisor(num_targets)
+    for batch in batches:
+        batch = take_share(batch, groups).to(groups.device, non_blocking=True)  # page-locked by the loader
+        passed = run.engine.forward_backward(batch.tokens, batch.layout, batch.labels, divisor, batch.rows)
+        sums += sums_by_source(passed.losses, batch, len(run.source.names))
+        terms = {name: total + passed.terms[name] for name, total in terms.items()}
+    lr = learning_rate(train.stages, run.given.train.batch_size, run.state.tokens + run.part.tokens_per_step)
+    result = run.engine.step(lr)
+    # The step has ended, as its gradient norm is known: reading the sum waits for nothing.
+    return Done(batches, num_targets, lr, sums, terms, float(sums[0].sum()), result.grad_norm, result.skipped)
