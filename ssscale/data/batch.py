@@ -112,3 +112,23 @@ def collate(
         torch.tensor(list(sources), dtype=torch.int64),
         num_targets,
     )
+
+
+def sums_by_source(losses: Tensor, batch: Batch, num_sources: int) -> Tensor:
+    """[2, sources] float64: a microbatch's losses and its target tokens, summed by the source of each row.
+
+    losses: [T], zero where there is no target. Columns are those of `PackedData.names`.
+    """
+    rows = len(batch.sources)
+    per_row = torch.stack(
+        [losses.view(rows, -1).double().sum(1), (batch.labels != IGNORE).view(rows, -1).double().sum(1)]
+    )
+    # A product rather than index_add_, whose order of summation on a GPU changes from run to run.
+    return per_row @ torch.nn.functional.one_hot(batch.sources, num_sources).double()
+
+
+def sums_by_position(losses: Tensor, batch: Batch, length: int) -> Tensor:
+    """[2, buckets] float64: losses and target tokens summed by position within the document: 0, 1, 2–3, 4–7, … length − 1."""
+    pair = torch.stack([losses.double(), (batch.labels != IGNORE).double()])
+    bucket = torch.frexp(batch.layout.positions.float()).exponent.long()  # the number of bits
+    return pair @ torch.nn.functional.one_hot(bucket, (length - 1).bit_length() + 1).double()

@@ -1,8 +1,11 @@
 """Packed shards to batches: one data set (`PackedData`), the training loader and the validation batches."""
 
+import ctypes
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from ssscale.data.order import Mix, Order
 from ssscale.data.shards import INDEX, Place, RowStore
 from ssscale.errors import UserError
 from ssscale.names import leads_out
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class PackedData:
@@ -216,7 +221,7 @@ def make_loader(
         dataset,
         batch_size=None,
         collate_fn=_as_is,
-        worker_init_fn=_leave_signals_to_the_run,
+        worker_init_fn=partial(_begin_worker, os.getpid()),
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         timeout=timeout if num_workers else 0,
@@ -226,7 +231,12 @@ def make_loader(
     return _steps(dataset, loader, one_document)
 
 
-def _leave_signals_to_the_run(worker: int) -> None:
+def _begin_worker(run: int, worker: int) -> None:
+    """run: the process that the worker belongs to."""
+    # A run that is killed takes its workers with it: one that waits to hand over a batch would never notice.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != run:
+        os._exit(1)
     # Schedulers send theirs to every process of a job: the run needs its workers until it has saved.
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

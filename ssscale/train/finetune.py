@@ -137,8 +137,8 @@ def finetuning(
     """A run of fine-tuning, ready for `ssscale.train.loop.train`. files: `Examples`. Raises UserError."""
     train = config.train
     hooks = [
-        Spikes(train.spike_z),
         Profile(train.profile),
+        Spikes(train.spike_z),
         Records(train.log_every),
         Skips(train.max_skipped),
         Guard(train.guard_every),

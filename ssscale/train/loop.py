@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from ssscale.data.batch import Batch
 from ssscale.train.faults import Rollback
@@ -48,12 +47,9 @@ def _advance(run: Run, batches: Sequence[Batch]) -> None:
         hook.agreed(run, agreed)
     if agreed.stop:
         run.stop()
-    with ExitStack() as around:
-        for hook in run.hooks:
-            around.enter_context(hook.around(run, run.state.step + 1))
-        done = train_step(run, batches, agreed.num_targets)
+    done = train_step(run, batches, agreed.num_targets)
     run.complete(done)
     for hook in run.hooks:
-        if hook.is_due(run):
+        if hook.is_due(run.state.step, run.plan.total_steps):
             hook.act(run, done)
     run.begin_step()

@@ -5,7 +5,6 @@ import logging
 import math
 import statistics
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from ssscale.config.schema import Config
-from ssscale.data.batch import IGNORE, Batch
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.parallel.groups import Groups
@@ -132,28 +130,8 @@ def _wandb(folder: Path) -> Any:
     return wandb.init(project="ssscale", id=folder.name, name=folder.name, dir=str(folder), resume="allow")
 
 
-def sums_by_source(losses: Tensor, batch: Batch, num_sources: int) -> Tensor:
-    """[2, sources] float64: a microbatch's losses and its target tokens, summed by the source of each row.
-
-    losses: [T], zero where there is no target. Columns are those of `PackedData.names`.
-    """
-    rows = len(batch.sources)
-    per_row = torch.stack(
-        [losses.view(rows, -1).double().sum(1), (batch.labels != IGNORE).view(rows, -1).double().sum(1)]
-    )
-    # A product rather than index_add_, whose order of summation on a GPU changes from run to run.
-    return per_row @ torch.nn.functional.one_hot(batch.sources, num_sources).double()
-
-
-def sums_by_position(losses: Tensor, batch: Batch, length: int) -> Tensor:
-    """[2, buckets] float64: losses and target tokens summed by position within the document: 0, 1, 2–3, 4–7, … length − 1."""
-    pair = torch.stack([losses.double(), (batch.labels != IGNORE).double()])
-    bucket = torch.frexp(batch.layout.positions.float()).exponent.long()  # the number of bits
-    return pair @ torch.nn.functional.one_hot(bucket, (length - 1).bit_length() + 1).double()
-
-
 def losses_by_position(sums: Tensor, prefix: str) -> dict[str, float]:
-    """`prefix/first position` → nats a token, from `sums_by_position` over all ranks."""
+    """`prefix/first position` → nats a token, from `sums_by_position` (ssscale/data/batch.py) over all ranks."""
     return losses_by_source(sums, [f"from_{2**bits // 2:06d}" for bits in range(sums.shape[1])], prefix)
 
 
@@ -200,45 +178,6 @@ def speed(rate: float, config: Config, groups: Groups) -> dict[str, float]:
             found[name] = rate * flops_per_token(config.model, config.data.length, causal_half=half) / peak
         found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return found
-
-
-class Stopwatch:
-    """Tokens a second of training, without what was paused (evaluation, checkpoints)."""
-
-    def __init__(self, tokens: int) -> None:
-        self.start, self.tokens = time.perf_counter(), tokens
-        self.last = self.start
-        self.quiet: deque[float] = deque(maxlen=20)  # seconds of the newest steps without a save beside them
-        self.busy: list[float] = []  # of those beside the newest save
-
-    def step(self, saving: bool) -> None:
-        """A step has ended; whether a checkpoint was being written."""
-        now = time.perf_counter()
-        (self.busy.append if saving else self.quiet.append)(now - self.last)
-        self.last = now
-
-    def dip(self) -> float | None:
-        """The share of the rate that was lost while the newest checkpoint was written; None where no step tells."""
-        busy, self.busy = self.busy, []
-        if not busy or not self.quiet:
-            return None
-        # One long step is a loss too, so the mean of the busy ones; a quiet one may have had to compile.
-        return 1 - statistics.median(self.quiet) / statistics.fmean(busy)
-
-    def lap(self, tokens: int) -> float:
-        """The rate since the last lap, given the tokens trained in all."""
-        now = time.perf_counter()
-        rate = (tokens - self.tokens) / (now - self.start)
-        self.start, self.tokens = now, tokens
-        return rate
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        paused = time.perf_counter() - began
-        self.start += paused
-        self.last += paused
 
 
 def _short(value: Any) -> str:

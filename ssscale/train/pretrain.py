@@ -91,8 +91,8 @@ def pretraining(
 
     train = config.train
     hooks = [
-        Spikes(train.spike_z),
         Profile(train.profile),
+        Spikes(train.spike_z),
         Records(train.log_every),
         Skips(train.max_skipped),
         Reached(),

@@ -22,11 +22,11 @@ from ssscale.train.build import build_model, choose_compile, choose_dtype, log_c
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import checkpoint_path
 from ssscale.train.claim import RunFolder
+from ssscale.train.clock import Phases, Stopwatch
 from ssscale.train.faults import open_events, write_event
 from ssscale.train.hooks.base import Hook
 from ssscale.train.hooks.checkpointing import Checkpointing
-from ssscale.train.hooks.records import Phases
-from ssscale.train.metrics import Metrics, Stopwatch
+from ssscale.train.metrics import Metrics
 from ssscale.train.microbatch import StageConfigs
 from ssscale.train.peers import Peers, Where
 from ssscale.train.reading import reading

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssscale.data.batch import Batch, take_share
-from ssscale.train.metrics import sums_by_source
+from ssscale.data.batch import Batch, sums_by_source, take_share
 from ssscale.train.schedule import learning_rate
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from tests.chaos import kinds
 from tests.chaos.attempt import KINDS, attempt
 from tests.chaos.scene import World, WrongOutcomeError, check_identical, check_output
 from tests.chaos.table import FILE, text
-from tests.train.conftest import corpus  # noqa: F401 - a fixture
 
 # One of each area, the quickest; `make test-chaos` has all.
 SHORT = [
@@ -27,7 +26,7 @@ SHORT += ["run-file", "export-file", "export-of-damaged", "read-only-disk", "clo
 
 
 @pytest.fixture(scope="module")
-def world(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> World:  # noqa: F811
+def world(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     return World.make(tmp_path_factory.mktemp("chaos"), corpus)
 
 

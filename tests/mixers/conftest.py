@@ -15,10 +15,14 @@ Command = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def command() -> Command:
-    """python FILE ARGUMENTS with the plugin; its output. Fails where the exit code is another than expected."""
+    return commands(PLUGIN)
+
+
+def commands(plugin: Path) -> Command:
+    """python FILE ARGUMENTS with a plugin; its output. Fails where the exit code is another than expected."""
 
     def run(file: str, *arguments: str, code: int = 0) -> str:
-        environment = os.environ | {"SSSCALE_PLUGINS": str(PLUGIN), "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"SSSCALE_PLUGINS": str(plugin), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, file, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
         )

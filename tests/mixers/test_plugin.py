@@ -7,7 +7,12 @@ import pytest
 from tests.mixers.conftest import PLUGIN, ROOT, Command
 from tests.mixers.runs import SHAPE, pretrain, records
 
-MODEL = ["model.mixers=[retnet]", "model.position.method=rope", "model.num_layers=2"]
+MODEL = [
+    "model.mixers=[retnet]",
+    "model.position.method=rope",
+    "model.num_layers=2",
+    "train.stages.0.schedule.warmup_tokens=0",
+]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import pytest
 from ssscale.train.checkpoint_folder import list_checkpoints, verify
 from tests.promises import promises
 from tests.slurm.jobs import ARGUMENTS, Job, cluster, losses, started, submit
-from tests.train.conftest import corpus  # noqa: F401 - a fixture
 from tests.train.ranks import SMALL, Ranks
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -32,14 +31,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:  # noqa: F811
+def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of an uninterrupted run on two ranks."""
     run = tmp_path_factory.mktemp("plain") / "run"
     Ranks([*ARGUMENTS, f"data.path={corpus}", f"train.max_steps={STEPS}"], run).finish()
     return losses(run)
 
 
-def test_a_job_completes_and_is_recorded(slurm: None, corpus: Path, plain: list[float], tmp_path: Path) -> None:  # noqa: F811
+def test_a_job_completes_and_is_recorded(slurm: None, corpus: Path, plain: list[float], tmp_path: Path) -> None:
     job = Job(tmp_path / "run", corpus)
     job.finish()
     assert losses(job.run) == plain
@@ -127,7 +126,7 @@ def unplug(job: Job) -> None:
 def test_a_job_gets_over(
     fault: Callable[[Job], None],
     slurm: None,
-    corpus: Path,  # noqa: F811
+    corpus: Path,
     plain: list[float],
     tmp_path: Path,
 ) -> None:
@@ -149,7 +148,7 @@ def test_a_job_gets_over(
     identical="losses",
 )
 @pytest.mark.timeout(2400)
-def test_the_time_limit(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_time_limit(slurm: None, corpus: Path, tmp_path: Path) -> None:
     """Once the job trains, its limit comes near: with 60 to 120 s left, the signal is due 90 s before, or a minute sooner."""
     steps, early = 1200, 90
     job = Job(tmp_path / "run", corpus, "time=01:00:00", f"early={early}", steps=steps)
@@ -174,7 +173,7 @@ def test_the_time_limit(slurm: None, corpus: Path, tmp_path: Path) -> None:  # n
     code="",
     do="the same command starts it again",
 )
-def test_a_cancelled_job_saves_and_stays_cancelled(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_cancelled_job_saves_and_stays_cancelled(slurm: None, corpus: Path, tmp_path: Path) -> None:
     job = Job(tmp_path / "run", corpus, steps=100_000)
     job.wait_for_step(25)
     subprocess.run(["scancel", job.number], check=True)
@@ -185,7 +184,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm: None, corpus: Path, tm
     assert verify(list_checkpoints(job.run / "checkpoints")[-1]) is None
 
 
-def test_what_follows_a_job(slurm: None, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_follows_a_job(slurm: None, corpus: Path, tmp_path: Path) -> None:
     """An evaluation after a training that finished; none after one that failed."""
     more = ["evaluate_gpus=2", "evaluate_time=00:20:00", "evaluate_cpus=2", "evaluate_mem=3G"]
     good = Job(tmp_path / "run", corpus, "evaluate=none", *more, steps=20)

@@ -31,8 +31,8 @@ def plant(fault: str, steps: tuple[int, ...], rank: int = 1) -> None:
         return
     original, calls = Decoder.forward, []
 
-    def forward(self: Any, *arguments: Any, **more: Any) -> torch.Tensor:
-        losses = original(self, *arguments, **more)
+    def forward(self: Any, *arguments: Any, **more: Any) -> Any:
+        found = original(self, *arguments, **more)
         calls.append(1)
         if (len(calls) - 1) // MICROBATCHES + 1 in steps:
             if fault == "hang":
@@ -50,8 +50,9 @@ def plant(fault: str, steps: tuple[int, ...], rank: int = 1) -> None:
                 raise torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage")
             if fault == "crash":
                 ctypes.string_at(0)
-            return losses * {"nan": torch.nan, "spike": 10.0, "bit": 1.0}[fault]
-        return losses
+            losses, terms = found  # of training, not of validation
+            return losses * {"nan": torch.nan, "spike": 10.0, "bit": 1.0}[fault], terms
+        return found
 
     Decoder.forward = forward  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from ssscale.train.records import read_metrics
 from tests.chaos.kills import kill_all
 from tests.chaos.scene import World
 from tests.promises import promises
-from tests.train.ranks import free_port
+from tests.train.ranks import free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,3 +90,24 @@ def test_the_main_job_killed_at_two_random_steps_ends_bit_identical(tmp_path: Pa
         process.communicate()
     finish([*arguments, f"run_dir={killed}"])
     compare(plain, killed)
+
+
+@promises(
+    "Stops and starts",
+    "a rank is killed while its data workers are stuck",
+    seen="the workers end with it",
+    code="137",
+    identical="from the last save",
+    do="the same command",
+)
+def test_a_killed_rank_takes_its_workers_with_it(corpus: Path, tmp_path: Path) -> None:
+    """Stopped ones stand for those that wait to hand over a batch: they do not look whether the rank is still there."""
+    keys = [f"data.path={corpus}", "data.num_workers=2", "train.max_steps=2000"]
+    with running(keys, tmp_path / "run", size=1) as ranks:
+        ranks.wait_for_step(2)
+        workers = psutil.Process(ranks.processes[0].pid).children(recursive=True)
+        assert len(workers) == 2
+        for worker in workers:
+            worker.suspend()
+        ranks.send(signal.SIGKILL)
+        assert psutil.wait_procs(workers, timeout=5)[1] == []

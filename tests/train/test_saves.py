@@ -158,7 +158,7 @@ def test_a_model_is_never_changed_on_older_weights(small_disk: Path, corpus: Pat
     constant = {"kind": "constant", "lr": 1e-3}
     stages = [
         {"name": "softmax", "tokens": 8192, "schedule": constant},  # 8 steps
-        {"name": "ssmax", "tokens": 8192, "schedule": constant, "core": "ssmax"},
+        {"name": "ssmax", "tokens": 8192, "schedule": constant, "model": {"mixers": ["ssmax"]}},
     ]
     arguments = [f"data.path={corpus}", "train.save_every=4", "train.keep=2", f"train.stages={json.dumps(stages)}"]
     arguments += ["model.mixers=[softmax]", "model.position.method=rope", "data.num_workers=0"]

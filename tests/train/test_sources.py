@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssscale.data.batch import IGNORE, Batch
+from ssscale.data.batch import IGNORE, Batch, sums_by_position
 from ssscale.layout import PackedLayout
-from ssscale.train.metrics import losses_by_position, sums_by_position
+from ssscale.train.metrics import losses_by_position
 from ssscale.train.records import read_metrics
 from tests.pool import Pool
 

@@ -1,6 +1,5 @@
 """What a run does beside its steps. `ssscale.train.loop` calls the hooks of a run in their order."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,22 +10,19 @@ if TYPE_CHECKING:
 class Hook:
     """A hook overrides what it needs. `run.state` is that of the last step that has ended; all ranks call alike.
 
-    every: steps between its turns, of which one comes after the last step; 0: it has none.
+    every: steps between its turns, of which one comes after the last step; 0: none of these. at: a step after which it has
+    its only turn.
     """
 
-    every = 0
+    every: int = 0
+    at: int | None = None
 
     def agreed(self, run: "Run", agreed: "Agreed") -> None:
         """Before each step, once all ranks know what they must know alike."""
 
-    def around(self, run: "Run", step: int) -> AbstractContextManager[object]:
-        """What step number `step` runs inside."""
-        return nullcontext()
-
-    def is_due(self, run: "Run") -> bool:
-        """Whether it has its turn after the step that has ended."""
-        step = run.state.step
-        return self.every > 0 and (step % self.every == 0 or step == run.plan.total_steps)
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether it has its turn after this step."""
+        return step == self.at or (self.every > 0 and (step % self.every == 0 or step == total_steps))
 
     def act(self, run: "Run", done: "Done") -> None:
         """Its turn. Raises Stop, or Rollback for going back to the last checkpoint."""

@@ -24,8 +24,7 @@ logger = logging.getLogger("ssscale")
 class Reached(Hook):
     """After the first step of a run: weights that no gradient has reached are named."""
 
-    def is_due(self, run: "Run") -> bool:
-        return run.state.step == 1
+    at = 1
 
     def act(self, run: "Run", done: "Done") -> None:
         if not done.skipped and (names := without_gradient(run.engine, run.groups)):

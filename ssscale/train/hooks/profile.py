@@ -1,50 +1,53 @@
 """`train.profile`: torch's trace of one step."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ssscale.parallel.groups import Groups
 from ssscale.train.hooks.base import Hook
 
 if TYPE_CHECKING:
     from ssscale.train.run import Run
+    from ssscale.train.step import Agreed, Done
 
 logger = logging.getLogger("ssscale")
 
 
 class Profile(Hook):
+    """The main rank's trace of step `at`, and on a GPU a snapshot of its memory, in the run's folder profile/."""
+
     def __init__(self, step: int | None) -> None:
-        self.step = step
+        self.at = step
+        self.profile: torch.profiler.profile | None = None
 
-    def around(self, run: "Run", step: int) -> AbstractContextManager[object]:
-        return profiled(run.folder / "profile", step, run.groups) if step == self.step else nullcontext()
+    def agreed(self, run: "Run", agreed: "Agreed") -> None:
+        if run.state.step + 1 != self.at or not run.groups.is_main:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if run.groups.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history()
+        self.profile = torch.profiler.profile(activities=activities, profile_memory=True)
+        self.profile.start()
 
+    def act(self, run: "Run", done: "Done") -> None:
+        if self.profile is None:
+            return
+        with run.watch.paused():
+            self._write(run, self.profile)
+        self.profile = None
 
-@contextmanager
-def profiled(folder: Path, step: int, groups: Groups) -> Iterator[None]:
-    """torch's profiler trace of what runs inside, and on a GPU a snapshot of its memory, from the main rank."""
-    if not groups.is_main:
-        yield
-        return
-    cuda = groups.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
-    folder.mkdir(parents=True, exist_ok=True)
-    if cuda:
-        torch.cuda.memory._record_memory_history()
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        yield
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(folder / f"step-{step}.json.gz"))
+    def _write(self, run: "Run", profile: torch.profiler.profile) -> None:
+        profile.stop()
+        folder, cuda = run.folder / "profile", run.groups.device.type == "cuda"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(folder / f"step-{self.at}.json.gz"))
+            if cuda:
+                torch.cuda.memory._dump_snapshot(str(folder / f"memory-{self.at}.pickle"))
+            logger.info("profile of step %d in %s", self.at, folder)
+        except OSError as error:
+            logger.error("the profile of step %d cannot be written: %s", self.at, error)
         if cuda:
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{step}.pickle"))
-        logger.info("profile of step %d in %s", step, folder)
-    except OSError as error:
-        logger.error("the profile of step %d cannot be written: %s", step, error)
-    if cuda:
-        torch.cuda.memory._record_memory_history(enabled=None)
+            torch.cuda.memory._record_memory_history(enabled=None)

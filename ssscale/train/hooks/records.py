@@ -1,9 +1,6 @@
 """A run's metrics at `train.log_every`: loss, learning rate, gradient norm, speed, and where the time of a step goes."""
 
-import time
-from collections import Counter
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,33 +29,3 @@ class Records(Hook):
         record |= speed(run.watch.lap(state.tokens), run.config, run.groups)
         run.metrics.write(record | run.phases.lap(state.step))
         run.events.write(b"")  # what a full disk may not have taken
-
-
-class Phases:
-    """Seconds per step by phase, on the GPU's own clock where there is one.
-
-    `communication` is the reduction after backward; what ZeRO 2 and 3 reduce meanwhile counts as backward. `data` is
-    the wait for the loader, `agreement` the one small reduction over all ranks that a step begins with.
-    """
-
-    def __init__(self, cuda: bool, step: int) -> None:
-        self.cuda, self.step = cuda, step
-        self.marks: list[tuple[str, Any]] = []
-
-    def mark(self, phase: str) -> None:
-        moment: Any = time.perf_counter()
-        if self.cuda:
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
-        self.marks.append((phase, moment))
-
-    def lap(self, step: int) -> dict[str, float]:
-        """`seconds/phase` per step since the last lap."""
-        if self.cuda and self.marks:
-            self.marks[-1][1].synchronize()
-        seconds: Counter[str] = Counter()
-        for (phase, begin), (_, end) in pairwise(self.marks):
-            seconds[phase] += begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
-        self.marks = self.marks[-1:]
-        steps, self.step = step - self.step, step
-        return {f"seconds/{phase}": total / steps for phase, total in seconds.items()}

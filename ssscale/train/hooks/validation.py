@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ssscale.config.schema import Config
-from ssscale.data.batch import take_share
+from ssscale.data.batch import sums_by_position, sums_by_source, take_share
 from ssscale.data.stream import PackedData, valid_batches
 from ssscale.parallel.groups import Groups
 from ssscale.train.build import open_data
 from ssscale.train.hooks.base import Hook
-from ssscale.train.metrics import losses_by_position, losses_by_source, mean_loss, sums_by_position, sums_by_source
+from ssscale.train.metrics import losses_by_position, losses_by_source, mean_loss
 
 if TYPE_CHECKING:
     from ssscale.train.run import Run
