@@ -68,12 +68,12 @@ format:  ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: $(STAMP)  ## formatting, lint, types, the rules of tests/architecture.py
+check: $(STAMP)  ## formatting, lint, types, the rules of tests/architecture.py, links in documents
 	@$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docs.py
 
 test: check  ## check and the CPU tests (about 11 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
