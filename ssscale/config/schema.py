@@ -65,7 +65,7 @@ class PositionConfig(Sectioned):
 
     registry = POSITIONS
 
-    method: str = "rope"
+    method: str = "rope"  # of ssscale/model/positions: rope, nope, alibi, fire
     window: int | None = None  # sliding window: keys that a query sees, itself included; None: all
 
 
@@ -90,7 +90,7 @@ class WidthConfig:
     """
 
     base_hidden_size: int | None = None  # the width at which the learning rate was tuned; None: m_width = 1
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0  # of the embedding's output
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     logits_divisor: float | None = None  # None: m_width
@@ -100,16 +100,16 @@ class WidthConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    num_layers: int = 12
-    hidden_size: int = 768
-    ffn_hidden_size: int = 2048
-    num_heads: int = 12
+    num_layers: int = 12  # blocks of attention and MLP
+    hidden_size: int = 768  # D, of the residual stream
+    ffn_hidden_size: int = 2048  # of the SwiGLU
+    num_heads: int = 12  # N query heads
     num_kv_heads: int | None = None  # None: as many as num_heads
     head_dim: int | None = None  # None: hidden_size / num_heads
     vocab_size: int = 50_257  # at least the tokenizer's; tensor parallelism pads its own copy
-    tie_embeddings: bool = False
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
+    tie_embeddings: bool = False  # the head is the embedding
+    norm_eps: float = 1e-5  # ε of RMSNorm
+    init_std: float = 0.02  # of the initial weights
     depth_scaled_init: bool = True  # init_std / sqrt(2 · num_layers) where a matrix writes to the residual stream
     mixers: list[str] = field(default_factory=lambda: [MIXERS.default])  # a pattern that is repeated over the layers
     mixer: MixerConfig = field(default_factory=mixer_config)
@@ -177,8 +177,8 @@ class DataConfig:
     path: str = "data/pretrain"  # a folder made by `python -m data_prep` (manifest.json lies in it)
     length: int = 4096  # tokens a row; the shards must have been packed to it
     one_document: bool = False  # a row counts as one document whatever lies in it (as the SSMax study trains)
-    shuffle_seed: int = 0
-    num_workers: int = 2
+    shuffle_seed: int = 0  # of the order of rows
+    num_workers: int = 2  # processes per rank that read rows ahead; 0: the rank itself reads
     prefetch: int = 4  # microbatches a worker prepares ahead
     timeout: float = 600.0  # seconds to wait for a worker's microbatch before the run stops
     cache: str | None = None  # local folder for remote (s3://, gs://) data; auto: on this node's own disk
@@ -192,10 +192,10 @@ class ScheduleConfig:
     lr: float = 6e-4  # the peak; under `power` the cap η_max
     warmup_tokens: int = 0  # of this stage
     decay_tokens: int = 0  # the last tokens of this stage
-    decay_shape: DecayShape = DecayShape.exponential
+    decay_shape: DecayShape = DecayShape.exponential  # of the decay
     floor: float = 0.0  # the fraction of the decay's first learning rate that is left at its end
     power_a: float = 4.0  # η(n) = min(lr, batch · a · n^b)
-    power_b: float = -0.51
+    power_b: float = -0.51  # the exponent of `power`
 
 
 class ModelChanges(dict[str, Any]):
@@ -210,16 +210,16 @@ class BatchWarmup:
 
 @dataclass(frozen=True)
 class StageConfig:
-    name: str = "train"
-    tokens: int = 1_000_000_000
+    name: str = "train"  # for the log, and in the metrics
+    tokens: int = 1_000_000_000  # of the stage
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     mix: dict[str, float] | None = None  # source name → share of the rows; None: by the sources' sizes
     # Changes that hold from this stage on; None: as before.
     model: ModelChanges | None = None  # keys of `model`: mixers and their options, position
     length: int | None = None  # needs data_path: rows are packed to one length
-    data_path: str | None = None
-    batch_size: int | None = None
-    microbatch: int | Auto | None = None
+    data_path: str | None = None  # another data folder
+    batch_size: int | None = None  # rows per optimizer step
+    microbatch: int | Auto | None = None  # as `train.microbatch`
     batch_warmup: list[BatchWarmup] = field(default_factory=list)  # smaller batches that the stage begins with, in turn
 
 
@@ -229,7 +229,7 @@ class OptimizerConfig(Sectioned):
 
     registry = OPTIMIZERS
 
-    name: str = "adamw"
+    name: str = "adamw"  # of ssscale/optim
     weight_decay: float = 0.1  # on parameters of rank 2 and more; a step takes off lr · weight_decay of a weight
     vector_lr_multiplier: float = 1.0  # of the learning rate of parameters of rank 1: norms, SSMax's s, b and p_n
     clip: float = 1.0  # global gradient norm; 0 = no clipping
@@ -254,14 +254,14 @@ class TrainConfig:
     )
     stages: list[StageConfig] = field(default_factory=lambda: [StageConfig()])
     max_steps: int | None = None  # stop after so many steps whatever the stages say; 0 saves what the run begins with
-    seed: int = 0
-    precision: Precision = Precision.auto
-    compile: Compile = Compile.auto
-    recompute: Recompute = Recompute.none
+    seed: int = 0  # of the initial weights
+    precision: Precision = Precision.auto  # auto: bf16 with fp32 master weights on a GPU, fp32 on a CPU
+    compile: Compile = Compile.auto  # auto: blocks on a GPU, nothing on a CPU and under ZeRO-3
+    recompute: Recompute = Recompute.none  # activations made again in backward: none, the cheap ones, whole blocks
     z_loss: float = 0.0  # weight of ln²Z, the squared logsumexp of the logits (arXiv:2204.02311, Section 5)
-    log_every: int = 10
+    log_every: int = 10  # steps between records of metrics
     eval_every: int = 1000  # steps; 0 = never. Else also after the last step
-    eval_rows: int = 256
+    eval_rows: int = 256  # rows of the validation split, the same each time
     tasks: list[str] = field(default_factory=list)  # lm-eval's, evaluated as training goes on (docs/evaluation.md)
     task_every: int = 0  # steps between their evaluations; 0 = never. Else also after the last step
     task_limit: int | None = None  # of the first examples of each
@@ -289,11 +289,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tensor: int = 1
+    tensor: int = 1  # ranks that share each matrix
     sequence: bool = True  # split the residual stream over the tensor-parallel ranks
     ulysses: int = 1  # ranks that share a microbatch's tokens and exchange them for heads in attention
     ring: int = 1  # ranks that share them and pass keys and values round; both: ulysses · ring ranks share
-    zero_stage: int = 1
+    zero_stage: int = 1  # what is divided over replicas: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights
 
     @property
     def context(self) -> int:
@@ -302,7 +302,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class Config:
-    name: str = "run"
+    name: str = "run"  # the run file's, unless it says otherwise
     run_dir: str | None = None  # None: runs/<name>
     init_from: str | None = None  # a run or checkpoint whose weights this one begins with; softmax's may become ssmax's
     model: ModelConfig = field(default_factory=ModelConfig)

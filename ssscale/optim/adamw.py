@@ -24,8 +24,8 @@ class AdamW(Optimizer):
     states = ("exp_avg", "exp_avg_sq")
     momentum = "exp_avg"
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.95)  # β₁ and β₂
+    eps: float = 1e-8  # ε
 
     def check(self, config: Config) -> None:
         super().check(config)
