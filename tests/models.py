@@ -1,4 +1,4 @@
-"""The small models of the tests, in one place: every mixer with every position method that it takes, and hybrids."""
+"""The tests' small models, in one place: every mixer with every position method that it takes, hybrids; and packed rows."""
 
 import itertools
 from dataclasses import replace
@@ -8,6 +8,8 @@ from torch import nn
 
 from ssscale.config.registry import MIXERS, POSITIONS
 from ssscale.config.schema import ModelConfig, mixer_config, position_config
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import IGNORE
 from ssscale.model.mixers.ssmax import Variant
 from ssscale.model.positions.rope import RopeScaling
 
@@ -91,3 +93,11 @@ def disturb(model: nn.Module) -> None:
     for weight in model.parameters():
         if hasattr(weight, "declared"):
             weight += 0.3 * torch.rand(weight.shape, generator=generator)
+
+
+def packed(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, PackedLayout, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 300, (sum(lengths),), generator=generator)
+    labels = tokens.roll(-1)
+    labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORE
+    return tokens, PackedLayout.from_lengths(lengths), labels

@@ -14,8 +14,8 @@ from pathlib import Path
 from tests.chaos.damage import WAYS, Way, any_way, delete, file_of, snapshot
 from tests.chaos.kinds import Kind, Outcome, add, kind, resume
 from tests.chaos.scene import BEGUN, Scene
+from tests.train.checkpoints import sign
 from tests.train.commands import let_others_in
-from tests.train.test_verified import sign
 
 GOES_ON, REFUSES = Outcome.GOES_ON, Outcome.REFUSES
 CHECKPOINT, RUN, METRICS, LOCK = "The newest checkpoint", "The run's folder", "metrics.jsonl", "run.lock"

@@ -23,8 +23,8 @@ from tests.chaos.scene import (
     saved_tree,
 )
 from tests.train.commands import run_command
+from tests.train.lying_names import CASES
 from tests.train.ranks import SMALL, Ranks
-from tests.train.test_paths import CASES
 
 GOES_ON, REFUSES, EITHER = Outcome.GOES_ON, Outcome.REFUSES, Outcome.GOES_ON_OR_REFUSES
 DATA, FILE, EXPORT, READING = "The data folder", "The run file", "An export", "Commands that read a run"

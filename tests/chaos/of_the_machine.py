@@ -23,7 +23,6 @@ from tests.chaos.scene import (
 )
 from tests.train import disks
 from tests.train.ranks import Ranks
-from tests.train.test_logs import fill, shown_step
 
 GOES_ON = Outcome.GOES_ON
 DISK, CLOCK, PROCESSES = "The disk, while it trains", "The clock", "Processes"
@@ -56,7 +55,7 @@ def check_long(scene: Scene, code: int | None, since: int = 0) -> None:
 def wait_for_step(scene: Scene, ranks: Ranks, most: int = LONG - 10) -> None:
     step = scene.rng.randrange(0, most)
     end = time.monotonic() + HANG_S
-    while shown_step(ranks) < step and ranks.processes[0].is_alive():
+    while disks.shown_step(ranks) < step and ranks.processes[0].is_alive():
         demand(time.monotonic() < end, f"it hangs:\n{ranks.output()}")
         time.sleep(0.005)
     scene.harmed = f"at step {step}"
@@ -71,7 +70,7 @@ def train_on_a_disk(kind: Kind, scene: Scene) -> None:
 
         def during(ranks: Ranks) -> None:
             wait_for_step(scene, ranks)
-            filler = fill(disk)
+            filler = disks.fill(disk)
             scene.harmed += " full" + (" for a while" if freed else " to the end")
             if freed:
                 time.sleep(scene.rng.uniform(0.0, 0.5))

@@ -1,21 +1,15 @@
 """Configurations that nobody means: one sentence at once, or a run; never a traceback, a hang or an allocation."""
 
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
 from launch.estimate import main as estimate
 from slurm.submit import main as submit
 from ssscale.config import load_config, to_yaml
-from ssscale.errors import UserError
+from tests.config.refusals import refuses
 
 TINY = "config=tiny_sb"
-SECONDS = 10
 
 FILES: dict[str, bytes] = {
     "a number": b"3\n",
@@ -85,38 +79,6 @@ ARGUMENTS: list[list[str]] = [
         )
     ),
 ]
-
-
-class TooLate(BaseException):
-    """Not caught by any command."""
-
-
-@contextmanager
-def at_once() -> Iterator[None]:
-    """Raises TooLate after SECONDS, and MemoryError where GiB are allocated."""
-
-    def late(number: int, frame: FrameType | None) -> None:
-        raise TooLate
-
-    before = signal.signal(signal.SIGALRM, late)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**31, limits[1]))
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def refuses(command: Callable[[list[str]], None], arguments: list[str]) -> str:
-    with at_once(), pytest.raises(UserError) as found:
-        command(arguments)
-    sentence = str(found.value)
-    assert "\n" not in sentence, sentence
-    return sentence
 
 
 @pytest.mark.parametrize("kind", FILES)

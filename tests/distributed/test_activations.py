@@ -7,11 +7,9 @@ from ssscale.config.schema import (
     Compile,
     Config,
     DataConfig,
-    ModelConfig,
     ParallelConfig,
     Recompute,
     TrainConfig,
-    position_config,
 )
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
@@ -19,22 +17,9 @@ from ssscale.model.init import initialize_weights
 from ssscale.parallel.context import share_of
 from ssscale.parallel.groups import Groups
 from ssscale.train.estimate import activation_bytes_per_token
+from tests.distributed.compiled_models import TOKENS, make_model
 from tests.distributed.jobs import regroup
 from tests.pool import Pool
-
-TOKENS = 256
-
-
-def make_model(core: str, layers: int) -> ModelConfig:
-    return ModelConfig(
-        num_layers=layers,
-        hidden_size=64,
-        ffn_hidden_size=192,
-        num_heads=4,
-        vocab_size=128,
-        mixers=[core],
-        position=position_config("nope" if core == "stickbreaking" else "rope"),
-    )
 
 
 def formula(

@@ -11,8 +11,8 @@ from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.context import share_of
+from tests.distributed.compiled_models import TOKENS, make_model
 from tests.distributed.jobs import regroup
-from tests.distributed.test_activations import TOKENS, make_model
 from tests.pool import Pool
 
 LENGTHS = [100, TOKENS - 100]

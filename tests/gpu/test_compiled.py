@@ -13,7 +13,7 @@ from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from tests.distributed.test_activations import make_model
+from tests.distributed.compiled_models import make_model
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -18,8 +18,7 @@ from ssscale.model.decoder import Decoder
 from ssscale.model.generate import extend
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from tests.model import test_positions as cpu
-from tests.model.test_decoder import packed
+from tests.models import models, packed
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -31,7 +30,7 @@ CASES = {
         hidden_size=128,
         position=dataclasses.replace(model.position, window=model.position.window and 40),
     )
-    for name, model in cpu.CASES.items()
+    for name, model in models().items()
 }
 
 

@@ -14,7 +14,7 @@ from ssscale.model.flops import count_parameters
 from ssscale.model.init import initialize_weights
 from ssscale.model.recompute import keep_products
 from ssscale.parallel.groups import Groups
-from tests.models import MODELS
+from tests.models import MODELS, packed
 from tests.plain_model import plain_losses
 
 
@@ -22,14 +22,6 @@ def make(model: ModelConfig, groups: Groups, recompute: Recompute = Recompute.no
     decoder = Decoder(model, groups, 64, recompute=recompute)
     initialize_weights(decoder, model, groups, seed=1)
     return decoder
-
-
-def packed(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, PackedLayout, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 300, (sum(lengths),), generator=generator)
-    labels = tokens.roll(-1)
-    labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORE
-    return tokens, PackedLayout.from_lengths(lengths), labels
 
 
 @pytest.mark.parametrize("name", run_names())

@@ -14,8 +14,7 @@ from ssscale.model.flops import count_parameters
 from ssscale.model.generate import extend, generate
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from tests.model.test_decoder import packed
-from tests.models import CASES, disturb
+from tests.models import CASES, disturb, packed
 from tests.plain_model import plain_logits
 
 

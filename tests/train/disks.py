@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.ranks import Ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 0x20000, 4096, 16384, 1 << 18, 2
 
@@ -85,3 +87,25 @@ def wait_until(reached: Callable[[], bool], timeout: float = 60.0) -> None:
     while not reached():
         assert time.monotonic() < end, "not reached in time"
         time.sleep(0.01)
+
+
+def fill(folder: Path) -> Path:
+    """A file that takes all that is left."""
+    file = folder / "filler"
+    free = os.statvfs(folder)
+    with open(file, "wb", buffering=0) as opened:
+        os.posix_fallocate(opened.fileno(), 0, free.f_bavail * free.f_frsize)
+        opened.seek(0, os.SEEK_END)
+        for size in (4096, 512, 1):
+            try:
+                while opened.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
+    return file
+
+
+def shown_step(ranks: Ranks) -> int:
+    """The last step on the terminal, which lies on another disk."""
+    steps = [line.split()[1] for line in ranks.output().splitlines() if line.startswith("step ") and "loss" in line]
+    return int(steps[-1].replace(",", "")) if steps else 0

@@ -11,6 +11,21 @@ from ssscale.train.loop import train as train_run
 from ssscale.train.pretrain import PackedRows, pretraining
 from tests.distributed.jobs import regroup
 
+# Four steps of a small model, as `changes` of the jobs below.
+SMALL = {
+    "model.num_layers": 1,
+    "model.hidden_size": 32,
+    "model.ffn_hidden_size": 32,
+    "model.num_heads": 2,
+    "train.batch_size": 32,
+    "train.microbatch": 8,
+    "train.log_every": 1,
+    "train.eval_every": 2,
+    "train.eval_rows": 24,
+    "train.save_every": 2,
+    "train.max_steps": 4,
+}
+
 
 def _config(data: str, run: str, **changes: object) -> Config:
     arguments = [f"{key}={json.dumps(value)}" for key, value in changes.items()]

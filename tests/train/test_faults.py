@@ -1,70 +1,26 @@
 """Faults planted in one rank: NaN, spikes, hanging, dying, running out of memory."""
 
-import ctypes
 import functools
-import json
 import os
 import random
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.hooks.spikes import SpikeDetector
 from ssscale.train.watchdog import Watchdog
 from tests.promises import promises
+from tests.train.faults import events, plant
 from tests.train.ranks import Ranks, running, state_of
-
-MICROBATCHES = 2  # of a step of 4 rows on 2 ranks
-
-
-def plant(fault: str, steps: tuple[int, ...], rank: int = 1) -> None:
-    """In one rank, do something else at some steps' forward passes (counted as this process makes them)."""
-    from ssscale.model.decoder import Decoder
-
-    if os.environ["RANK"] != str(rank):
-        return
-    original, calls = Decoder.forward, []
-
-    def forward(self: Any, *arguments: Any, **more: Any) -> Any:
-        found = original(self, *arguments, **more)
-        calls.append(1)
-        if (len(calls) - 1) // MICROBATCHES + 1 in steps:
-            if fault == "hang":
-                time.sleep(1000)
-            if fault == "die":
-                os._exit(1)
-            if fault == "bit":
-                # Once, in the first of the two microbatches; .data, as autograd would notice.
-                self.norm.weight.data[:1].view(torch.int32).bitwise_xor_(len(calls) % MICROBATCHES)
-            if fault == "memory":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            if fault == "bug":
-                raise RuntimeError("NCCL and gloo do not like this tensor: Timed out")
-            if fault == "backend":
-                raise torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage")
-            if fault == "crash":
-                ctypes.string_at(0)
-            losses, terms = found  # of training, not of validation
-            return losses * {"nan": torch.nan, "spike": 10.0, "bit": 1.0}[fault], terms
-        return found
-
-    Decoder.forward = forward  # type: ignore[method-assign]
 
 
 @pytest.fixture
 def arguments(corpus: Path) -> list[str]:
     return [f"data.path={corpus}", "train.save_every=4", "data.num_workers=0"]
-
-
-def events(run: Path) -> list[dict[str, Any]]:
-    file = run / "events.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 @promises(
@@ -199,8 +155,8 @@ def test_a_hanging_rank_is_named_and_all_stacks_are_written(arguments: list[str]
         assert ranks.wait(60) == [76, 76]
         assert "no progress for 3 s at step 3: rank 1 (forward on" in ranks.output()
         assert "is behind the others" in ranks.output()
-        assert "test_faults.py" in (tmp_path / "run/stacks/rank-00001.txt").read_text()
-        assert "test_faults.py" not in (tmp_path / "run/stacks/rank-00000.txt").read_text()
+        assert "tests/train/faults.py" in (tmp_path / "run/stacks/rank-00001.txt").read_text()
+        assert "tests/train/faults.py" not in (tmp_path / "run/stacks/rank-00000.txt").read_text()
 
 
 def test_a_silent_rank_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """kill -9 of every process at random moments: the same command goes on, to the same bits."""
 
-import hashlib
 import random
 import signal
 import subprocess
@@ -16,27 +15,9 @@ from tests.chaos.kills import kill_all
 from tests.chaos.scene import World
 from tests.promises import promises
 from tests.train.ranks import free_port, running
+from tests.train.same import compare
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def weights_of(run: Path) -> dict[str, str]:
-    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(newest.glob("*.safetensors"))}
-
-
-def compare(plain: Path, killed: Path) -> None:
-    """Losses of all steps and the final weights and moments, to the last bit; each step once."""
-    a, b = ([r for r in read_metrics(run / "metrics.jsonl") if "loss" in r] for run in (plain, killed))
-    assert [r["step"] for r in a] == [r["step"] for r in b]
-    assert [r["loss"] for r in a] == [r["loss"] for r in b]
-    assert weights_of(plain) == weights_of(killed)
-    valid = [
-        [r["valid_loss"] for r in read_metrics(run / "metrics.jsonl") if "valid_loss" in r] for run in (plain, killed)
-    ]
-    assert valid[0][-1:] == valid[1][-1:]
-
-
 ARGUMENTS = ["train.eval_rows=4", "train.eval_every=100", "train.save_every=4", "train.keep=1", "data.num_workers=1"]
 
 

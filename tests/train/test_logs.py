@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.promises import promises
 from tests.train import disks
+from tests.train.faults import events, plant
 from tests.train.ranks import Ranks, running
-from tests.train.test_faults import events, plant
 
 MORE = ["data.num_workers=0", "train.save_every=2"]
 
@@ -98,28 +98,6 @@ def test_the_records_of_saves_outlive_a_kill(corpus: Path, tmp_path: Path) -> No
     assert saved_steps(tmp_path / "run") == [20, 40, 60]
 
 
-def fill(folder: Path) -> Path:
-    """A file that takes all that is left."""
-    file = folder / "filler"
-    free = os.statvfs(folder)
-    with open(file, "wb", buffering=0) as opened:
-        os.posix_fallocate(opened.fileno(), 0, free.f_bavail * free.f_frsize)
-        opened.seek(0, os.SEEK_END)
-        for size in (4096, 512, 1):
-            try:
-                while opened.write(bytes(size)):
-                    pass
-            except OSError:
-                continue
-    return file
-
-
-def shown_step(ranks: Ranks) -> int:
-    """The last step on the terminal, which lies on another disk."""
-    steps = [line.split()[1] for line in ranks.output().splitlines() if line.startswith("step ") and "loss" in line]
-    return int(steps[-1].replace(",", "")) if steps else 0
-
-
 def tensorboard_losses(run: Path) -> dict[int, float]:
     found = EventAccumulator(str(run / "tensorboard"))
     found.Reload()
@@ -145,8 +123,8 @@ def test_training_goes_on_over_a_full_disk_and_nothing_is_lost(corpus: Path, tmp
         nan = functools.partial(plant, "nan", (100,), rank=0)
         with running(arguments, disk / "run", size=1, plant=nan, log=tmp_path / "log") as ranks:
             ranks.wait_for_step(5)
-            filler = fill(disk)
-            ranks.wait_for(lambda: shown_step(ranks) >= 250)
+            filler = disks.fill(disk)
+            ranks.wait_for(lambda: disks.shown_step(ranks) >= 250)
             on_disk = ranks.records()[-1]["step"]
             assert on_disk < 200
             filler.unlink()
@@ -172,6 +150,6 @@ def test_a_disk_that_stays_full_changes_no_exit_code(corpus: Path, tmp_path: Pat
         alone = functools.partial(disks.start_again, {})  # a process whose streams the interpreter closes
         with running(arguments, disk / "run", size=1, plant=alone, log=disk / "log") as ranks:
             ranks.wait_for_step(5)
-            fill(disk)
+            disks.fill(disk)
             assert ranks.wait() == [0], ranks.output()
         assert ranks.records()[-1]["step"] < 100

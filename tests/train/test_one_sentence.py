@@ -19,10 +19,10 @@ from launch.pretrain import main as pretrain
 from launch.report import main as report
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from tests.config.test_hostile import refuses
+from tests.config.refusals import refuses
+from tests.train.checkpoints import sign
 from tests.train.commands import let_others_in, run_command
 from tests.train.ranks import SMALL, Ranks
-from tests.train.test_verified import sign
 
 NEWEST = "step-00000004"
 CONTENTS: dict[str, bytes] = {

@@ -12,20 +12,7 @@ from ssscale.layout import PackedLayout
 from ssscale.train.metrics import losses_by_position
 from ssscale.train.records import read_metrics
 from tests.pool import Pool
-
-SMALL = {
-    "model.num_layers": 1,
-    "model.hidden_size": 32,
-    "model.ffn_hidden_size": 32,
-    "model.num_heads": 2,
-    "train.batch_size": 32,
-    "train.microbatch": 8,
-    "train.log_every": 1,
-    "train.eval_every": 2,
-    "train.eval_rows": 24,
-    "train.save_every": 2,
-    "train.max_steps": 4,
-}
+from tests.train.jobs import SMALL
 
 
 def test_loss_and_tokens_by_source(corpus: Path, tmp_path: Path, pool1: Pool, pool2: Pool) -> None:

@@ -9,7 +9,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.train.ranks import Ranks, state_of
-from tests.train.test_kill import compare
+from tests.train.same import compare
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import list_checkpoints, saved_config
 from ssscale.train.stages import begun_model
 from tests.pool import Pool
-from tests.train.test_sources import SMALL
+from tests.train.jobs import SMALL
 
 SOFTMAX = {"model.mixers": ["softmax"], "model.position.method": "rope", "train.eval_every": 0}
 TRAIN = "tests.train.jobs:train"

@@ -14,7 +14,7 @@ from launch.export import main as export
 from launch.report import main as report
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from ssscale.train.files import checksum
+from tests.train.checkpoints import sign
 from tests.train.commands import run_command
 from tests.train.ranks import Ranks
 
@@ -39,13 +39,6 @@ def edit_json(file: Path, edit: Callable[[dict], object]) -> None:
     content = json.loads(file.read_text())
     edit(content)
     file.write_text(json.dumps(content))
-
-
-def sign(checkpoint: Path) -> None:
-    """Checksums that fit the files: a stranger can write them too."""
-    files = [file for file in checkpoint.iterdir() if file.name != "checksums.json"]
-    entries = {file.name: {"bytes": file.stat().st_size, "xxh3": checksum(file)} for file in files}
-    (checkpoint / "checksums.json").write_text(json.dumps(entries))
 
 
 def flip(checkpoint: Path) -> None:
