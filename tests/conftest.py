@@ -15,6 +15,8 @@ from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
 
+pytest.register_assert_rewrite("tests.train.same")  # what differs is shown, as in a test module
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before `datasets` is imported: what it copies of the tests' files does not stay in the user's cache."""
