@@ -1,6 +1,7 @@
 """A checkpoint as a folder for transformers.
 
-AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it with transformers alone. Needs no GPU.
+AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it with transformers alone; format=llama and
+format=granite need no remote code and go wherever these models go. Needs no GPU.
 `python launch/import_hf.py` is the way back.
 """
 
@@ -10,10 +11,11 @@ from pathlib import Path
 from launch.boot import Command, Option, log, run
 from ssscale.train.checkpoint_folder import check_empty, find_checkpoint, saved_config
 
+FORMATS = ("ssscale", "llama", "granite")
 DTYPES = ("float32", "bfloat16", "float16")
 COMMAND = Command(
     about=__doc__,
-    usage="python launch/export.py checkpoint=RUN out=FOLDER [dtype=bfloat16]",
+    usage="python launch/export.py checkpoint=RUN out=FOLDER [format=llama] [dtype=bfloat16]",
     example="python launch/export.py checkpoint=runs/3b_sb out=exported/3b_sb dtype=bfloat16",
     options=(
         Option(
@@ -24,6 +26,14 @@ COMMAND = Command(
             required=True,
         ),
         Option("out", str, "a folder that does not exist yet or is empty", metavar="FOLDER", required=True),
+        Option(
+            "format",
+            str,
+            "ssscale: every model, with its code; llama, granite (with width transfer): models of their kind, which "
+            "transformers has, without trust_remote_code",
+            default="ssscale",
+            choices=FORMATS,
+        ),
         Option("dtype", str, "of the weights; float32 is as trained, every bit", default="float32", choices=DTYPES),
     ),
 )
@@ -46,7 +56,7 @@ def main(argv: list[str]) -> None:
 
     with reading(given, initialize()) as checkpoint:
         tokenizer = TextTokenizer.of_checkpoint(checkpoint)
-        export_checkpoint(checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options["dtype"])
+        export_checkpoint(checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options["dtype"], options["format"])
     print(f"{checkpoint} → {out}")
 
 

@@ -18,7 +18,8 @@ COMMAND = Command(
         Option(
             "folder",
             str,
-            "what launch/export.py wrote, or transformers' save_pretrained of such a model with its tokenizer",
+            "what launch/export.py wrote, or transformers' save_pretrained of such a model, of a Llama, Mistral or Granite, "
+            "with its tokenizer.json",
             metavar="FOLDER",
             required=True,
         ),
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
     options, _ = COMMAND.parse(argv)
     folder, out = Path(options["folder"]), Path(options["out"])
     if not (folder / "config.json").is_file():
-        raise UserError(f"folder={folder}: there is no config.json, so it is not a folder that launch/export.py wrote")
+        raise UserError(f"folder={folder}: there is no config.json, so it is not a model of transformers")
     check_empty(out)
     from eval.environment import prepare
 

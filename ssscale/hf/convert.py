@@ -23,6 +23,16 @@ from ssscale.config.schema import Config
 from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.hf.code import exported_files
+from ssscale.hf.plain import (
+    ARCHITECTURES,
+    IMPORTED,
+    LACKING,
+    check_exportable,
+    family_config,
+    from_family,
+    native_tree,
+    to_family,
+)
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.flops import declared_weights
 from ssscale.names import is_plain, leads_out
@@ -52,12 +62,15 @@ RENAMED = {
 }
 
 
-def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dtype: str = "float32") -> None:
+def export_checkpoint(
+    checkpoint: Path, out: Path, bos_id: int, eos_id: int, dtype: str = "float32", form: str = "ssscale"
+) -> None:
     """Write a checkpoint of any parallel layout as a folder for transformers.
 
-    bos_id, eos_id: the tokens that bound a document; the tokenizer begins every text with BOS, as in training. Reads one
-    weight after the other; whoever calls has compared its files with their checksums (`reading`). Raises UserError where
-    the checkpoint has no tokenizer, or `out` holds something.
+    form: `ssscale`, every model, with its code; or a family of `ssscale.hf.plain` for the models that it has. bos_id, eos_id:
+    the tokens that bound a document; the tokenizer begins every text with BOS, as in training. Reads one weight after the
+    other; whoever calls has compared its files with their checksums (`reading`). Raises UserError where the checkpoint has no
+    tokenizer or the family no such model, or `out` holds something.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: weights are written as {', '.join(DTYPES)}")
@@ -66,14 +79,17 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
     _check_link(checkpoint / "tokenizer.json", checkpoint)
     config, reader = saved_config(checkpoint), CheckpointReader(checkpoint)
-    code = exported_files(config.model)
+    if form in ARCHITECTURES:
+        check_exportable(config.model, form)
+    code = exported_files(config.model) if form == "ssscale" else {}
     check_shapes(
         reader, build_model(config, replace(initialize(), device=META), DTYPES[dtype]), initialize(), VOCAB_WEIGHTS
     )
     made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        _write_weights(_whole_weights(reader, config, DTYPES[dtype]), out)
+        weights = _whole_weights(reader, config, DTYPES[dtype])
+        _write_weights(weights if form == "ssscale" else to_family(weights, config.model), out)
         _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
         ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
         spare = _ids_without_token(checkpoint / "tokenizer.json", config.model.vocab_size)
@@ -81,7 +97,8 @@ def export_checkpoint(checkpoint: Path, out: Path, bos_id: int, eos_id: int, dty
         for name, text in code.items():
             (out / name).write_text(text, encoding="utf-8")
         # Last: a folder without it is no model.
-        _write_json(out / "config.json", hf_config(config, dtype) | ids)
+        content = hf_config(config, dtype) if form == "ssscale" else family_config(config, form, dtype)
+        _write_json(out / "config.json", content | ids)
     except BaseException:  # the same command can be given again
         for file in out.iterdir():
             file.unlink()
@@ -190,15 +207,13 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
-    """Write a folder of `export_checkpoint`'s form as a run with one checkpoint, for evaluation and `init_from`.
+    """Write a folder of `export_checkpoint`'s forms, or of Llama's family, as a run with one checkpoint.
 
     Its optimizer is left behind: the checkpoint is step 0 of a run that nothing has trained. Returns the checkpoint. Raises
     UserError where the folder is broken or of another kind of model, or `out` holds something.
     """
     check_empty(out)
     content = _read_json(folder / "config.json")
-    if content.get("model_type") != "ssscale":
-        raise UserError(f"{folder / 'config.json'} is of a model_type {content.get('model_type')!r}, not 'ssscale'")
     config = _native_config(content, out.name, folder / "config.json")
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
@@ -207,7 +222,8 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     _check_link(tokenizer, folder.parent.parent if folder.parent.name == "snapshots" else folder)
     _open_tokenizer(tokenizer)
     model = build_model(config, groups, torch.float32)
-    _fill(model, _open_weights(folder), folder)
+    weights = _open_weights(folder)
+    _fill(model, weights if content["model_type"] == "ssscale" else from_family(weights, config.model), folder)
     bounds = {"bos_id": content.get("bos_token_id"), "eos_id": content.get("eos_token_id")}
     files = {
         "config.yaml": to_yaml(config),
@@ -243,11 +259,28 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _native_config(content: dict[str, Any], name: str, file: Path) -> Config:
+    kind = content.get("model_type")
+    if kind in IMPORTED:
+        return _imported_config(content, name, file)
+    if kind != "ssscale":
+        lacking = f": it has {LACKING[kind]}" if kind in LACKING else ""
+        raise UserError(f"{file} is of a model_type {kind!r}, not 'ssscale', {', '.join(map(repr, IMPORTED))}{lacking}")
     names = asdict(Config())["model"]
     model = {key: content[RENAMED.get(key, key)] for key in names if RENAMED.get(key, key) in content}
     if isinstance(model.get("mixer"), dict):
         model["mixer"] = {name: _options(given) for name, given in model["mixer"].items()}
     tree = {"name": name, "model": model, "data": {"length": content.get("max_position_embeddings")}}
+    config = from_yaml(yaml.safe_dump(tree), str(file))
+    validate(config)
+    return config
+
+
+def _imported_config(content: dict[str, Any], name: str, file: Path) -> Config:
+    try:
+        model = native_tree(content, file)
+        tree = {"name": name, "model": model, "data": {"length": content["max_position_embeddings"]}}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} does not describe a {content['model_type']} model: {error!r}") from error
     config = from_yaml(yaml.safe_dump(tree), str(file))
     validate(config)
     return config

@@ -86,6 +86,11 @@ class Mixer:
     export: ClassVar[Export | None] = None
 
     @property
+    def plain(self) -> bool:
+        """Whether it is attention as Llama has it, for which transformers has models of its own."""
+        return False
+
+    @property
     def terms(self) -> Mapping[str, float]:
         """What `measure` gives: name → weight in the loss, 0 for what is only logged."""
         return {}

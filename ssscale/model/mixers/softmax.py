@@ -64,6 +64,10 @@ class Softmax(Mixer):
     kept_operators = ("attention", "attn")
     export = Export(mix_softmax, helpers=(softmax_tile,))
 
+    @property
+    def plain(self) -> bool:
+        return type(self) is Softmax  # what builds on it is something else
+
     def flops(self, width: int, keys: float) -> float:
         """Two products forward, four backward, of 2 FLOPs each."""
         return 12.0 * width * keys

@@ -1,0 +1,190 @@
+"""Models that transformers has a class of its own for: attention of Llama's kind with rotary positions.
+
+`llama` is LlamaForCausalLM; `granite` is GraniteForCausalLM, which has the four multipliers of the width transfer besides.
+Whoever serves or fine-tunes these serves ours, without `trust_remote_code`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssscale.config.schema import Config, ModelConfig
+from ssscale.errors import UserError
+from ssscale.model.positions.rope import RoPE, RopeScaling
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "granite": "GraniteForCausalLM"}
+IMPORTED = ("llama", "mistral", "granite")  # model types with these weights
+# What other families of Llama's kind have and this decoder does not.
+LACKING = {
+    "qwen2": "biases of the query, key and value projections",
+    "qwen3": "norms of queries and keys",
+    "phi3": "its own order of fused weights",
+    "gemma": "norms by 1 + w and a GELU",
+    "gemma2": "norms by 1 + w, a GELU and soft caps",
+}
+
+
+def check_exportable(model: ModelConfig, family: str) -> None:
+    """Raise UserError where a model is none of the family."""
+    other = "use format=ssscale, which has all of it"
+    for name, mixer in model.used.items():
+        if not mixer.plain:
+            raise UserError(f"format={family}: model.mixers has {name}, which transformers has no model for: {other}")
+    place = model.place
+    if not isinstance(place, RoPE) or place.scaling is RopeScaling.dynamic_ntk:
+        what = f"model.position.method={place.name}" + (" with scaling=dynamic_ntk" if isinstance(place, RoPE) else "")
+        raise UserError(f"format={family} has rotary positions of a fixed base only, and this model {what}: {other}")
+    if model.position.window is not None:
+        raise UserError(f"format={family} has no model.position.window={model.position.window}: {other}")
+    width = model.width
+    scaled = [
+        width.embedding_multiplier != 1.0 and "model.width.embedding_multiplier",
+        width.residual_multiplier != 1.0 and "model.width.residual_multiplier",
+        width.attention_scale not in (None, model.head_size**-0.5) and "model.width.attention_scale",
+        model.logits_divisor != 1.0 and "model.width.logits_divisor",
+    ]
+    first = next(filter(None, scaled), None)
+    if family == "llama" and first:
+        raise UserError(f"format=llama has no {first}, which this model sets: use format=granite")
+
+
+def family_config(config: Config, family: str, dtype: str) -> dict[str, Any]:
+    """config.json, the tokens' ids apart. The model has passed `check_exportable`."""
+    model, place = config.model, config.model.place
+    linear = place.scaling is RopeScaling.linear
+    base = place.base
+    if place.scaling is RopeScaling.ntk:
+        base *= place.factor ** (model.head_size / (model.head_size - 2))
+    content = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "dtype": dtype,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.data.length,
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "rope_theta": base,
+        "rope_scaling": {"rope_type": "linear", "factor": place.factor} if linear else None,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    if family == "granite":
+        width = model.width
+        content |= {
+            "embedding_multiplier": width.embedding_multiplier,
+            "residual_multiplier": width.residual_multiplier,
+            "attention_multiplier": width.attention_scale or model.head_size**-0.5,
+            "logits_scaling": model.logits_divisor,
+        }
+    return content
+
+
+def family_parts(model: ModelConfig) -> dict[str, list[tuple[str, int]]]:
+    """Of each of our weights: the family's weights that it is made of, with their rows, from the top."""
+    q, kv, hidden = model.num_heads * model.head_size, model.kv_heads * model.head_size, model.hidden_size
+    found = {"embedding.weight": [("model.embed_tokens.weight", model.vocab_size)]}
+    for layer in range(model.num_layers):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        projections = [(f"{theirs}.self_attn.{name}_proj.weight", rows) for name, rows in zip("qkv", (q, kv, kv))]
+        gates = [(f"{theirs}.mlp.{name}_proj.weight", model.ffn_hidden_size) for name in ("gate", "up")]
+        found |= {
+            f"{ours}.attention_norm.weight": [(f"{theirs}.input_layernorm.weight", hidden)],
+            f"{ours}.attention.qkv.weight": projections,
+            f"{ours}.attention.out.weight": [(f"{theirs}.self_attn.o_proj.weight", hidden)],
+            f"{ours}.mlp_norm.weight": [(f"{theirs}.post_attention_layernorm.weight", hidden)],
+            f"{ours}.mlp.gate_up.weight": gates,
+            f"{ours}.mlp.down.weight": [(f"{theirs}.mlp.down_proj.weight", hidden)],
+        }
+    found["norm.weight"] = [("model.norm.weight", hidden)]
+    if not model.tie_embeddings:
+        found["head.weight"] = [("lm_head.weight", model.vocab_size)]
+    return found
+
+
+def to_family(weights: Iterator[tuple[str, Tensor]], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Our weights by name → the family's."""
+    parts = family_parts(model)
+    for name, weight in weights:
+        pieces = weight.split([rows for _, rows in parts[name]])
+        yield from ((theirs, piece.contiguous()) for (theirs, _), piece in zip(parts[name], pieces, strict=True))
+
+
+class Joined:
+    """Files of the family's weights, read under our names."""
+
+    def __init__(self, files: Mapping[str, Any], parts: list[tuple[str, int]]) -> None:
+        self.files, self.parts = files, parts
+
+    def get_tensor(self, name: str) -> Tensor:
+        return torch.cat([self.files[theirs].get_tensor(theirs) for theirs, _ in self.parts])
+
+
+def from_family(files: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The family's weights with their open files → ours; what is missing or strange keeps its name, to be named."""
+    parts = family_parts(model)
+    theirs = {name for pieces in parts.values() for name, _ in pieces}
+    strange = {
+        name: file for name, file in files.items() if name not in theirs and not name.endswith("rotary_emb.inv_freq")
+    }
+    if model.tie_embeddings:
+        strange.pop("lm_head.weight", None)  # some write the embedding twice
+    whole = {ours: pieces for ours, pieces in parts.items() if all(name in files for name, _ in pieces)}
+    return strange | {ours: Joined(files, pieces) for ours, pieces in whole.items()}
+
+
+def native_tree(content: dict[str, Any], file: object) -> dict[str, Any]:
+    """The section `model` that config.json of a model type in IMPORTED describes. Raises UserError."""
+    kind = content["model_type"]
+    for key in ("attention_bias", "mlp_bias"):
+        if content.get(key):
+            raise UserError(f"{file}: {key}=true, and this decoder has no biases")
+    if content.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{file}: hidden_act={content['hidden_act']!r}, and this decoder has silu only")
+    if content.get("sliding_window") is not None:
+        raise UserError(
+            f"{file}: sliding_window={content['sliding_window']} is not imported: set it to null where rows fit it"
+        )
+    heads, hidden = content["num_attention_heads"], content["hidden_size"]
+    tree: dict[str, Any] = {
+        "num_layers": content["num_hidden_layers"],
+        "hidden_size": hidden,
+        "ffn_hidden_size": content["intermediate_size"],
+        "num_heads": heads,
+        "num_kv_heads": content.get("num_key_value_heads", heads),
+        "head_dim": content.get("head_dim") or hidden // heads,
+        "vocab_size": content["vocab_size"],
+        "tie_embeddings": content.get("tie_word_embeddings", kind == "granite"),
+        "norm_eps": content.get("rms_norm_eps", 1e-6),
+        "init_std": content.get("initializer_range", 0.02),
+        "position": {"method": "rope", "rope": _rope(content, file)},
+    }
+    if kind == "granite":
+        tree["width"] = {
+            "embedding_multiplier": content.get("embedding_multiplier", 1.0),
+            "residual_multiplier": content.get("residual_multiplier", 1.0),
+            "attention_scale": content.get("attention_multiplier", 1.0),
+            "logits_divisor": content.get("logits_scaling", 1.0),
+        }
+    return tree
+
+
+def _rope(content: dict[str, Any], file: object) -> dict[str, Any]:
+    """Of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
+    given = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    found = {"base": float(given.get("rope_theta", content.get("rope_theta", 10_000.0)))}
+    if kind == "linear":
+        return found | {"scaling": "linear", "factor": float(given["factor"])}
+    if kind != "default":
+        raise UserError(f"{file}: rope_type={kind!r} is not imported; default and linear are")
+    return found
