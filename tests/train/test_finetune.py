@@ -196,3 +196,27 @@ def test_command_says_what_is_wrong(arguments, said):
 
     with pytest.raises(UserError, match=said.replace("'", ".")):
         finetune.main(arguments)
+
+
+def test_nan_goes_back_and_passes_over_the_examples(pretrained, tmp_path, groups, monkeypatch):
+    """As in pretraining: steps 1 and 2 take examples 0 to 7 of the epoch, 8 to 11 are passed over."""
+    config, source, _ = pretrained
+    config = settings(config, source, tmp_path / "run")
+    config = replace(config, train=replace(config.train, max_skipped=1, save_every=1, log_every=1))
+    original, calls = Decoder.forward, []
+
+    def forward(self, *arguments, **more):
+        losses, terms = original(self, *arguments, **more)
+        calls.append(1)
+        return (losses * torch.nan if len(calls) in (5, 6) else losses), terms  # step 3 of two microbatches each
+
+    monkeypatch.setattr(Decoder, "forward", forward)
+    run = finetuning(config, groups, examples(), {})
+    train(run)
+    assert run.state.skipped == ((2, 4),)
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["skipped", "rollback"]
+    assert [record["step"] for record in records(tmp_path / "run") if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    order = [index for epoch in (0, 1) for index in epoch_order(13, config.train.seed, epoch)]
+    assert run.source.rows(range(8, 16))["examples"] == order[8:16]
+    assert run.state.samples == 28
