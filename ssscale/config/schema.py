@@ -175,7 +175,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: str = "data/pretrain"  # a folder made by `python -m data_prep` (manifest.json lies in it)
-    length: int = 4096  # tokens a row; the shards must have been packed to it
+    length: int = 4096  # tokens per row; the shards must have been packed to it
     one_document: bool = False  # a row counts as one document whatever lies in it (as the SSMax study trains)
     shuffle_seed: int = 0  # of the order of rows
     num_workers: int = 2  # processes per rank that read rows ahead; 0: the rank itself reads
@@ -204,7 +204,7 @@ class ModelChanges(dict[str, Any]):
 
 @dataclass(frozen=True)
 class BatchWarmup:
-    batch_size: int = 1  # rows a step
+    batch_size: int = 1  # rows per step
     tokens: int = 1  # as long as this; whole steps
 
 
@@ -230,7 +230,7 @@ class OptimizerConfig(Sectioned):
     registry = OPTIMIZERS
 
     name: str = "adamw"  # of ssscale/optim
-    weight_decay: float = 0.1  # on parameters of rank 2 and more; a step takes off lr · weight_decay of a weight
+    weight_decay: float = 0.1  # on parameters of rank 2 and more; each step subtracts lr · weight_decay of a weight
     vector_lr_multiplier: float = 1.0  # of the learning rate of parameters of rank 1: norms, SSMax's s, b and p_n
     clip: float = 1.0  # global gradient norm; 0 = no clipping
 
@@ -248,12 +248,12 @@ def optimizer_config(name: str = "adamw", **options: object) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    batch_size: int = 1024  # rows an optimizer step, over all ranks
+    batch_size: int = 1024  # rows per optimizer step, over all ranks
     microbatch: int | Auto = (
         4  # rows per rank and forward pass; auto: as many as fit the GPU (ssscale/train/microbatch.py)
     )
     stages: list[StageConfig] = field(default_factory=lambda: [StageConfig()])
-    max_steps: int | None = None  # stop after so many steps whatever the stages say; 0 saves what the run begins with
+    max_steps: int | None = None  # stop after this many steps whatever the stages say; 0 saves what the run begins with
     seed: int = 0  # of the initial weights
     precision: Precision = Precision.auto  # auto: bf16 with fp32 master weights on a GPU, fp32 on a CPU
     compile: Compile = Compile.auto  # auto: blocks on a GPU, nothing on a CPU and under ZeRO-3
@@ -273,11 +273,11 @@ class TrainConfig:
     profile: int | None = None  # a step whose torch profiler trace (and GPU memory snapshot) goes to profile/
     wandb: bool = False  # metrics also go to Weights & Biases, where its package is installed
     max_skipped: int = 10  # steps in a row with NaN or Inf before the run goes back to its last checkpoint
-    spike_z: float = 8.0  # a loss so many robust deviations above the last 100 is noted with its rows; 0 = never
+    spike_z: float = 8.0  # a loss this many robust deviations above the last 100 is noted with its rows; 0 = never
     watchdog: float = 1800.0  # seconds without progress after which the run ends, naming the rank; 0 = never
     guard_every: int = 100  # steps between comparisons of the weights that ranks must hold alike; 0 = never
     keep: int = 2  # newest checkpoints that stay
-    keep_every: int = 0  # and those at multiples of so many steps; 0 = none
+    keep_every: int = 0  # and those at multiples of this many steps; 0 = none
     keep_best: bool = False  # and the one of lowest validation loss
 
     @property

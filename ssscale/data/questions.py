@@ -90,5 +90,5 @@ def make_batch(examples: Sequence[Example], length: int) -> Batch:
     boundaries[: len(layout.cu_seqlens)] = layout.cu_seqlens
     layout = PackedLayout(boundaries, layout.positions, length)
     targets = sum(size - example.prompt for example, size in zip(examples, lengths, strict=True))
-    rows = (labels != IGNORE).nonzero().flatten()  # of a hundred tokens a few: the head computes no others
+    rows = (labels != IGNORE).nonzero().flatten()  # few tokens are targets: the head computes no others
     return Batch(torch.tensor(tokens), labels, layout, torch.zeros(1, dtype=torch.int64), targets, rows)

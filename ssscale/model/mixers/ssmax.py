@@ -64,7 +64,7 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is no weight; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # s at the start of training, or for ever under `fixed`
+    scale: float = 1.0  # s at the start of training, or forever under `fixed`
     bias: float = 0.0  # b at the start of training
 
     def check(self, model: ModelConfig) -> None:
