@@ -223,7 +223,7 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     _open_tokenizer(tokenizer)
     model = build_model(config, groups, torch.float32)
     weights = _open_weights(folder)
-    _fill(model, weights if content["model_type"] == "ssscale" else from_family(weights, config.model), folder)
+    _fill(model, weights if content["model_type"] == "ssscale" else from_family(weights, config.model, folder), folder)
     bounds = {"bos_id": content.get("bos_token_id"), "eos_id": content.get("eos_token_id")}
     files = {
         "config.yaml": to_yaml(config),

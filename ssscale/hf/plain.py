@@ -5,6 +5,7 @@ Whoever serves or fine-tunes these serves ours, without `trust_remote_code`.
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,17 +130,16 @@ class Joined:
         return torch.cat([self.files[theirs].get_tensor(theirs) for theirs, _ in self.parts])
 
 
-def from_family(files: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """The family's weights with their open files → ours; what is missing or strange keeps its name, to be named."""
+def from_family(files: Mapping[str, Any], model: ModelConfig, folder: Path) -> dict[str, Any]:
+    """The family's weights with their open files → ours, without those that are missing. Raises UserError for strange ones."""
     parts = family_parts(model)
-    theirs = {name for pieces in parts.values() for name, _ in pieces}
-    strange = {
-        name: file for name, file in files.items() if name not in theirs and not name.endswith("rotary_emb.inv_freq")
-    }
-    if model.tie_embeddings:
-        strange.pop("lm_head.weight", None)  # some write the embedding twice
+    known = {name for pieces in parts.values() for name, _ in pieces}
+    known.add("lm_head.weight")  # some write the embedding twice
+    for name in files:
+        if name not in known and not name.endswith("rotary_emb.inv_freq"):
+            raise UserError(f"{folder} is not whole: only the folder has {name}")
     whole = {ours: pieces for ours, pieces in parts.items() if all(name in files for name, _ in pieces)}
-    return strange | {ours: Joined(files, pieces) for ours, pieces in whole.items()}
+    return {ours: Joined(files, pieces) for ours, pieces in whole.items()}
 
 
 def native_tree(content: dict[str, Any], file: object) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def test_nothing_of_ours_unpickles() -> None:
     root = Path(__file__).resolve().parents[2]
     for folder in ("data_prep", "eval", "kernels", "launch", "slurm", "ssscale"):
         for file in (root / folder).rglob("*.py"):
-            text = file.read_text().replace('_dump_snapshot(str(folder / f"memory-{step}.pickle"))', "")
+            text = file.read_text().replace('_dump_snapshot(str(folder / f"memory-{self.at}.pickle"))', "")
             code = [line for line in text.splitlines() if any(word in line for word in forbidden)]
             code = [line for line in code if not line.lstrip().startswith(("#", '"""'))]
             assert code in ([], [line for line in code if "allow_pickle=False" in line]), (file, code)

@@ -232,7 +232,8 @@ def test_bad_input(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None
     config = tmp_path / "hf" / "config.json"
     text = config.read_text()
     for changed, words in [
-        (text.replace('"ssscale"', '"llama"'), "of a model_type 'llama', not 'ssscale'"),
+        (text.replace('"ssscale"', '"bert"'), "of a model_type 'bert', not 'ssscale'"),
+        (text.replace('"ssscale"', '"llama"'), "only the folder has blocks"),
         (text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'), "only config.json describes blocks.2"),
         (text.replace('"intermediate_size": 40', '"intermediate_size": 48'), r"blocks\.0\.mlp\.\w+\.weight is"),
         (text.replace('"softmax"', '"sofmax"'), "config.json"),
