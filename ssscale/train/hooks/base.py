@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 class Hook:
     """A hook overrides what it needs. `run.state` is that of the last step that has ended; all ranks call alike.
 
-    every: steps between its turns, of which one comes after the last step; 0: none of these. at: a step after which it has
-    its only turn.
+    every: steps between its turns; it also has one after the last step. 0: it has none of these. at: a single step after
+    which it has a turn.
     """
 
     every: int = 0
