@@ -9,7 +9,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.train.ranks import CONTEXT, free_port
+from tests.train.forked import CONTEXT, ForkedProcess
+from tests.train.ranks import free_port
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
@@ -64,7 +65,7 @@ class Pool:
         port = free_port()
         for rank in range(self.size):
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            process = ForkedProcess(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
             process.start()
             self.workers.append((process, ours))
 

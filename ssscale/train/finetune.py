@@ -13,11 +13,7 @@ from ssscale.data.questions import Example, make_batch
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import TrainState
-from ssscale.train.hooks.guard import Guard
-from ssscale.train.hooks.observation import Observation
-from ssscale.train.hooks.profile import Profile
-from ssscale.train.hooks.records import Records
-from ssscale.train.hooks.spikes import Skips, Spikes
+from ssscale.train.hooks.standard import standard_hooks
 from ssscale.train.run import Run
 from ssscale.train.signals import StopSignals
 from ssscale.train.stages import Part, Plan
@@ -135,17 +131,16 @@ def finetuning(
     slurm_job: str | None = None,
 ) -> Run:
     """A run of fine-tuning, ready for `ssscale.train.loop.train`. files: `Examples`. Raises UserError."""
-    train = config.train
-    hooks = [
-        Profile(train.profile),
-        Spikes(train.spike_z),
-        Records(train.log_every),
-        Skips(train.max_skipped),
-        Guard(train.guard_every),
-        Observation(train.observe_every),
-    ]
 
     def open_source(config: Config, plan: Plan, state: TrainState, trained_on: str | None) -> Examples:
         return Examples(examples, files, groups, config, plan, state, trained_on)
 
-    return Run(config, groups, open_source, hooks, signals=signals, slurm_job=slurm_job, init_key="from")
+    return Run(
+        config,
+        groups,
+        open_source,
+        standard_hooks(config.train),
+        signals=signals,
+        slurm_job=slurm_job,
+        init_key="from",
+    )

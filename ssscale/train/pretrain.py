@@ -10,11 +10,8 @@ from ssscale.data.stream import make_loader, make_order
 from ssscale.parallel.groups import Groups
 from ssscale.train.build import open_data
 from ssscale.train.checkpoint import TrainState
-from ssscale.train.hooks.guard import Guard, Reached
-from ssscale.train.hooks.observation import Observation
-from ssscale.train.hooks.profile import Profile
-from ssscale.train.hooks.records import Records
-from ssscale.train.hooks.spikes import Skips, Spikes
+from ssscale.train.hooks.base import Hook
+from ssscale.train.hooks.standard import standard_hooks
 from ssscale.train.hooks.tasks import Tasks
 from ssscale.train.hooks.validation import Validation
 from ssscale.train.run import Run
@@ -89,16 +86,8 @@ def pretraining(
     def open_source(config: Config, plan: Plan, state: TrainState, trained_on: str | None) -> PackedRows:
         return PackedRows(config, plan, state, trained_on, groups)
 
-    train = config.train
-    hooks = [
-        Profile(train.profile),
-        Spikes(train.spike_z),
-        Records(train.log_every),
-        Skips(train.max_skipped),
-        Reached(),
-        Guard(train.guard_every),
-        Validation(train.eval_every),
-        *([] if tasks is None else [Tasks(train.task_every, tasks)]),
-        Observation(train.observe_every),
-    ]
+    scores: list[Hook] = [Validation(config.train.eval_every)]
+    if tasks is not None:
+        scores.append(Tasks(config.train.task_every, tasks))
+    hooks = standard_hooks(config.train, *scores)
     return Run(config, groups, open_source, hooks, signals=signals, slurm_job=slurm_job)

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.train.ranks import CONTEXT
+from tests.train.forked import ForkedProcess
 
 
 def let_others_in(*folders: Path) -> None:
@@ -35,7 +35,7 @@ def run_command(
     """The exit code (None: it did not end in 100 s) and the output of a command in a process of its own."""
     log.touch(0o666)
     log.chmod(0o666)
-    process = CONTEXT.Process(target=_command, args=(module, arguments, str(log), plant))
+    process = ForkedProcess(target=_command, args=(module, arguments, str(log), plant))
     process.start()
     process.join(100)
     code = process.exitcode

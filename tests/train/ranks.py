@@ -15,8 +15,7 @@ from typing import Any
 
 import psutil
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.train.preload"])
+from tests.train.forked import ForkedProcess
 
 SMALL = ["config=tiny_sb", "model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64"]
 SMALL += ["model.num_heads=1", "train.batch_size=4", "train.microbatch=1", "train.log_every=1", "train.eval_every=0"]
@@ -70,7 +69,7 @@ class Ranks:
             environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
             given = ([*(SMALL if small else []), *arguments, f"run_dir={run_dir}"], environment, str(self.log), plant)
-            self.processes.append(CONTEXT.Process(target=_rank, args=given))
+            self.processes.append(ForkedProcess(target=_rank, args=given))
         for process in self.processes:
             process.start()
 

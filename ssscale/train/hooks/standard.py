@@ -1,0 +1,23 @@
+"""The hooks that every run has, in the order in which they are called after a step."""
+
+from ssscale.config.schema import TrainConfig
+from ssscale.train.hooks.base import Hook
+from ssscale.train.hooks.guard import Guard, Reached
+from ssscale.train.hooks.observation import Observation
+from ssscale.train.hooks.profile import Profile
+from ssscale.train.hooks.records import Records
+from ssscale.train.hooks.spikes import Skips, Spikes
+
+
+def standard_hooks(train: TrainConfig, *scores: Hook) -> list[Hook]:
+    """scores: the hooks that score the model. They are called after Guard, so that broken weights are not scored."""
+    return [
+        Profile(train.profile),
+        Spikes(train.spike_z),
+        Records(train.log_every),
+        Skips(train.max_skipped),
+        Reached(),
+        Guard(train.guard_every),
+        *scores,
+        Observation(train.observe_every),
+    ]
