@@ -15,7 +15,7 @@ DOCUMENTS = sorted(
 )
 
 PICTURE = re.compile(r"!\[[^\]\n]*\]\((?!\w+://)[^)\s]+\.(?:png|jpe?g|webp)\)")
-UNITS = re.compile(r"tokens/s|MFU|TFLOP|GiB|\bnats\b|\bms\b|µs|of plain torch")
+UNITS = re.compile(r"tokens/s|MFU|TFLOP|GiB|\bnats\b|\bms\b|µs|÷|of plain torch")
 LOSSES = re.compile(r"loss.*\|.*\d\.\d\d", re.DOTALL)
 # docs/results/README.md explains the line that follows each measured table or picture.
 RECORD = re.compile(
