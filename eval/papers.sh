@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The papers' experiments at the small size of docs/reproduction.md, on the GPUs of one machine: data, models, results, figures.
+# The papers' experiments at the small size of docs/results/papers.md, on the GPUs of one machine: data, models, results, figures.
 #
 #   bash eval/papers.sh TEXT QUESTIONS [OUT]
 #

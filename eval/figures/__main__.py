@@ -1,4 +1,4 @@
-"""The papers' figures from result files:   python -m eval.figures NAME [RUN or FILE ...] [--out docs/figures/NAME]
+"""The papers' figures from result files:   python -m eval.figures NAME [RUN or FILE ...] [--out docs/results/papers/NAME]
 
     fading, threshold                Figures 1 and 3 of arXiv:2501.19399, which need no model
     training_losses RUN RUN ...      its Figure 4                 (of the runs themselves), and the differences to the first
@@ -59,7 +59,9 @@ def main() -> None:
     arguments = parser.parse_args()
     prepare()
     with sentences():
-        files = save(draw(arguments.name, arguments.paths), arguments.out or Path("docs/figures") / arguments.name)
+        files = save(
+            draw(arguments.name, arguments.paths), arguments.out or Path("docs/results/papers") / arguments.name
+        )
     print(*files, sep="\n")
 
 
