@@ -1,0 +1,62 @@
+"""Result files for the figures: those of a run, or named one by one; what is missing and which command makes it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ssscale.errors import UserError
+
+# kind → the command that makes its files
+COMMANDS = {
+    "long_context": "python -m eval.papers.long_context RUN --texts FILE.jsonl",
+    "needle": "python -m eval.papers.needle RUN --texts FILE.jsonl",
+    "needle_scores": "python -m eval.papers.needle RUN --texts FILE.jsonl --scores",
+}
+
+
+def read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds no object")
+    return found
+
+
+def of_runs(paths: list[Path], kind: str) -> list[dict[str, Any]]:
+    """The results of a kind: of a run folder the newest of each evaluation in it, of a file that file. Raises UserError."""
+    command = COMMANDS[kind]
+    if not paths:
+        raise UserError(f"no run is given: name run folders or files that `{command}` has made")
+    results = []
+    for path in paths:
+        files = [path] if path.is_file() else _newest(path, kind)
+        if not files:
+            raise UserError(f"{path} has no {kind.replace('_', ' ')} results: make them with `{command}`")
+        for file in files:
+            found = read(file)
+            if found.get("kind") != kind:
+                raise UserError(f"{file} is not what `{command}` makes")
+            results.append(found)
+    return results
+
+
+def _newest(run: Path, kind: str) -> list[Path]:
+    files: dict[Path, Path] = {}
+    for file in sorted((run / "eval").rglob(f"{kind}-step-*.json")):
+        files[file.parent] = file
+    return list(files.values())
+
+
+def of_mqrar(folder: Path, pattern: str, command: str) -> list[dict[str, Any]]:
+    files = sorted(folder.glob(pattern))
+    if not files:
+        raise UserError(f"{folder} has no {pattern}: make them with `{command}`")
+    return [read(file) for file in files]
+
+
+def label(result: dict[str, Any]) -> str:
+    """The run's name, and the keys that its evaluation changed."""
+    changes = [change.removeprefix("model.").removeprefix("position.") for change in result["changes"]]
+    return result["run"] + (f" ({', '.join(changes)})" if changes else "")
