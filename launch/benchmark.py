@@ -1,7 +1,8 @@
 """The stack's training step beside plain torch's, in one run on one GPU.
 
 Each row is a run of launch/pretrain.py (real data, streaming, Megatron layers, DeepSpeed, metrics), or of
-eval/plain_torch.py; the ratio is to plain torch at the same accumulation. Medians over the steps after the first four.
+eval/benchmarks/plain_torch.py; the ratio is to plain torch at the same accumulation. Medians over the steps
+after the first four.
 """
 
 import json
@@ -76,7 +77,15 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
 
 
 def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "eval.plain_torch", name, str(microbatch), str(accumulation), str(steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "eval.benchmarks.plain_torch",
+        name,
+        str(microbatch),
+        str(accumulation),
+        str(steps),
+    ]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if process.returncode:
         print(process.stderr[-3000:], flush=True)
@@ -85,7 +94,7 @@ def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict
 
 
 def main(argv: list[str]) -> None:
-    from eval.command import whole_numbers
+    from eval.checkpoint.command import whole_numbers
 
     options, extra = COMMAND.parse(argv)
     accumulations, steps = (whole_numbers(options[key], key) for key in ("accumulation", "steps"))

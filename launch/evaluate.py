@@ -21,11 +21,11 @@ from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
 
 if TYPE_CHECKING:
-    from eval.ruler.run import Ruler
-    from eval.scoring import TaskResult
-    from eval.suite import Outcome
-    from eval.text import TextTokenizer
-    from eval.validation import Loss
+    from eval.checkpoint.ruler.run import Ruler
+    from eval.checkpoint.scoring import TaskResult
+    from eval.checkpoint.suite import Outcome
+    from eval.checkpoint.text import TextTokenizer
+    from eval.checkpoint.validation import Loss
     from ssscale.config.schema import Config
     from ssscale.data.stream import PackedData
     from ssscale.model.decoder import Decoder
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
         own = [text for text in argv if text.partition("=")[0] not in ("gpus", "processes")]
         boot.leave(several.run("launch/evaluate.py", own, saves=False))
     boot.join_ranks()
-    from eval.environment import prepare
+    from eval.checkpoint.environment import prepare
 
     prepare()
     boot.log(logging.WARNING, force=False)
@@ -171,8 +171,8 @@ def main(argv: list[str]) -> None:
 
 def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
     """What the options ask for. Raises UserError."""
-    from eval.paper import SUITE
-    from eval.ruler import TASKS
+    from eval.checkpoint.paper import SUITE
+    from eval.checkpoint.ruler import TASKS
 
     suite = options.get("suite")
     whole = {"stickbreaking_paper": ",".join(SUITE), "ruler": "ruler", None: "cloze"}
@@ -198,7 +198,7 @@ def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
 
 def checked(options: dict[str, Any], settings: Settings) -> Path:
     """The checkpoint or run. Raises UserError for what can be seen without torch and lm-eval, which take seconds to import."""
-    from eval.task_names import check_request
+    from eval.checkpoint.task_names import check_request
     from ssscale.config import change
     from ssscale.train.early import check_data
     from ssscale.validate import validate
@@ -221,10 +221,10 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
     """
     import torch
 
-    from eval.results import add_results, read_results, results_file
-    from eval.suite import Outcome
-    from eval.tables import show
-    from eval.text import TextTokenizer
+    from eval.checkpoint.results import add_results, read_results, results_file
+    from eval.checkpoint.suite import Outcome
+    from eval.checkpoint.tables import show
+    from eval.checkpoint.text import TextTokenizer
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_model
     from ssscale.train.reading import reading
@@ -251,7 +251,7 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
     if settings.names:
         outcome = evaluate_tasks(model, config, tokenizer, held_out, settings, file, results, console)
     if ruler is not None:
-        from eval.ruler.run import evaluate_ruler, ruler_table
+        from eval.checkpoint.ruler.run import evaluate_ruler, ruler_table
 
         cells = evaluate_ruler(ruler, model, tokenizer, config.name, file, results, console)
     losses: dict[str, Loss] = {}
@@ -268,7 +268,7 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
     if ruler is not None:
         console.print(ruler_table(ruler, cells))
     if settings.suite == "stickbreaking_paper":
-        from eval.paper import show_paper
+        from eval.checkpoint.paper import show_paper
 
         show_paper(read_results(file).get("tasks", {}), config.name, console)  # those of other parts of the tasks too
     console.print(f"results: {file}", highlight=False, soft_wrap=True)
@@ -277,7 +277,7 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
 
 def check_results(checkpoint: Path, settings: Settings) -> None:
     """What is wrong with the results files is better said before the work than after it. Raises UserError."""
-    from eval.results import check_same, check_writable, read_results, results_file
+    from eval.checkpoint.results import check_same, check_writable, read_results, results_file
 
     for names in (list(settings.changes), settings.folder_names):
         file = results_file(checkpoint, names, settings.out)
@@ -290,11 +290,11 @@ def check_results(checkpoint: Path, settings: Settings) -> None:
 
 def plan_ruler(config: "Config", tokenizer: "TextTokenizer", settings: Settings, console: Console) -> "Ruler":
     """RULER's tasks and lengths; says what the samples are made from, and where they are longer than those of training."""
-    from eval.command import whole_numbers
+    from eval.checkpoint.command import whole_numbers
 
     try:
-        from eval.ruler.data import parse_stand_ins
-        from eval.ruler.run import prepare_ruler
+        from eval.checkpoint.ruler.data import parse_stand_ins
+        from eval.checkpoint.ruler.run import prepare_ruler
     except ModuleNotFoundError as error:
         raise UserError(f"RULER's tasks need {error.name}: pip install 'lm-eval[ruler]', or make setup") from None
 
@@ -332,12 +332,12 @@ def evaluate_tasks(
     """lm-eval's tasks on the model, each added to the results file, with `results`, when it is done."""
     import torch.distributed as dist
 
-    from eval.cloze import build_items, write_items
-    from eval.harness import PackedLM
-    from eval.results import add_results
-    from eval.samples import samples_file, write_samples
-    from eval.suite import Samples, find_tasks, run_tasks
-    from eval.text import held_out as held_out_texts
+    from eval.checkpoint.cloze import build_items, write_items
+    from eval.checkpoint.harness import PackedLM
+    from eval.checkpoint.results import add_results
+    from eval.checkpoint.samples import samples_file, write_samples
+    from eval.checkpoint.suite import Samples, find_tasks, run_tasks
+    from eval.checkpoint.text import held_out as held_out_texts
 
     names, is_main = settings.names, model.groups.is_main
     items = file.with_name("cloze.jsonl")
@@ -375,7 +375,7 @@ def evaluate_losses(
     console: Console,
 ) -> "dict[str, Loss]":
     """`valid`: the model's loss over the whole validation split; `baseline`: the bigram's on the same targets."""
-    from eval.validation import bigram_fits, bigram_loss, model_loss
+    from eval.checkpoint.validation import bigram_fits, bigram_loss, model_loss
 
     one_document = config.data.one_document
     microbatch, baseline = config.train.microbatch_rows, settings.baseline

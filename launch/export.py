@@ -44,12 +44,12 @@ def main(argv: list[str]) -> None:
     given, out = Path(options["checkpoint"]), Path(options["out"])
     saved_config(find_checkpoint(given, quiet=True))
     check_empty(out)
-    from eval.environment import prepare
+    from eval.checkpoint.environment import prepare
 
     prepare()
     log(logging.WARNING, force=False)
 
-    from eval.text import TextTokenizer
+    from eval.checkpoint.text import TextTokenizer
     from ssscale.hf.convert import export_checkpoint
     from ssscale.parallel.groups import initialize
     from ssscale.train.reading import reading

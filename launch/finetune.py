@@ -75,7 +75,7 @@ def finetune(options: dict[str, Any], checkpoint: Path, before: "Config", signal
     boot.log()
     import torch
 
-    from eval.text import TextTokenizer
+    from eval.checkpoint.text import TextTokenizer
     from ssscale.data.questions import make_example, read_squad
     from ssscale.train.finetune import finetuning, finetuning_config
     from ssscale.validate import validate

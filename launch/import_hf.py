@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     if not (folder / "config.json").is_file():
         raise UserError(f"folder={folder}: there is no config.json, so it is not a model of transformers")
     check_empty(out)
-    from eval.environment import prepare
+    from eval.checkpoint.environment import prepare
 
     prepare()
 

@@ -58,7 +58,7 @@ def checked(arguments: list[str], world_size: int, gpu: bool) -> "Config":
     validate(config, world_size, gpu=gpu)
     check_run(config)
     if config.train.tasks:
-        from eval.task_names import check_request
+        from eval.checkpoint.task_names import check_request
 
         train = config.train
         check_request(train.tasks, train.task_data, "train.tasks", train.task_include)
@@ -85,10 +85,10 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
 
     tasks = None
     if config.train.tasks:
-        from eval.environment import prepare
+        from eval.checkpoint.environment import prepare
 
         prepare()
-        from eval.in_training import TaskEvaluation
+        from eval.checkpoint.in_training import TaskEvaluation
 
         tasks = TaskEvaluation(config)  # raises for unknown tasks and missing data before a step is trained
 

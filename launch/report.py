@@ -24,7 +24,7 @@ from ssscale.model.flops import count_parameters
 from ssscale.train.checkpoint_folder import saved_config
 
 if TYPE_CHECKING:
-    from eval.run import Run
+    from eval.checkpoint.run import Run
 
 COMMAND = Command(
     about=__doc__,
@@ -42,16 +42,16 @@ def main(argv: list[str]) -> None:
     options, folders = COMMAND.parse(argv)
     if not folders:
         raise UserError("no run folder is given: python launch/report.py RUN [RUN ...]")
-    from eval.run import Run
+    from eval.checkpoint.run import Run
 
     runs = [Run.open(Path(folder)) for folder in folders]
-    from eval.environment import prepare
+    from eval.checkpoint.environment import prepare
 
     prepare()
     boot.log(logging.WARNING, force=False)
 
-    from eval.figures.runs import draw_run, draw_runs
-    from eval.scales import write_scales
+    from eval.checkpoint.loss_curves import draw_run, draw_runs
+    from eval.checkpoint.scales import write_scales
     from ssscale.parallel.groups import initialize
     from ssscale.train.reading import reading
 
@@ -78,8 +78,8 @@ def main(argv: list[str]) -> None:
 
 def sample(run: "Run", data_path: str | None) -> None:
     """Write sample.txt from the newest checkpoint."""
-    from eval.sample import write_sample
-    from eval.text import TextTokenizer
+    from eval.checkpoint.sample import write_sample
+    from eval.checkpoint.text import TextTokenizer
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_model
 

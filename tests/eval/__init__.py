@@ -1,3 +1,3 @@
-from eval.environment import prepare
+from eval.checkpoint.environment import prepare
 
 prepare()  # before any test module imports lm-eval

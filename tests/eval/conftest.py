@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main as data_prep
-from eval.harness import PackedLM
-from eval.text import TextTokenizer
+from eval.checkpoint.harness import PackedLM
+from eval.checkpoint.text import TextTokenizer
 from ssscale.config import to_yaml
 from ssscale.config.schema import Config, DataConfig, ModelConfig, ScheduleConfig, StageConfig, TrainConfig
 from ssscale.data.stream import PackedData

@@ -1,6 +1,6 @@
 """Jobs for the worker pool: evaluations in several processes."""
 
-from eval.environment import prepare
+from eval.checkpoint.environment import prepare
 
 prepare()
 
@@ -18,9 +18,9 @@ def scores(checkpoint: str, names: list[str], eval_data: str, tensor: int) -> di
     """Log-likelihoods of each task's requests, in order, as this rank has them."""
     from pathlib import Path
 
-    from eval.harness import PackedLM
-    from eval.suite import find_tasks
-    from eval.text import TextTokenizer
+    from eval.checkpoint.harness import PackedLM
+    from eval.checkpoint.suite import find_tasks
+    from eval.checkpoint.text import TextTokenizer
     from ssscale.train.build import load_for_inference
     from ssscale.train.checkpoint_folder import find_checkpoint
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from eval.text import TextTokenizer
+from eval.checkpoint.text import TextTokenizer
 from ssscale.config import to_yaml
 from ssscale.config.schema import Config, DataConfig, position_config
 from ssscale.hf.convert import WeightsOnly

@@ -1,4 +1,4 @@
-from eval.environment import prepare
+from eval.checkpoint.environment import prepare
 
 prepare()
 from pathlib import Path

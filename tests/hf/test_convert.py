@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from eval.text import TextTokenizer
+from eval.checkpoint.text import TextTokenizer
 from launch.export import main as export_main
 from launch.import_hf import main as import_main
 from ssscale.config.schema import ModelConfig, WidthConfig

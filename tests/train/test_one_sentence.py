@@ -220,7 +220,9 @@ def plant_argument() -> None:
 
 COMMANDS = ["benchmark", "benchmark_parallel", "costs", "estimate", "evaluate", "export", "finetune", "import_hf"]
 MODULES = [*(f"launch.{name}" for name in (*COMMANDS, "pretrain", "report")), "slurm.submit", "data_prep.__main__"]
-MODULES += ["eval.needle", "eval.long_context", "eval.pn_fit", "eval.mqrar.__main__", "eval.figures.__main__"]
+MODULES += [
+    f"eval.papers.{name}" for name in ("needle", "long_context", "pn_fit", "mqrar.__main__", "figures.__main__")
+]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -237,9 +239,9 @@ def test_what_nobody_foresaw_is_one_sentence_with_a_file(module: str, tmp_path: 
 
 
 def as_nobody() -> None:
-    import eval.figures.runs
-    import eval.sample
-    import eval.scales  # noqa: F401 - while this process may still read what is installed
+    import eval.checkpoint.loss_curves
+    import eval.checkpoint.sample
+    import eval.checkpoint.scales  # noqa: F401 - while this process may still read what is installed
 
     os.setegid(65534)
     os.seteuid(65534)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.scales import write_scales
+from eval.checkpoint.scales import write_scales
 from ssscale.config.schema import Config, DataConfig, ModelConfig, position_config
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from eval.environment import prepare
+from eval.checkpoint.environment import prepare
 
 prepare()
 
-from eval.in_training import TaskEvaluation
+from eval.checkpoint.in_training import TaskEvaluation
 from launch.evaluate import main as evaluate
 from ssscale.config import load_config
 from ssscale.config.schema import Config

@@ -1,0 +1,71 @@
+"""Functions that the commands below eval/ share: error messages, lists of integers, result files."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ssscale.errors import FAILED, UserError
+from ssscale.options import Command
+from ssscale.unforeseen import describe, describe_os_error
+
+
+@contextmanager
+def sentences(command: Command | None = None) -> Iterator[None]:
+    """Report errors of the block in one sentence on stderr and exit.
+
+    A UserError, or an OSError such as a missing permission, exits with code 2. Any other exception exits with code 70,
+    and its traceback is written to a file that the sentence names. With a command, --help prints its options.
+    """
+    if command is not None:
+        command.help_if_asked(sys.argv[1:])
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        refused = describe_os_error(error) if isinstance(error, OSError) else None
+        said = f"error: {refused}" if refused else f"failed: {describe(error, Path(sys.argv[0]).stem or 'python')}"
+        print(said, file=sys.stderr)
+        sys.exit(2 if refused else FAILED)
+
+
+def whole_numbers(text: str, flag: str, least: int = 1, most: int = 2**24) -> list[int]:
+    """Parse comma-separated integers such as `1,2,3`.
+
+    Raises UserError, which names `flag`, if one is not an integer or not in [least, most].
+    """
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{flag} must be whole numbers with commas between, not {text!r}") from None
+    if min(found) < least or max(found) > most:
+        raise UserError(f"{flag} must be from {least} to {most}, not {text}")
+    return found
+
+
+def begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the result that an earlier call with the same settings wrote to the file, or else the settings.
+
+    Raises UserError if the file is not JSON.
+    """
+    if file.is_file():
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file} is broken: {error}; remove it to begin again") from None
+        if isinstance(before, dict) and all(before.get(key) == value for key, value in settings.items()):
+            return dict(before)
+    return dict(settings)
+
+
+def write(file: Path, result: dict[str, Any], indent: int | None = None) -> None:
+    """Write a result to a JSON file. The file is replaced atomically."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
+    os.replace(temporary, file)

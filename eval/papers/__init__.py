@@ -1,0 +1,1 @@
+"""The experiments of the papers, each a command, and their figures."""

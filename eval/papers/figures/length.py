@@ -1,0 +1,71 @@
+"""Draws the loss beyond the training length.
+
+By position, it is Figure 5 of arXiv:2501.19399. By context length, it is Figure 5 of arXiv:2410.17980.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from eval.checkpoint.drawing import COLOURS, MARKERS, STYLES, axes_of
+from eval.papers.figures.results import label, of_runs
+from ssscale.errors import UserError
+
+
+def longest(result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    length = max(int(text) for text in result["lengths"])
+    return length, result["lengths"][str(length)]
+
+
+def smoothed(losses: np.ndarray, reach: int = 2) -> np.ndarray:
+    """Average each loss with up to `reach` neighbours on both sides, and with fewer near the ends."""
+    sums = np.cumsum(np.concatenate([[0.0], losses]))
+    at = np.arange(len(losses))
+    near = np.minimum(np.minimum(at, len(losses) - 1 - at), reach)
+    return (sums[at + near + 1] - sums[at - near]) / (2 * near + 1)
+
+
+def by_position(paths: list[Path]) -> Figure:
+    """Draw the mean loss by position in the longest context."""
+    results = of_runs(paths, "long_context")
+    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    windows = set()
+    for index, result in enumerate(results):
+        length, found = longest(result)
+        windows.add(found["windows"])
+        losses = np.array(found["losses"]).mean(0)
+        middle = (np.arange(len(losses)) + 0.5) * found["bin"]
+        colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
+        axes.plot(middle, losses, color=colour, linestyle=style, linewidth=0.6, alpha=0.35)
+        axes.plot(middle, smoothed(losses), color=colour, linestyle=style, linewidth=1.8, label=label(result))
+    for train_length in {result["train_length"] for result in results}:
+        axes.axvline(train_length, color="0.4", linestyle=":", linewidth=1.2, label=f"trained on {train_length:,}")
+    title = f"Loss by position, {min(windows)} windows of {length:,} tokens"
+    axes_of(figure, axes, title, "position in the context (tokens)", "loss (nats a token)")
+    axes.set_xscale("log")
+    axes.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper left")
+    return figure
+
+
+def by_context(paths: list[Path]) -> Figure:
+    """Draw the mean loss of the same targets by context length."""
+    results = of_runs(paths, "long_context")
+    figure, axes = plt.subplots(figsize=(7.5, 5.0), layout="constrained")
+    shared = set.intersection(*(set(result["lengths"]) for result in results))
+    if len(shared) < 2:
+        raise UserError("the results share fewer than two lengths: give every run the same --lengths")
+    lengths = sorted(int(text) for text in shared)
+    for index, result in enumerate(results):
+        losses = [result["lengths"][str(length)]["mean"] for length in lengths]
+        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        axes.plot(lengths, losses, **style, linestyle=STYLES[index // len(COLOURS)], label=label(result))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths])
+    tokens = results[0]["lengths"][str(lengths[-1])]["targets"]
+    title = f"The same {tokens:,} targets in contexts of growing length"
+    axes_of(figure, axes, title, "context (tokens)", "loss (nats a token)")
+    figure.legend(fontsize=9, edgecolor="none", loc="outside lower center", ncols=2)
+    return figure

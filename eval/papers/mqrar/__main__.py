@@ -1,0 +1,105 @@
+"""Multi-query repeated associative recall: Figures 3 and 4 of arXiv:2410.17980.
+
+    python -m eval.papers.mqrar curve [--out runs/mqrar] [--pairs 32,64,96,128,160,192] [--steps 6000] [--plain] [--minutes 9]
+    python -m eval.papers.mqrar picture [--out runs/mqrar]
+
+curve measures the accuracy of two-layer models by the number of pairs. For every core, it takes the best of the
+paper's four learning rates. The models of these learning rates train as one batch, first on shorter sequences unless
+--plain is given. picture writes the attention of narrower models on 16 pairs of a letter and a digit.
+
+Results are JSON files in --out. After --minutes a command stops, and the same command continues. Then draw the
+figures with `python -m eval.papers.figures mqrar` and `mqrar_attention`.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from eval.checkpoint.command import sentences, whole_numbers
+from eval.papers.mqrar.picture import write_picture
+from eval.papers.mqrar.task import Task
+from eval.papers.mqrar.train import Experiment, Recipe, model_config
+from ssscale.errors import SAVED, UserError
+from ssscale.parallel.groups import Groups, initialize
+
+LETTERS = Task(pairs=16, length=64, num_keys=26, num_values=10)
+
+
+def cores(text: str) -> list[str]:
+    known = ("softmax", "stickbreaking")
+    unknown = [name for name in text.split(",") if name not in known]
+    if unknown:
+        raise UserError(f"--cores: {unknown[0]!r} is none of {', '.join(known)}")
+    return text.split(",")
+
+
+def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
+    """Train for the points of Figure 3 that have no result yet. Returns whether all points have one now."""
+    for pairs in whole_numbers(arguments.pairs, "--pairs"):
+        task = Task(pairs, arguments.length, arguments.keys, arguments.values)
+        for core in cores(arguments.cores):
+            file = arguments.out / f"{core}-{pairs:03d}.json"
+            if file.is_file():
+                continue
+            config = model_config(core, task, arguments.width)
+            experiment = Experiment(config, task, recipe, groups, file)
+            done = experiment.run(until)
+            last = experiment.history[-1]["accuracy"] if experiment.history else []
+            shown = " ".join(f"{accuracy:.3f}" for accuracy in last)
+            print(f"{core} {pairs} pairs: step {experiment.step}, {experiment.seconds:.0f} s, {shown}", flush=True)
+            if not done:
+                return False
+    return True
+
+
+def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
+    """Train the models of Figure 4 (width 100, heads of 32) and write their attention on one sequence.
+
+    Returns whether all results are written.
+    """
+    for core in cores(arguments.cores):
+        file = arguments.out / f"attention-{core}.json"
+        if file.is_file() and '"weights"' in file.read_text(encoding="utf-8"):
+            continue
+        experiment = Experiment(model_config(core, LETTERS, 100, 32), LETTERS, recipe, groups, file)
+        if not experiment.run(until):
+            return False
+        write_picture(experiment)
+        print(f"{core}: step {experiment.step}, accuracy {max(experiment.history[-1]['accuracy']):.3f}", flush=True)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("curve", "picture"))
+    parser.add_argument("--out", type=Path, default=Path("runs/mqrar"))
+    parser.add_argument("--cores", default="softmax,stickbreaking")
+    parser.add_argument("--pairs", default="32,64,96,128,160,192")
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--batch", type=int, default=Recipe.batch)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--plain", action="store_true", help="no shorter sequences at first")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, size in (("length", 768), ("keys", 4096), ("values", 4096), ("width", 256)):
+        parser.add_argument(f"--{name}", type=int, default=size)
+    arguments = parser.parse_args()
+    until = time.monotonic() + 60 * arguments.minutes
+    recipe = replace(Recipe(), steps=arguments.steps, batch=arguments.batch, seed=arguments.seed)
+    recipe = replace(recipe, short_first=()) if arguments.plain else recipe
+    with sentences():
+        if min(arguments.steps, arguments.batch) < 1:
+            raise UserError("--steps and --batch must be at least 1")
+        torch.set_float32_matmul_precision("high")  # the operands are bfloat16: exact in TF32
+        done = {"curve": curve, "picture": picture}[arguments.what](arguments, recipe, initialize(), until)
+    if not done:
+        print("stopped: time is up, the same command goes on", file=sys.stderr)
+        sys.exit(SAVED)
+
+
+if __name__ == "__main__":
+    with sentences():
+        main()

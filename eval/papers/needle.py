@@ -1,0 +1,255 @@
+"""Tests whether a model finds a sentence in a long text (arXiv:2501.19399, Sections 3.3 and 3.4).
+
+    python -m eval.papers.needle RUN [RUN ...] --texts FILE.jsonl[.zst] [--lengths 1000,2000,4000,6000,8000,10000]
+        [--depths 10,30,50,70,90] [--samples 100] [model.position.rope.base=500000 ...]
+    python -m eval.papers.needle RUN [RUN ...] --texts FILE.jsonl[.zst] --scores [--lengths 8000] [--trials 100] [...]
+
+RUN was fine-tuned on question answering by launch/finetune.py, and the prompts have the same format. A prompt is a
+text from --texts that contains "The special magic {city} number is: {7 digits}.", followed by a question for the
+number. A length counts all tokens of the prompt. The needle follows the last sentence that ends at or before the
+given depth, in percent. Decoding is greedy over all tokens except EOS.
+
+--scores measures the attention of each head to the number while the model produces the first token of the answer. It
+does so for all heads on one prompt (Figure 7), and for the top head of every trial (Figure 8).
+
+Every model gets the same prompts. The command writes RUN/eval/[CHANGES/]needle-step-XXXXXXXX.json after each cell, and
+with --scores needle_scores-step-XXXXXXXX.json. If it was stopped, the same command continues. Then draw the figures
+with `python -m eval.papers.figures needle_map RUN ...`, `needle_heads RUN ...` and `needle_top RUN ...`.
+"""
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from eval.checkpoint.command import begun, sentences, whole_numbers, write
+from eval.checkpoint.documents import read_documents
+from eval.checkpoint.environment import prepare
+from eval.checkpoint.results import results_file, run_folder
+from eval.checkpoint.text import TextTokenizer
+from eval.papers.attention_weights import mass, recorded
+from eval.papers.long_context import CHANGEABLE
+from ssscale.data.questions import question_tokens
+from ssscale.errors import UserError
+from ssscale.model.cache import KVCache
+from ssscale.model.decoder import Decoder
+from ssscale.model.generate import extend, prefill
+from ssscale.parallel.groups import initialize
+from ssscale.train.build import load_model
+from ssscale.train.reading import reading
+
+CITIES = """Tokyo Paris London Berlin Madrid Rome Vienna Prague Warsaw Lisbon Dublin Oslo Stockholm Helsinki Copenhagen Brussels
+Amsterdam Zurich Geneva Athens Budapest Istanbul Cairo Nairobi Lagos Casablanca Dubai Mumbai Delhi Bangkok Singapore Jakarta
+Manila Seoul Beijing Shanghai Sydney Melbourne Auckland Honolulu Seattle Chicago Boston Denver Houston Miami Toronto Montreal
+Vancouver Havana Lima Bogota Santiago Quito""".split()  # noqa: SIM905
+FIXED = "Tokyo", "8106422", 50  # the prompt of Figure 7
+ANSWER_TOKENS = 10  # seven digits are at most seven tokens and a space
+PASS_TOKENS = 131_072  # tokens of the prompts in one batch
+SENTENCE_END = re.compile(r"[.!?\n][\"')\]]*\s*$")
+
+
+class Prompt(NamedTuple):
+    """A text with the needle, and the question.
+
+    tokens: the whole prompt.
+    number: the answer.
+    span: [start, stop) of the number in tokens, from after the colon to the full stop.
+    """
+
+    tokens: list[int]
+    number: str
+    span: tuple[int, int]
+
+
+class Haystack:
+    """The texts as one stream of tokens. ends: [tokens] bool, whether a sentence ends at the token."""
+
+    def __init__(self, texts: Iterator[str], tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.tokens = np.array([token for text in texts for token in tokenizer.encode(text.strip() + "\n")])
+        kinds, where = np.unique(self.tokens, return_inverse=True)
+        self.ends = np.array([bool(SENTENCE_END.search(tokenizer.decode([int(kind)]))) for kind in kinds])[where]
+
+    def prompt(self, length: int, depth: int, city: str, number: str, rng: np.random.Generator) -> Prompt:
+        """Return a prompt of `length` tokens: BOS, a random part of the stream with the needle in it, and the question.
+
+        depth: position of the needle in percent of the text.
+
+        Raises UserError if the needle leaves no room for a text, or if the texts are too short.
+        """
+        encode = self.tokenizer.encode
+        before, value = encode(f" The special magic {city} number is:"), encode(f" {number}.")
+        question = question_tokens(f"What is the special magic {city} number?", encode)
+        room = length - 1 - len(before) - len(value) - len(question)
+        if room < 1:
+            raise UserError(f"--lengths: {length} tokens leave no room for a text around the needle and the question")
+        if room > len(self.tokens):
+            raise UserError(f"--lengths: {length} tokens are more than the {len(self.tokens):,} of --texts")
+        first = int(rng.integers(len(self.tokens) - room + 1))
+        text, ends = self.tokens[first : first + room], self.ends[first : first + room]
+        most = room * depth // 100
+        sentences = np.flatnonzero(ends[:most])
+        at = int(sentences[-1]) + 1 if len(sentences) else most
+        head = [self.tokenizer.bos_id, *text[:at].tolist(), *before]
+        tokens = [*head, *value, *text[at:].tolist(), *question]
+        assert len(tokens) == length
+        return Prompt(tokens, number, (len(head), len(head) + len(value)))
+
+
+def draw_prompt(haystack: Haystack, length: int, depth: int, sample: int) -> Prompt:
+    """Return a sample of a length and a depth. The seed of city, number and text is (length, depth, sample)."""
+    rng = np.random.default_rng((length, depth, sample))
+    city = CITIES[int(rng.integers(len(CITIES)))]
+    return haystack.prompt(length, depth, city, f"{rng.integers(10**6, 10**7)}", rng)
+
+
+@torch.no_grad()
+def answer(
+    model: Decoder, prompts: Sequence[Sequence[int]], eos_id: int, spans: Sequence[tuple[int, int]] = ()
+) -> tuple[list[list[int]], torch.Tensor | None]:
+    """Return greedy answers of ANSWER_TOKENS tokens, without EOS, and the scores or None.
+
+    With spans, the scores are [prompts, layers, heads] float32: the attention of each prompt's last token to its
+    span. The last token predicts the first token of the answer.
+
+    The last token is a pass of its own, so each head computes one row of weights for any length.
+    """
+    cache = KVCache(model, [len(prompt) + ANSWER_TOKENS for prompt in prompts])
+    prefill(model, cache, [prompt[:-1] for prompt in prompts])
+    with recorded([block.attention for block in model.blocks] if spans else []) as calls:
+        logits = extend(model, cache, [prompt[-1:] for prompt in prompts])
+    scores = None
+    if spans:
+        keys = torch.zeros(len(prompts) * cache.capacity, len(prompts), dtype=torch.bool, device=calls[0].k.device)
+        for row, (start, stop) in enumerate(spans):
+            keys[row * cache.capacity + start : row * cache.capacity + stop, row] = True
+        own = torch.arange(len(prompts), device=keys.device)
+        scores = torch.stack([mass(call, keys)[own, :, own] for call in calls], 1).float().cpu()
+    answers: list[list[int]] = [[] for _ in prompts]
+    while True:
+        logits[:, eos_id] = -torch.inf
+        for text, token in zip(answers, logits.argmax(-1).tolist(), strict=True):
+            text.append(token)
+        if len(answers[0]) == ANSWER_TOKENS:
+            return answers, scores
+        logits = extend(model, cache, [text[-1:] for text in answers])
+
+
+def outcome(text: str, number: str) -> str:
+    """Return what the answer begins with: "number", "first digit" of the number, or "neither"."""
+    found = text.strip()
+    return "number" if found.startswith(number) else "first digit" if found.startswith(number[0]) else "neither"
+
+
+class Evaluation:
+    """The evaluation of one run with one set of changed keys."""
+
+    def __init__(self, run: Path, changes: list[str], arguments: argparse.Namespace, kind: str) -> None:
+        groups = initialize()
+        with reading(run, groups, "RUN") as checkpoint:
+            self.model, config = load_model(checkpoint, groups, changes=changes)
+            self.tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
+        file = results_file(checkpoint, changes)
+        self.file = file.with_name(f"{kind}-{file.name}")
+        self.haystack = Haystack(read_documents(arguments.texts), self.tokenizer)
+        self.result: dict[str, Any] = {
+            "kind": kind,
+            "run": run_folder(checkpoint).resolve().name,
+            "checkpoint": checkpoint.name,
+            "changes": changes,
+            "texts": arguments.texts.name,
+            "train_length": config.data.length,
+        }
+
+    def answers(self, prompts: list[Prompt], scores: bool = False) -> Iterator[tuple[Prompt, str, torch.Tensor | None]]:
+        """Yield (prompt, outcome, scores) in batches. scores: [layers, heads] float32 if requested, else None."""
+        at_once = max(1, min(64, PASS_TOKENS // len(prompts[0].tokens)))
+        for first in range(0, len(prompts), at_once):
+            some = prompts[first : first + at_once]
+            spans = [prompt.span for prompt in some] if scores else []
+            texts, found = answer(self.model, [prompt.tokens for prompt in some], self.tokenizer.eos_id, spans)
+            for row, (prompt, text) in enumerate(zip(some, texts, strict=True)):
+                shown = outcome(self.tokenizer.decode(text), prompt.number)
+                yield prompt, shown, None if found is None else found[row]
+
+    def retrieve(self, lengths: list[int], depths: list[int], samples: int) -> None:
+        """Compute the cells of Figure 6 that the result file does not contain yet."""
+        self.result = {"cells": []} | begun(self.file, self.result | {"samples": samples})
+        done = {(cell["length"], cell["depth"]) for cell in self.result["cells"]}
+        for length in lengths:
+            for depth in depths:
+                if (length, depth) in done:
+                    continue
+                prompts = [draw_prompt(self.haystack, length, depth, sample) for sample in range(samples)]
+                found = [shown for _, shown, _ in self.answers(prompts)]
+                cell = {"length": length, "depth": depth, "samples": samples, "correct": found.count("number")}
+                self.result["cells"].append(cell | {"first_digit": found.count("first digit")})
+                write(self.file, self.result)
+                print(
+                    f"{self.result['run']} {length} tokens, depth {depth} %: {cell['correct']} of {samples}", flush=True
+                )
+
+    def score(self, length: int, trials: int) -> None:
+        """Compute the scores of Figures 7 and 8, which have the same context length."""
+        self.result = begun(self.file, self.result | {"length": length, "num_trials": trials})
+        if "trials" in self.result:
+            return
+        city, number, depth = FIXED
+        fixed = self.haystack.prompt(length, depth, city, number, np.random.default_rng(0))
+        _, shown, scores = next(self.answers([fixed], scores=True))
+        assert scores is not None
+        self.result["heads"] = {"depth": depth, "outcome": shown, "scores": scores.tolist()}
+        rng = np.random.default_rng(length)
+        depths = rng.integers(5, 96, trials).tolist()
+        prompts = [draw_prompt(self.haystack, length, depth, 10**6 + trial) for trial, depth in enumerate(depths)]
+        self.result["trials"] = []
+        for depth, (_, shown, scores) in zip(depths, self.answers(prompts, scores=True), strict=True):
+            assert scores is not None
+            layer, head = divmod(int(scores.argmax()), scores.shape[1])
+            top = {"top": float(scores.max()), "layer": layer, "head": head}
+            self.result["trials"].append(top | {"depth": depth, "outcome": shown})
+        write(self.file, self.result)
+        best = max(trial["top"] for trial in self.result["trials"])
+        found = sum(trial["outcome"] == "number" for trial in self.result["trials"])
+        print(f"{self.result['run']} {length} tokens: {found} of {trials} found, highest score {best:.3f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")
+    parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--lengths")
+    parser.add_argument("--depths", default="10,30,50,70,90")
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--scores", action="store_true", help="attention on the number instead of numbers found")
+    parser.add_argument("--trials", type=int, default=100)
+    arguments = parser.parse_intermixed_args()
+    changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]
+    prepare()
+    with sentences():
+        default = "8000" if arguments.scores else "1000,2000,4000,6000,8000,10000"
+        lengths = whole_numbers(arguments.lengths or default, "--lengths")
+        depths = whole_numbers(arguments.depths, "--depths", 1, 100)
+        if min(arguments.samples, arguments.trials) < 1:
+            raise UserError("--samples and --trials must be at least 1")
+        if arguments.scores and len(lengths) > 1:
+            raise UserError(f"--lengths={arguments.lengths}: --scores takes one length")
+        kind = "needle_scores" if arguments.scores else "needle"
+        for run in arguments.runs:
+            if run in changes:
+                continue
+            evaluation = Evaluation(Path(run), changes, arguments, kind)
+            if arguments.scores:
+                evaluation.score(lengths[0], arguments.trials)
+            else:
+                evaluation.retrieve(lengths, depths, arguments.samples)
+            print(evaluation.file)
+
+
+if __name__ == "__main__":
+    with sentences():
+        main()
