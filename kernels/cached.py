@@ -1,4 +1,4 @@
-"""Softmax attention of new tokens to keys in a cache of equal slots."""
+"""Softmax attention of new tokens to the keys in a cache, which gives every sequence a slot of the same size."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,37 +10,40 @@ from torch import Tensor
 from .exact import Bias, exact_attention
 from .upload import upload
 
-MAX_DECODE_QUERIES = 16  # up to this many new tokens a sequence, all sequences are one padded call
+MAX_DECODE_QUERIES = 16  # up to this many new tokens per sequence, one padded call serves all sequences
 
 
 class DecodePlan(NamedTuple):
-    """What a few new tokens a sequence see; the same in all layers. R: the most of a sequence; S: the keys that are read.
+    """Which keys a few new tokens per sequence see, the same in all layers.
 
-    sequence, slot: [T], each token's place in the padded [B, R]. i: [B, R], j: [B, S], positions. visible: [B, R, S].
-    gathered: S are the last ones of each sequence, else the first ones of all.
+    B sequences, padded to R queries, the most new tokens of a sequence, and to S keys.
     """
 
-    sequence: Tensor
-    slot: Tensor
-    i: Tensor
-    j: Tensor
-    visible: Tensor
-    gathered: bool
+    sequence: Tensor  # [T] the sequence of each token
+    column: Tensor  # [T] its index among the R queries
+    i: Tensor  # [B, R] the positions of the queries
+    j: Tensor  # [B, S] the positions of the keys
+    visible: Tensor  # [B, R, S] bool
+    gathered: bool  # the S keys are the last ones of each sequence; else they are the first S of every slot
 
 
 def plan_decode(
-    starts: list[int], lengths: list[int], rows: Tensor, capacity: int, window: int | None
+    starts: list[int],
+    lengths: list[int],
+    rows: Tensor,
+    capacity: int,
+    window: int | None,
 ) -> DecodePlan | None:
-    """From `cached_attention`'s arguments; None where a sequence has too many new tokens."""
+    """A plan from `cached_attention`'s arguments; None for more than MAX_DECODE_QUERIES new tokens in a sequence."""
     counts = [end - start for start, end in pairwise(starts)]
     most, longest = max(counts), max(n + count for n, count in zip(lengths, counts, strict=True))
     if most > MAX_DECODE_QUERIES:
         return None
     sequence, position = rows // capacity, rows % capacity
-    # Each sequence's new tokens are its last ones: aligned at the right end, padding in front at positions below them.
+    # The new tokens of a sequence are its last ones, so they are aligned at the right; padding comes before.
     ends = position.new_zeros(len(counts)).scatter_reduce(0, sequence, position + 1, "amax")
     i = ends[:, None] - most + torch.arange(most, device=rows.device)
-    slot = position - ends[sequence] + most
+    column = position - ends[sequence] + most
     gathered = window is not None and window + most - 1 < longest
     if window is not None and gathered:
         j = ends[:, None] - (window + most - 1) + torch.arange(window + most - 1, device=rows.device)
@@ -50,8 +53,8 @@ def plan_decode(
     visible = (distance >= 0) & (j >= 0)[:, None]
     if window is not None:
         visible &= distance < window
-    visible[..., 0] |= ~visible.any(-1)  # padding queries see something, or they would be NaN
-    return DecodePlan(sequence, slot, i, j, visible, gathered)
+    visible[..., 0] |= ~visible.any(-1)  # padding that sees no key would be NaN
+    return DecodePlan(sequence, column, i, j, visible, gathered)
 
 
 def cached_attention(
@@ -68,11 +71,16 @@ def cached_attention(
     bias: Bias | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor:
-    """o_i = Σ_j softmax_j(scale · q_i·k_j + bias_ij) v_j over i − window < j ≤ i, positions within a sequence.
+    """o_i = Σ_j softmax_j(scale · q_i·k_j + bias_ij) v_j over i − window < j ≤ i, positions in a sequence.
 
-    q: [T, N, H], the new tokens of B sequences, sequence b's from starts[b] to starts[b + 1]; lengths[b]: its tokens before
-    them. k, v: [B · capacity, K, H], the cache, where the new keys are in place; rows: [T] int64, the row of each new token,
-    b · capacity + position. plan: `plan_decode` of these, for layers to share. Inference only. Returns [T, N, H].
+    q [T, N, H]: the new tokens of B sequences; those of sequence b are starts[b] to starts[b + 1] − 1.
+    k, v [B · capacity, K, H]: the cache, which has the new keys already.
+    lengths: of each sequence, in tokens, without its new ones. rows [T] int64: the index of each new token in the
+        cache, b · capacity + position. capacity: tokens per slot.
+    window: None for all j ≤ i. scale: None for 1/√H. bias: see `Bias`.
+    plan: what `plan_decode` returns for these arguments, so that layers can share it; None: it is called here.
+
+    Returns o [T, N, H] in the dtype of q. For inference only.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     plan = plan or plan_decode(starts, lengths, rows, capacity, window)
@@ -88,27 +96,30 @@ def cached_attention(
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, plan: DecodePlan, scale: float, bias: Bias | None) -> Tensor:
-    """k, v: [B, capacity, K, H]. Queries are padded to the most of a sequence; only the keys that one of them sees are read."""
+    """k, v [B, capacity, K, H]. Pads the queries to R per sequence, and reads only the keys that one of them sees."""
     num_sequences, most, num_keys = plan.visible.shape
     num_kv_heads, group = k.shape[2], q.shape[1] // k.shape[2]
     padded = q.new_zeros(num_sequences, most, *q.shape[1:])
-    padded[plan.sequence, plan.slot] = q
+    padded[plan.sequence, plan.column] = q
     if plan.gathered:
         batch = torch.arange(num_sequences, device=q.device)[:, None]
         k, v = k[batch, plan.j.clamp(min=0)], v[batch, plan.j.clamp(min=0)]
     else:
         k, v = k[:, :num_keys], v[:, :num_keys]
-    # The heads of a group are queries of their key head, which is then read once.
+    # The query heads of a group become queries of their key head, so that its keys are read once.
+    # [B, K, G, R, S]
     mask = plan.visible[:, None, None].expand(-1, num_kv_heads, group, -1, -1)
     if bias is not None:
         added = bias(plan.i, plan.j).unflatten(1, (num_kv_heads, group))
         mask = added.masked_fill(~mask, -torch.inf).to(q.dtype)
-    queries = padded.unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, K, G · R, H]
+    # [B, K, G · R, H]
+    queries = padded.unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     out = F.scaled_dot_product_attention(
         queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask.flatten(2, 3), scale=scale
     )
-    out = out.unflatten(2, (group, most)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, R, N, H]
-    return out[plan.sequence, plan.slot]
+    # [B, R, N, H]
+    out = out.unflatten(2, (group, most)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out[plan.sequence, plan.column]
 
 
 def _prefill(
@@ -122,7 +133,7 @@ def _prefill(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Many new tokens on a GPU: the keys without their slots' free ends, and FlashAttention aligned at the sequences' ends."""
+    """Many new tokens on a GPU: packs the keys in use, then runs FlashAttention aligned at the sequences' ends."""
     from torch.nn.attention.varlen import varlen_attn
 
     used = [n + count if count else 0 for n, count in zip(lengths, counts, strict=True)]

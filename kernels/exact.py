@@ -1,8 +1,8 @@
-"""Softmax attention in plain torch, exact on every device: for what the fused kernels do not take.
+"""Softmax attention in plain torch, exact on every device, for the cases that no fused kernel takes.
 
-`exact_attention` has position biases and cached keys, and autograd differentiates it. `forward` and `backward` are what the
-operators of softmax/ run where no kernel takes a dtype, a head dim or a window. All compute one block of queries at a time, so
-that about TILE_ELEMENTS logits are alive.
+`exact_attention` takes position biases and cached keys, and autograd differentiates it. The operators of softmax/ run
+`forward` and `backward` where no kernel takes the dtype, the head dim or the window. All compute one block of queries
+at a time, so that memory holds about TILE_ELEMENTS logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-TILE_ELEMENTS = 1 << 22  # of a [N, queries, keys] temporary
+TILE_ELEMENTS = 1 << 22  # elements of a temporary [N, queries, keys]
 
 # bias(i [Q], j [S]) → [N, Q, S], added to the scaled logits of queries at positions i and keys at positions j ≤ i.
 Bias = Callable[[Tensor, Tensor], Tensor]
@@ -23,7 +23,13 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def causal_logits(
-    q: Tensor, k: Tensor, scale: float, i: Tensor, j: Tensor, window: int | None, bias: Bias | None = None
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    i: Tensor,
+    j: Tensor,
+    window: int | None,
+    bias: Bias | None = None,
 ) -> Tensor:
     """scale · q_i·k_j + bias_ij for i − window < j ≤ i, elsewhere −∞.
 
@@ -47,13 +53,15 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, N, L, H] in q.dtype and lse_i = ln Σ_j exp(scale · q_i·k_j), [B, N, L] in `lse_dtype`.
 
-    q [B, N, L, H]; k, v [B, N, S, H]. causal: query i sees keys i − window < j ≤ i, and S is L; else all keys. No autograd.
+    q [B, N, L, H]; k, v [B, N, S, H]. causal: query i sees keys i − window < j ≤ i, and S is L; else all keys.
+    No autograd.
     """
     o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
-    for rows, keys in _blocks(q, k, causal, window):
-        logits = _block_logits(q, k, scale, rows, keys, causal, window)
-        lse[:, :, rows] = logits.logsumexp(-1)
-        o[:, :, rows] = torch.exp(logits - lse[:, :, rows, None]) @ v[:, :, keys].to(lse.dtype)
+    for queries, keys in _blocks(q, k, causal, window):
+        # [B, N, queries, keys]
+        logits = _block_logits(q, k, scale, queries, keys, causal, window)
+        lse[:, :, queries] = logits.logsumexp(-1)
+        o[:, :, queries] = torch.exp(logits - lse[:, :, queries, None]) @ v[:, :, keys].to(lse.dtype)
     return o, lse
 
 
@@ -70,24 +78,29 @@ def backward(
     window: int | None = None,
     partial: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of `forward`, in the dtype of lse. partial: o and lse are of more keys than these k and v."""
+    """dq, dk and dv [B, N, L or S, H] in the dtype of lse; o and lse are what `forward` returned.
+
+    partial: o and lse are over more keys than these k and v. No autograd.
+    """
     grad, query, key, value = (x.to(lse.dtype) for x in (grad_o, q, k, v))
     dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
-    for rows, keys in _blocks(q, k, causal, window):
-        logits = _block_logits(q, k, scale, rows, keys, causal, window)
-        weights = torch.exp(logits - lse[:, :, rows, None])
-        d_weights = grad[:, :, rows] @ value[:, :, keys].transpose(-1, -2)
-        # Σ_j p_j dp_j over all keys, which is dO·o but for the rounding of o.
-        product = grad[:, :, rows] * o[:, :, rows].to(lse.dtype) if partial else weights * d_weights
+    for queries, keys in _blocks(q, k, causal, window):
+        # [B, N, queries, keys]
+        logits = _block_logits(q, k, scale, queries, keys, causal, window)
+        weights = torch.exp(logits - lse[:, :, queries, None])
+        d_weights = grad[:, :, queries] @ value[:, :, keys].transpose(-1, -2)
+        # Softmax's backward subtracts Σ_j p_j dp_j over all keys. It equals dO·o but for the rounding of o, so dO·o
+        # serves only where some of the keys are missing here.
+        product = grad[:, :, queries] * o[:, :, queries].to(lse.dtype) if partial else weights * d_weights
         d_logits = weights * (d_weights - product.sum(-1, keepdim=True)) * scale
-        dq[:, :, rows] = d_logits @ key[:, :, keys]
-        dk[:, :, keys] += d_logits.transpose(-1, -2) @ query[:, :, rows]
-        dv[:, :, keys] += weights.transpose(-1, -2) @ grad[:, :, rows]
+        dq[:, :, queries] = d_logits @ key[:, :, keys]
+        dk[:, :, keys] += d_logits.transpose(-1, -2) @ query[:, :, queries]
+        dv[:, :, keys] += weights.transpose(-1, -2) @ grad[:, :, queries]
     return dq, dk, dv
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, and the keys that they see, that keep about TILE_ELEMENTS logits alive."""
+    """Blocks of queries, and the keys that they see, of about TILE_ELEMENTS logits each."""
     batch, heads, length, _ = q.shape
     rows = max(1, TILE_ELEMENTS // (batch * heads * k.shape[2]))
     for first in range(0, length, rows):
@@ -99,12 +112,18 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
 
 
 def _block_logits(
-    q: Tensor, k: Tensor, scale: float, rows: slice, keys: slice, causal: bool, window: int | None
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    queries: slice,
+    keys: slice,
+    causal: bool,
+    window: int | None,
 ) -> Tensor:
-    q, k = q[:, :, rows], k[:, :, keys]
+    q, k = q[:, :, queries], k[:, :, keys]
     if not causal:
         return _logits(q, k, scale)
-    i, j = (torch.arange(part.start, part.stop, device=q.device) for part in (rows, keys))
+    i, j = (torch.arange(span.start, span.stop, device=q.device) for span in (queries, keys))
     return causal_logits(q, k, scale, i, j, window)
 
 
@@ -120,11 +139,12 @@ def exact_attention(
     scale: float | None = None,
     bias: Bias | None = None,
 ) -> Tensor:
-    """o_i = Σ_j softmax_j(scale · q_i·k_j + bias_ij) v_j over i − window < j ≤ i, positions within a sequence.
+    """o_i = Σ_j softmax_j(scale · q_i·k_j + bias_ij) v_j over i − window < j ≤ i, positions in a sequence.
 
-    q: [T, N, H]; k, v: [S, K, H] with N a multiple of K. Sequence b: queries starts_q[b] to starts_q[b + 1], at positions
-    offsets[b] on (0 where None), keys from starts_k[b] on. scale: 1 / sqrt(H) where None. Computes in float32 (float64 for
-    float64). Returns [T, N, H] in q.dtype.
+    q [T, N, H]; k, v [S, K, H] with N a multiple of K. Sequence b has the queries starts_q[b] to starts_q[b + 1] − 1,
+    at the positions from offsets[b] on (None: from 0 on), and the keys from starts_k[b] on, at the positions from 0 on.
+    window: None for all j ≤ i. scale: None for 1/√H. bias: see `Bias`. Computes in float32 (float64 for float64).
+    Returns o [T, N, H] in the dtype of q.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     outs = []
@@ -149,15 +169,22 @@ def exact_attention(
 
 
 def _rows_that_fit(heads: int, reach: int, rows: int) -> int:
-    """The most queries r with heads · r · (reach + r) scores within TILE_ELEMENTS, from 1 to `rows`."""
+    """The most queries r, from 1 to `rows`, with heads · r · (reach + r) logits within TILE_ELEMENTS."""
     budget = TILE_ELEMENTS / heads
     return max(1, min(rows, int((-reach + (reach * reach + 4 * budget) ** 0.5) / 2)))
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, window: int | None, scale: float, bias: Bias | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    j: Tensor,
+    window: int | None,
+    scale: float,
+    bias: Bias | None,
 ) -> Tensor:
-    """q [Q, N, H] and k, v [S, K, H] → [Q, N, H]"""
+    """q [Q, N, H] at positions i [Q], and k, v [S, K, H] at positions j [S] → o [Q, N, H]."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.to(lse_dtype(q)).repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
     weights = causal_logits(q.transpose(0, 1), k, scale, i, j, window, bias).softmax(-1)

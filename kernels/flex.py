@@ -1,8 +1,9 @@
-"""FlexAttention (torch.nn.attention.flex_attention) on packed documents: softmax attention with a bias of the positions.
+"""FlexAttention (torch.nn.attention.flex_attention) on packed documents: softmax attention with a position bias.
 
-What FlexAttention needs is a mask of blocks, made once a batch from the documents' bounds (no [T, T] is ever built), and a
-`score_mod` that adds the bias to one logit. Biases are functions of positions within documents; queries and keys of one
-document lie equally far apart in the packed row, so i − j is q_idx − kv_idx.
+FlexAttention takes a block mask, which is built once per batch from the bounds of the documents (never from a [T, T]
+mask), and a `score_mod`, which adds the bias to one logit. A bias is a function of the positions i and j within a
+document. Packing keeps the distances within a document, so i − j is q_idx − kv_idx, the difference of the token
+indices.
 """
 
 import functools
@@ -15,14 +16,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
 
+# score_mod(score, batch, head, q_idx, kv_idx) → the changed score; FlexAttention's signature.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def document_mask(positions: Tensor, window: int | None = None) -> BlockMask:
-    """The causal mask of packed documents, within `window` keys where given.
+    """The mask i − window < j ≤ i within each document; window None: all j ≤ i.
 
-    positions: [T], each token's within its document. A block of 128 queries sees one run of blocks of keys, from that of its
-    first query's first key to its own; those of which every query sees every key are told apart, as they need no mask.
+    positions [T] integer: of each token within its document. The queries of a block of 128 tokens see the key blocks
+    from the one with the first key of its first query up to its own. FlexAttention needs to mask only those of these
+    blocks in which some query does not see some key; `full` marks the others.
     """
     num_tokens = len(positions)
     index = torch.arange(num_tokens, device=positions.device, dtype=torch.int32)
@@ -36,7 +39,7 @@ def document_mask(positions: Tensor, window: int | None = None) -> BlockMask:
     num_blocks = -(-num_tokens // BLOCK)
     block = torch.arange(num_blocks, device=positions.device)
     last_query = (block * BLOCK + BLOCK - 1).clamp(max=num_tokens - 1)
-    # first_key never falls from one token to the next: a block's reach is its first query's, its common part its last's.
+    # first_key never decreases along the tokens, so the first query of a block reaches farthest and its last one least.
     seen = (block <= block[:, None]) & (block >= (first_key[block * BLOCK] // BLOCK)[:, None])
     full = (block < block[:, None]) & (block * BLOCK >= first_key[last_query][:, None])
     return BlockMask.from_kv_blocks(
@@ -49,20 +52,30 @@ def document_mask(positions: Tensor, window: int | None = None) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[queries, keys] bool → how many blocks each row has, and which, the rest of the row behind them."""
+    """bool [query blocks, key blocks] → how many key blocks each query block has, and all indices, those first."""
     count = blocks.sum(-1, dtype=torch.int32)
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return count[None, None], order[None, None]
 
 
 def biased_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, score_mod: ScoreMod, block_mask: BlockMask, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: ScoreMod,
+    block_mask: BlockMask,
+    scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale · q·k + bias) v. q: [T, N, H]; k, v: [T, K, H]; scale: 1 / sqrt(H) where None. Returns [T, N, H]."""
+    """o_i = Σ_j softmax_j(score_mod(scale · q_i·k_j)) v_j over the keys j that `block_mask` shows to query i.
+
+    q [T, N, H]; k, v [T, K, H] with N a multiple of K; scale: None for 1/√H. Returns o [T, N, H] in the dtype of q.
+    On a GPU the first call of each kind compiles.
+    """
     run = _compiled() if q.is_cuda else flex_attention
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
-    # Left to itself it takes a decoding kernel for fewer than 128 queries, which in float32 has no configuration that fits.
+    # For fewer than 128 queries FlexAttention chooses a decoding kernel, none of whose configurations fits in float32.
     options = {"BACKEND": "TRITON"} if q.is_cuda else None
     out = run(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=gqa, kernel_options=options)
     return out[0].transpose(0, 1)
@@ -70,12 +83,12 @@ def biased_attention(
 
 @functools.cache
 def _compiled() -> Any:
-    # Training has one shape. Evaluation has many: from the second on, one kernel serves them all.
+    # Training has one shape. Evaluation has many, and from the second one on a single kernel serves all of them.
     return torch.compile(flex_attention)
 
 
 def linear_bias(slopes: Tensor) -> ScoreMod:
-    """−slopes[h] · (i − j)"""
+    """ALiBi (arXiv:2108.12409): −slopes[h] · (i − j), with slopes [N]."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score - slopes[h] * (q_idx - kv_idx)
@@ -84,15 +97,16 @@ def linear_bias(slopes: Tensor) -> ScoreMod:
 
 
 def mlp_bias(reach: Tensor, norm: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> ScoreMod:
-    """w2[h] · relu(w1 · x + b1) + b2[h] with x = reach[i − j] / norm[q_idx], computed where the logit is. No gradient.
+    """FIRE (arXiv:2310.04418): w2[h] · relu(w1 · x + b1) + b2[h] with x = reach[i − j] / norm[q_idx]. No gradient.
 
-    reach, norm: [T], the numerator by distance and the denominator by token. w1, b1: [M]; w2: [N, M]; b2: [N].
+    reach [T]: the numerator by distance. norm [T]: the denominator by token index. w1, b1 [M]; w2 [N, M]; b2 [N].
+    Each logit's bias is computed inside the kernel, so that no table of biases is stored.
     """
     hidden = len(w1)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         x = reach[(q_idx - kv_idx).abs()] / norm[q_idx]
-        zero = h * 0  # captured tensors are indexed by tensors
+        zero = h * 0  # FlexAttention indexes captured tensors by tensors only
         bias = b2[h]
         for unit in range(hidden):
             at = zero + unit
@@ -103,9 +117,10 @@ def mlp_bias(reach: Tensor, norm: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2
 
 
 def table_bias(table: Tensor, positions: Tensor) -> ScoreMod:
-    """table[h, i, j], differentiable: backward adds into one entry for every document, in no fixed order.
+    """table[h, i, j], differentiable.
 
-    table: [N, L, L] for documents of at most L tokens. positions: [T].
+    table [N, L, L] for documents of at most L tokens; positions [T]. All documents share an entry, so backward adds
+    their gradients into it by atomics, and not in the same order in every run.
     """
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -114,7 +129,7 @@ def table_bias(table: Tensor, positions: Tensor) -> ScoreMod:
     return score_mod
 
 
-@torch.compiler.disable  # a compiled block's graph breaks here; FlexAttention inside is compiled by itself
+@torch.compiler.disable  # the graph of a compiled block breaks here; FlexAttention is compiled on its own
 def table_attention(
     table: Callable[..., Tensor],
     weights: tuple[Tensor, ...],
@@ -127,7 +142,11 @@ def table_attention(
     block_mask: BlockMask,
     scale: float | None = None,
 ) -> Tensor:
-    """`biased_attention` with table(i [longest], *weights) → [N, longest, longest]; backward keeps the weights only."""
+    """`biased_attention` with the bias table(i, *weights) [N, longest, longest], for i the positions 0 to longest − 1.
+
+    positions [T], longest: the most tokens of a document. The backward pass computes the table again from the
+    weights, so that no layer keeps its table.
+    """
 
     def run(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> Tensor:
         made = table(torch.arange(longest, device=q.device), *weights)
@@ -138,9 +157,9 @@ def table_attention(
 
 
 class _Recomputed(torch.autograd.Function):
-    """run(*tensors), of which only the tensors are kept.
+    """run(*tensors), which keeps only the tensors for the backward pass.
 
-    Not torch.utils.checkpoint: around FlexAttention it returns wrong gradients of captured tensors without a word.
+    torch.utils.checkpoint around FlexAttention returns wrong gradients of captured tensors, without an error.
     """
 
     @staticmethod

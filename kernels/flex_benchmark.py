@@ -1,10 +1,11 @@
-"""Times of position biases and sliding windows beside plain softmax attention, on one GPU:
+"""Times position biases and sliding windows, and plain softmax attention for comparison, on one GPU:
 
 python -m ssscale_kernels.flex_benchmark [batch heads length head_dim]
 
-Forward and forward + backward in ms of 4 × 24 × 4096 × 64 in bf16 (unless given), packed with one and with four documents
-a row. FIRE's inference computes its MLP inside FlexAttention; its training writes a table of the bias (computed here with
-it, forward and backward), adds it in FlexAttention and adds the gradients up in it. Compilation takes about two minutes.
+Prints ms of forward and of forward + backward in bf16, for 4 × 24 × 4096 × 64 unless given, with one and with four
+documents per row. FIRE's inference computes its MLP inside FlexAttention. Its training computes a table of the bias,
+which FlexAttention reads in forward and adds gradients to in backward; the times include the table. Compilation takes
+about two minutes.
 """
 
 import statistics
@@ -36,7 +37,7 @@ def milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def fire_table(weights: list[Tensor], length: int) -> Tensor:
-    """The bias of arXiv:2310.04418 for every pair of positions, [N, L, L] float32."""
+    """FIRE's bias (arXiv:2310.04418) for every pair of positions, [N, L, L] float32."""
     c, w1, b1, w2, b2 = weights
     i = torch.arange(length, device=c.device)
     x = ((c * (i[:, None] - i)).abs() + 1).log() / (c * i[:, None].clamp(min=512) + 1).log()
@@ -44,7 +45,7 @@ def fire_table(weights: list[Tensor], length: int) -> Tensor:
 
 
 def cases(inputs: list[Tensor], length: int, each: int) -> dict[str, tuple[Callable[[], Tensor], bool]]:
-    """name → (a call that returns the output, whether it has a backward), for rows of documents of `each` tokens."""
+    """name → (a call that returns the output, whether it has a backward pass), for documents of `each` tokens."""
     q, k, v = inputs
     tokens, heads, _ = q.shape
     cu_seqlens = torch.arange(0, tokens + 1, each, device=q.device, dtype=torch.int32)
@@ -77,11 +78,10 @@ def cases(inputs: list[Tensor], length: int, each: int) -> dict[str, tuple[Calla
 
 def main(shape: tuple[int, ...]) -> None:
     batch, heads, length, head_dim = shape
-    torch._dynamo.config.recompile_limit = (
-        64  # every case is a graph of its own; beyond the limit it would run uncompiled
-    )
+    # Every case is a graph of its own. Beyond the limit it would run uncompiled.
+    torch._dynamo.config.recompile_limit = 64
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {batch} × {heads} × {length} × {head_dim}, bf16")
-    print("| documents a row | what | forward ms | forward + backward ms |\n|---|---|---|---|")
+    print("| documents per row | case | forward ms | forward + backward ms |\n|---|---|---|---|")
     tokens = batch * length
     q, k, v = (torch.randn(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     upstream = torch.randn_like(q)
@@ -99,7 +99,7 @@ def main(shape: tuple[int, ...]) -> None:
                 forward = milliseconds(run)
             both = f"{milliseconds(train):.2f}" if trains else "-"
             print(f"| {documents} | {name} | {forward:.2f} | {both} |", flush=True)
-        print(f"| {documents} | block mask, once a batch | {build:.2f} | - |", flush=True)
+        print(f"| {documents} | block mask, once per batch | {build:.2f} | - |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiles kernels for Hopper without a GPU, so that tests see registers and spills."""
+"""Compiles kernels for Hopper without a GPU, so that tests can check registers, spills and instructions."""
 
 import re
 import subprocess
@@ -12,19 +12,30 @@ from triton.compiler import ASTSource, CompiledKernel
 
 
 class Resources(NamedTuple):
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-    wgmma: int
-    async_copies: int
+    """What a compiled kernel needs and contains."""
+
+    registers: int  # per thread
+    stack_bytes: int  # per thread
+    shared_bytes: int  # per program
+    wgmma: int  # instructions that multiply matrices asynchronously
+    async_copies: int  # instructions that copy global to shared memory asynchronously
     # Loads and stores of local memory in each innermost loop that multiplies matrices, in program order.
     spills_in_loops: tuple[int, ...]
 
 
-def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> CompiledKernel:
-    """`types` names the type of every argument that is no constant ("*bf16", "i32", "fp32"); pointers count as 16-byte
-    aligned and
-    integers named in upper-case type ("I32") as multiples of 16, which is what a launch finds out by itself."""
+def compile_for_hopper(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    **options: Any,
+) -> CompiledKernel:
+    """Compiles `kernel`, a @triton.jit function, with `options` such as num_warps.
+
+    types: the type of every argument that is not a constant, such as "*bf16", "i32" or "fp32". Pointers count as
+    aligned to 16 bytes, and integers whose type is in upper case ("I32") as multiples of 16; a launch finds out both
+    by itself.
+    constants: the values of the other arguments.
+    """
     names = kernel.arg_names
     signature = {name: types[name].lower() if name in types else "constexpr" for name in names}
     aligned = {
@@ -37,7 +48,7 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, 
 
 
 def resources(compiled: CompiledKernel) -> Resources:
-    """What ptxas made of it."""
+    """The resources of a kernel, from the output of ptxas."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -59,6 +70,7 @@ def resources(compiled: CompiledKernel) -> Resources:
 
 
 def _spills_in_loops(sass: str) -> tuple[int, ...]:
+    """A loop is what a branch to an earlier address encloses."""
     code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", sass)]
     loops = []
     for address, text in code:
@@ -66,10 +78,9 @@ def _spills_in_loops(sass: str) -> tuple[int, ...]:
         if target and int(target[1], 16) < address:
             body = [line for at, line in code if int(target[1], 16) <= at <= address]
             if any(re.search("HG?MMA", line) for line in body):
-                loops.append(
-                    (int(target[1], 16), address, sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body))
-                )
-    # A loop around another one runs once a run of tiles, not once a tile.
+                spills = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body)
+                loops.append((int(target[1], 16), address, spills))
+    # A loop around another one runs once per run of tiles and may spill; the inner one runs once per tile.
     return tuple(
         spills
         for first, last, spills in loops

@@ -1,4 +1,4 @@
-"""Causal softmax attention on packed documents by the fastest kernel of the machine."""
+"""Causal softmax attention on packed documents by the fastest kernel that the machine has."""
 
 from .backends import choose_backend, varied_documents
 from .interface import softmax_attention

@@ -1,9 +1,10 @@
 """cuDNN's attention on packed documents, through cuDNN's graph interface (`nvidia-cudnn-frontend`).
 
-torch calls cuDNN for dense batches only. Here documents of any lengths lie one behind the other and each tensor is given
-the offset of every document ("ragged offsets"), so that nothing is padded. A plan is built once for each bucket of
-shapes (about 0.7 s) and kept: numbers of documents are rounded up to a `bucket`, maximum lengths to a power of two. That
-costs thread blocks that find nothing to do, and no memory.
+torch calls cuDNN for dense batches only. Here documents of any lengths lie in sequence, and each tensor comes with the
+offset of every document in it ("ragged offsets"), so that nothing is padded. A plan takes about 0.7 s to build. One is
+built
+for each bucket of shapes and kept: the number of documents is rounded up to a `bucket`, the maximum length to a power
+of two. Rounding up costs thread blocks without work, and no memory.
 """
 
 import functools
@@ -22,8 +23,8 @@ from .documents import Documents, Rectangles
 
 logger = logging.getLogger(__name__)
 
-_lock = threading.Lock()  # a handle belongs to one thread at a time, and autograd calls from its own
-MIN_LENGTH = 128
+_lock = threading.Lock()  # one thread at a time may use a handle, and autograd has a thread of its own
+MIN_LENGTH = 128  # shorter maximum lengths share the plans of this one
 
 
 @functools.cache
@@ -58,10 +59,7 @@ def _handle(device: torch.device) -> Any:
 
 
 class Shape(NamedTuple):
-    """What a plan is built for. q, k, v: [num_documents, heads, length, head_dim], strides in elements between tokens.
-
-    key_length: of k and v, where all queries of a part see all of its keys; None: causal, keys are the queries' own.
-    """
+    """What a plan is built for. cuDNN sees q, k and v as [num_documents, heads, length, head_dim]."""
 
     device: torch.device
     dtype: torch.dtype
@@ -70,18 +68,20 @@ class Shape(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    strides: tuple[int, int, int]
-    ragged: bool
+    strides: tuple[int, int, int]  # of q, k and v, in elements between tokens
+    ragged: bool  # documents of any lengths up to `length`; else all have this length
     scale: float
     window: int | None
     total: int  # tokens of all documents; 0 for forward, which does not depend on it
-    key_length: int | None = None
+    key_length: int | None = None  # of k and v in rectangles, which have no mask; None: causal over the same tokens
 
 
 class Plan(NamedTuple):
+    """A graph that cuDNN has compiled."""
+
     graph: Any
-    workspace: int
-    multipliers: Tensor | None  # of cu_seqlens, for the offsets of q (and o), k, v, lse
+    workspace: int  # bytes of scratch
+    multipliers: Tensor | None  # [4, 1]: times cu_seqlens, the offsets of q (and o), k, v and lse; None for dense plans
 
 
 # The tensors of a graph, by number.
@@ -123,7 +123,7 @@ class _Builder:
         return self.graph.tensor(dim=[size, 1, 1, 1], stride=[1, 1, 1, 1], data_type=data_type, uid=uid)
 
     def geometry(self, uid: int) -> tuple[list[int], list[int], Any, Any]:
-        """Dimensions, strides, type and offsets of a tensor."""
+        """The dimensions, strides, data type and ragged offsets of a tensor."""
         s = self.shape
         row = s.num_heads * s.head_dim
         stride, at = {
@@ -195,7 +195,7 @@ def _backward_plan(shape: Shape) -> Plan:
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Shape:
-    """The bucket of a call. A window of the whole length is none."""
+    """The bucket of a call. A window of at least the maximum length hides nothing and shares the plan without one."""
     uniform, window = documents.uniform_length, documents.window
     if uniform is None or uniform < MIN_LENGTH:
         ragged, count = True, bucket(documents.cu_seqlens.shape[0]) - 1
@@ -209,7 +209,7 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Shape:
 
 
 def _positions(plan: Plan, shape: Shape, cu_seqlens: Tensor) -> dict[int, Tensor]:
-    """Lengths and offsets of the documents; the bucket is filled up with empty ones."""
+    """The lengths and offsets of the documents, filled up to the size of the bucket with empty documents."""
     if plan.multipliers is None:
         return {}
     missing = shape.num_documents + 1 - cu_seqlens.shape[0]
@@ -234,9 +234,10 @@ def _execute(plan: Plan, shape: Shape, tensors: dict[int, Tensor]) -> None:
 
 
 def _values(v: Tensor, num_heads: int) -> Tensor:
-    """v as it lies where each query head has its own and a token's heads lie side by side, else contiguous.
+    """v in place where each query head has its own and a token's values are contiguous, else a contiguous copy.
 
-    Shared heads cost backward scratch for each query head, which is twice as large where v is a part of a larger tensor.
+    With shared heads, backward needs scratch for each query head, and twice as much where v is a view of a larger
+    tensor.
     """
     return v if v.shape[1] == num_heads and v.stride()[1:] == (v.shape[2], 1) else v.contiguous()
 
@@ -254,9 +255,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> tuple[Tens
 
 
 def backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, documents: Documents, dv: Tensor
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    documents: Documents,
+    dv: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """dq and dk, contiguous; dv is written where it lies."""
+    """dq [T, N, H] and dk [T, K, H], contiguous. Writes the gradient of v to `dv` [T, K, H], of any token stride."""
     q, k, v = q.contiguous(), k.contiguous(), _values(v, q.shape[1])
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     if not q.shape[0]:
@@ -265,7 +273,7 @@ def backward(
     if shape.ragged:
         shape = shape._replace(total=_total(q.shape[0]))
     plan = _backward_plan(shape)
-    # The plan spaces dv as v.
+    # The plan writes dv at the strides of v.
     target = (
         dv if dv.stride() == v.stride() else torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
     )
@@ -277,30 +285,37 @@ def backward(
 
 
 def _total(tokens: int) -> int:
-    """For the scratch of dq, as long as all documents together: up to an eighth too much saves plans."""
+    """`tokens` rounded up to an eighth of a power of two: more scratch, but few plans for all batches."""
     step = max(64, (1 << (tokens - 1).bit_length()) // 8)
     return -(-tokens // step) * step
 
 
 @functools.lru_cache(maxsize=64)
 def _rectangle_bounds(rectangles: Rectangles, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Where q, k, v, lse of each part begin, [4, parts + 1], and how many its queries and keys are. Kept: all layers of a
-    microbatch ask for the same."""
-    parts = [(rows.start, rows.stop, keys.start, keys.stop) for rows, keys in rectangles.slices()]
-    first, end, first_key, end_key = torch.tensor([*parts, (0, 0, 0, 0)]).t()
+    """The first tokens of each rectangle in q, k, v and lse, [4, rectangles + 1], and its numbers of queries and keys.
+
+    Cached, because all layers of a microbatch ask for the same.
+    """
+    first, end, first_key, end_key = torch.tensor([*rectangles.bounds, (0, 0, 0, 0)]).t()
     starts = upload(torch.stack((first, first_key, first_key, first)), device)
     lengths = upload(torch.stack((end - first, end_key - first_key))[:, :-1].int(), device)
     return starts, lengths[0], lengths[1]
 
 
 def _rectangle_plan(
-    build: Callable[[Shape], Plan], q: Tensor, k: Tensor, v: Tensor, rectangles: Rectangles, scale: float, total: int
+    build: Callable[[Shape], Plan],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rectangles: Rectangles,
+    scale: float,
+    total: int,
 ) -> tuple[Plan, Shape, dict[int, Tensor]]:
-    """The plan, its shape, and the parts' lengths and offsets."""
+    """The plan, its shape, and the lengths and offsets of the rectangles."""
     longest, longest_keys = (max(MIN_LENGTH, length) for length in (rectangles.max_queries, rectangles.max_keys))
     heads = (q.shape[1], k.shape[1], q.shape[2])
     strides = (q.stride(0), k.stride(0), v.stride(0))
-    count = len(rectangles.parts)
+    count = len(rectangles.bounds)
     shape = Shape(q.device, q.dtype, count, longest, *heads, strides, True, scale, None, total, longest_keys)
     plan = build(shape)
     starts, lengths, key_lengths = _rectangle_bounds(rectangles, q.device)
@@ -311,9 +326,15 @@ def _rectangle_plan(
 
 
 def rectangle_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rectangles: Rectangles, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    rectangles: Rectangles,
+    scale: float,
 ) -> None:
-    """Writes o [T, N, H] and lse [T, N] float32 of the rectangles' queries, and nothing else."""
+    """Writes o [T, N, H] and lse [T, N] float32 at the queries of the rectangles, and nothing else."""
     plan, shape, bounds = _rectangle_plan(_forward_plan, q, k, v, rectangles, scale, 0)
     _execute(plan, shape, {Q: q, K: k, V: v, O: o, LSE: lse} | bounds)
 
@@ -329,7 +350,7 @@ def rectangle_backward(
     rectangles: Rectangles,
     scale: float,
 ) -> None:
-    """Writes dq, dk and dv (`grads`) of the rectangles' queries and keys, and nothing else."""
+    """Writes `grads`, dq [T, N, H] and dk, dv [S, K, H], at the tokens of the rectangles, and nothing else."""
     total = _total(max(len(q), len(k)))
     plan, shape, bounds = _rectangle_plan(_backward_plan, q, k, v, rectangles, scale, total)
     tensors = {Q: q, K: k, V: v, O: o, LSE: lse, DO: grad_o} | dict(zip((DQ, DK, DV), grads, strict=True))

@@ -1,4 +1,4 @@
-"""What attention is told besides its tensors."""
+"""What attention takes besides its tensors: the bounds of the documents, and the options."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,42 +7,35 @@ from torch import Tensor
 
 
 class Documents(NamedTuple):
-    """How T tokens are divided, and what attention does within each part.
+    """How T tokens are divided into documents, and how attention runs within each of them."""
 
-    cu_seqlens [num_documents + 1] int32, ascending from 0 to T; equal neighbours are empty documents. max_seqlen: an upper
-    bound of their lengths; uniform_length: their length where all have one. window: keys a query sees, itself
-    included; None: all before it. deterministic: gradients must be the same bits in every run.
-    backend: `auto`, or `cudnn` or `flash` on a GPU whatever the shapes (`backends.choose_backend`).
-    partial: backward's o and lse are of more keys than the k and v that it gets (other ranks have those).
-    """
-
-    cu_seqlens: Tensor
-    max_seqlen: int
-    uniform_length: int | None
-    scale: float
-    window: int | None
-    deterministic: bool
-    backend: str = "auto"
-    partial: bool = False
+    cu_seqlens: Tensor  # [num_documents + 1] int32, ascending from 0 to T; equal neighbours are empty documents
+    max_seqlen: int  # an upper bound of the documents' lengths
+    uniform_length: int | None  # the length of all documents, where they share one
+    scale: float  # of the logits q·k
+    window: int | None  # the most keys that a query sees, its own included; None: all up to its own
+    deterministic: bool  # gradients must be the same bits in every run
+    backend: str = "auto"  # `cudnn` or `flash` override the choice on a GPU (`backends.choose_backend`)
+    partial: bool = False  # backward gets the o and lse over more keys than its k and v, because other ranks hold those
 
 
 class Rectangles(NamedTuple):
-    """Queries that see all of some keys: tokens first to end of q those from first_key to end_key of k and v, for each part
-    (first, end, first_key, end_key).
+    """Rectangles of the attention matrix without a mask: each query of one sees all keys of it.
 
-    A part may be empty; no two share a query or a key. max_queries, max_keys: upper bounds of a part's. The number of parts
-    and the bounds are the same for every batch of a run, so that one cuDNN plan does for all of them.
+    A rectangle (first, end, first_key, end_key) covers the tokens first to end − 1 of q and first_key to end_key − 1
+    of k and v. It may be empty. No two share a query or a key. The number of rectangles and both upper bounds are the
+    same for every batch of a run, so that one cuDNN plan serves all batches.
     """
 
-    parts: tuple[tuple[int, int, int, int], ...]
-    max_queries: int
-    max_keys: int
+    bounds: tuple[tuple[int, int, int, int], ...]
+    max_queries: int  # an upper bound of the queries of a rectangle
+    max_keys: int  # an upper bound of the keys of a rectangle
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """The queries and the keys of each part."""
-        for first, end, first_key, end_key in self.parts:
+        """The queries and the keys of each rectangle."""
+        for first, end, first_key, end_key in self.bounds:
             yield slice(first, end), slice(first_key, end_key)
 
     def __bool__(self) -> bool:
-        """Whether any part has something to compute."""
-        return any(first < end and first_key < end_key for first, end, first_key, end_key in self.parts)
+        """Whether any rectangle has something to compute."""
+        return any(first < end and first_key < end_key for first, end, first_key, end_key in self.bounds)

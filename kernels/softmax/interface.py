@@ -1,4 +1,4 @@
-"""The public function: checks and defaults."""
+"""The public function: it checks its arguments, fills in the defaults and calls the operator."""
 
 import torch
 from torch import Tensor
@@ -29,17 +29,22 @@ def softmax_attention(
     """o_i = Σ_{j ≤ i} softmax_j(scale · q_i·k_j) v_j within each document (arXiv:1706.03762, Eq. 1, causal).
 
     q [T, N, H]; k, v [T, K, H] with N a multiple of K and H ≤ 128; bfloat16, float16, float32 (float64 too on the CPU).
-    cu_seqlens [num_documents + 1] int32: boundaries of the documents, from 0 to T; equal neighbours are empty documents.
-    max_seqlen: an upper bound of the documents' lengths. uniform_length: their length where all have one.
-    scale: 1/√H unless given. window: a query sees the keys i − window < j ≤ i; None: all before it.
-    deterministic: gradients are the same bits from run to run, at FlashAttention-2's speed; None: as torch's global flag says.
-    backend: `cudnn` or `flash` (FlashAttention-2) on a GPU, in place of the one that is found to be faster (`auto`).
-    return_lse: also lse_i = ln Σ_j exp(scale · q_i·k_j), [T, N] float32 (float64 for float64), without a gradient: for
-        merging with what other ranks compute.
+    cu_seqlens [num_documents + 1] int32: boundaries of the documents, from 0 to T; equal neighbours are empty
+        documents.
+    max_seqlen: an upper bound of the documents' lengths, in tokens. uniform_length: the length of all documents,
+        where they share one.
+    scale: of the logits; None: 1/√H. window: query i sees the keys i − window < j ≤ i; None: all j ≤ i.
+    deterministic: gradients are the same bits in every run, at FlashAttention-2's speed; None: as torch's global flag
+        says.
+    backend: `cudnn` or `flash` (FlashAttention-2) on a GPU replace the choice of the faster one (`auto`).
+    return_lse: also return lse_i = ln Σ_j exp(scale · q_i·k_j), [T, N] float32 (float64 for float64), which has no
+        gradient. Other ranks' results merge by it (`merge_`).
 
-    Returns o [T, N, H]. Accumulates in float32. On Hopper cuDNN runs, on other GPUs FlashAttention-2; float32 and head dims
-    that are no multiple of 8 run in plain torch on GPUs. Raises ValueError for shapes, dtypes, devices and boundaries
-    (checked on the CPU) that do not fit.
+    Returns o [T, N, H] in the dtype of q. Accumulates in float32 (float64 for float64). From Hopper on cuDNN runs, on
+    other GPUs FlashAttention-2; float32 and head dims that are not multiples of 8 run in plain torch on GPUs.
+
+    Raises ValueError for shapes, dtypes and devices that do not fit, for a backend that cannot run and, on the CPU, for
+    boundaries that do not ascend from 0 to T.
     """
     check(q, k, v, cu_seqlens, max_seqlen, uniform_length, window)
     scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -58,7 +63,7 @@ def check(
     uniform_length: int | None,
     window: int | None,
 ) -> None:
-    """ValueError with the value that does not fit."""
+    """Raises ValueError, with the value that does not fit."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
         raise ValueError(f"attention takes q [T, N, H] and k, v [T, K, H], got {shapes}")

@@ -1,4 +1,4 @@
-"""The registered operators: torch.compile and autograd see these; `backends` stands behind them."""
+"""The registered operators, which torch.compile and autograd see. `backends` computes them."""
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ def forward_op(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return backends.forward(
-        q, k, v, Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic, backend)
-    )
+    """`softmax_attention` without its checks and defaults. Returns o [T, N, H] and lse [T, N]."""
+    documents = Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic, backend)
+    return backends.forward(q, k, v, documents)
 
 
 @torch.library.custom_op("softmax_attention::backward", mutates_args=())
@@ -42,6 +42,7 @@ def backward_op(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [T, N, H], dk and dv [T, K, H]. o, lse: what `forward_op` returned for the same other arguments."""
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     documents = Documents(cu_seqlens, max_seqlen, uniform_length, scale, window, deterministic, backend)
     return *backends.backward(grad_o, q, k, v, o, lse, documents, dv), dv
@@ -60,7 +61,7 @@ def _(grad_o, q, k, v, *_):  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, cu_seqlens, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.set_materialize_grads(False)  # zeros for the outputs without a gradient would be as large as they are
+    ctx.set_materialize_grads(False)  # zeros as gradients of the unused outputs would be as large as these
     ctx.mark_non_differentiable(output[1])
 
 

@@ -1,6 +1,7 @@
-"""Attention of some queries to keys that all of them see: what a ring of ranks adds to each rank's own causal part.
+"""Attention of queries to keys that all of them see, which a ring of ranks adds to each rank's own causal attention.
 
-The parts of one query's softmax are put together by their log-sum-exp (merge.py); backward takes the o and lse of the whole.
+The results of one query over different keys merge by their log-sum-exp (merge.py). Backward takes the o and lse over
+all keys.
 """
 
 import torch
@@ -13,23 +14,29 @@ from .documents import Rectangles
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, rectangles: Rectangles, scale: float, deterministic: bool, wanted: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rectangles: Rectangles,
+    scale: float,
+    deterministic: bool,
+    wanted: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """q [T, N, H], k and v [S, K, H] → o [T, N, H] in q.dtype and lse [T, N], over the keys that the rectangles name.
+    """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j and lse_i = ln Σ_j exp(scale · q_i·k_j), j in the rectangle of i.
 
-    Queries of no rectangle have lse −∞ and an o of no meaning.
+    q [T, N, H]; k, v [S, K, H]. deterministic, wanted: as `backends.choose_backend` takes them, which raises
+    ValueError. Returns o [T, N, H] in the dtype of q and lse [T, N] float32 (float64 for float64). A query outside of
+    all rectangles has an lse of −∞ and an undefined o.
     """
-    o, lse = (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q)),
-    )
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q))
     backend = _choose(q, rectangles, deterministic, wanted)
     if backend == "cudnn":
         cudnn_graphs.rectangle_forward(q, k, v, o, lse, rectangles, scale)
         return o, lse
     run = _flash_forward if backend == "varlen" else _exact_forward
-    for rows, keys in _parts(rectangles):
-        o[rows], lse[rows] = run(q[rows], k[keys], v[keys], scale)
+    for queries, keys in _not_empty(rectangles):
+        o[queries], lse[queries] = run(q[queries], k[keys], v[keys], scale)
     return o, lse
 
 
@@ -45,32 +52,36 @@ def backward(
     deterministic: bool,
     wanted: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv through the rectangles, 0 elsewhere; o and lse are those of all keys that the queries saw anywhere."""
+    """dq [T, N, H] and dk, dv [S, K, H] through the rectangles, 0 elsewhere.
+
+    o [T, N, H] and lse [T, N]: over all keys that the queries see, inside of the rectangles and elsewhere.
+    """
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     backend = _choose(q, rectangles, deterministic, wanted)
     if backend == "cudnn":
         cudnn_graphs.rectangle_backward(grad_o, q, k, v, o, lse, (dq, dk, dv), rectangles, scale)
         return dq, dk, dv
-    for rows, keys in _parts(rectangles):
-        tensors = (grad_o[rows], q[rows], k[keys], v[keys], o[rows], lse[rows])
+    for queries, keys in _not_empty(rectangles):
+        tensors = (grad_o[queries], q[queries], k[keys], v[keys], o[queries], lse[queries])
         if backend == "varlen":
-            dq[rows], dk[keys], dv[keys] = _flash_backward(*tensors, scale, deterministic)
+            dq[queries], dk[keys], dv[keys] = _flash_backward(*tensors, scale, deterministic)
         else:
-            dq[rows], dk[keys], dv[keys] = _exact_backward(*tensors, scale)
+            dq[queries], dk[keys], dv[keys] = _exact_backward(*tensors, scale)
     return dq, dk, dv
 
 
 def _choose(q: Tensor, rectangles: Rectangles, deterministic: bool, wanted: str) -> str:
-    """As for causal attention; on the CPU plain torch."""
+    """The choice for causal attention, of which `cpu` and `exact` both mean plain torch here."""
     longest = max(rectangles.max_queries, rectangles.max_keys)
     return backends.choose_backend(q.device, q.dtype, q.shape[2], longest, None, deterministic, wanted)
 
 
-def _parts(rectangles: Rectangles) -> list[tuple[slice, slice]]:
-    return [(rows, keys) for rows, keys in rectangles.slices() if rows.stop > rows.start and keys.stop > keys.start]
+def _not_empty(rectangles: Rectangles) -> list[tuple[slice, slice]]:
+    return [(i, j) for i, j in rectangles.slices() if i.start < i.stop and j.start < j.stop]
 
 
 def _bounds(x: Tensor) -> Tensor:
+    """cu_seqlens of one document that has all tokens of x."""
     return torch.arange(2, dtype=torch.int32, device=x.device) * len(x)
 
 
@@ -81,11 +92,18 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 
 
 def _flash_backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, deterministic: bool
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(deterministic)  # all that FlashAttention-2 reads
+    torch.use_deterministic_algorithms(deterministic)  # FlashAttention-2 reads this flag alone
     try:
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad_o.contiguous(),
@@ -110,7 +128,7 @@ def _flash_backward(
 
 
 def _alone(x: Tensor, num_heads: int) -> Tensor:
-    """[T, K, H] → [1, N, T, H], key heads repeated for the query heads that share them."""
+    """[T, K, H] → [1, N, T, H]: each key head once for every query head that shares it."""
     return x.repeat_interleave(num_heads // x.shape[1], 1).transpose(0, 1)[None]
 
 
@@ -121,7 +139,13 @@ def _exact_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 
 
 def _exact_backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, query, key, value, out = (_alone(x, q.shape[1]) for x in (grad_o, q, k, v, o))
     dq, dk, dv = exact.backward(grad, query, key, value, out, lse.t()[None], scale, causal=False, partial=True)

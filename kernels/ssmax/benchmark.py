@@ -1,5 +1,10 @@
 # ruff: noqa: B023 (every closure is called within its own turn of the loop)
-"""python -m ssscale_kernels.ssmax.benchmark: checks, then times attention with rotary positions and SSMax. Needs a CUDA GPU."""
+"""Checks, then times, attention with rotary positions and Scalable-Softmax on one CUDA GPU:
+
+python -m ssscale_kernels.ssmax.benchmark [--flex]
+
+README.md has the results. Times are in ms, forward / backward, except for those of the rotation kernels, in µs.
+"""
 
 import argparse
 import itertools
@@ -23,12 +28,12 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 ROWS, LENGTH, HEADS, HEAD_DIM = 4, 4096, 24, 64  # the 1b shape
-SETS = 3
+SETS = 3  # of inputs, used in turn, so that the caches do not hold them
 DEVICE = torch.device("cuda", 0)
 
 
 def boundaries(lengths: list[int], size: int | None = None) -> Tensor:
-    """cu_seqlens, filled up to `size` entries with empty documents."""
+    """cu_seqlens of the documents, filled up to `size` entries with empty ones."""
     values = [0, *itertools.accumulate(lengths)]
     values += values[-1:] * ((size or len(values)) - len(values))
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
@@ -37,7 +42,7 @@ def boundaries(lengths: list[int], size: int | None = None) -> Tensor:
 def inputs(
     lengths: list[int], num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """qkv, the tables of its positions, SSMax's base, s and b, and the gradient of the result."""
+    """The tensors that `rotary_attention` takes, and the gradient of its result."""
     total = sum(lengths)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE)
     angle = positions[:, None] * 10000 ** -(torch.arange(0, head_dim, 2, device=DEVICE) / head_dim)
@@ -45,92 +50,108 @@ def inputs(
         "qkv": torch.randn(total, num_heads + 2 * num_kv_heads, head_dim, device=DEVICE).to(dtype),
         "cos": angle.cos(),
         "sin": angle.sin(),
-        "base": (positions + 1).float().log(),
+        "log_n": (positions + 1).float().log(),
         "s": 0.3 + 0.1 * torch.randn(num_heads, device=DEVICE),
         "b": 0.1 * torch.randn(num_heads, device=DEVICE),
         "grad": torch.randn(total, num_heads, head_dim, device=DEVICE).to(dtype),
     }
 
 
-def check() -> bool:
-    """Values and gradients of every backend against float64, in units of twice the error of float32 torch or of the same
-    attention kernel behind torch's rotations, whichever is larger: the kernels round the weights to 16 bits."""
+# lengths of the documents, query heads, key heads, head dim, dtype, window, deterministic
+Case = tuple[list[int], int, int, int, torch.dtype, int | None, bool]
+
+
+def cases() -> list[Case]:
+    """Every backend, with several dtypes, head dims, ratios of heads and windows, on ragged and equal documents."""
     ragged, even = [1, 0, 399, 700, 2, 513], [640] * 3
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    # lengths, heads, key heads, head dim, dtype, window, deterministic
-    cases: list[tuple[list[int], int, int, int, torch.dtype, int | None, bool]] = [
+    found: list[Case] = [
         (lengths, 4, 4, head_dim, dtype, None, False)
         for lengths in (ragged, even)
         for head_dim in (32, 64, 128)
         for dtype in (bf16, fp16)
     ]
-    cases += [(ragged, 4, 4, head_dim, bf16, None, False) for head_dim in (16, 40, 96)]
-    cases += [(lengths, 6, 2, 64, bf16, None, False) for lengths in (ragged, even, [300])]
-    cases += [(lengths, 4, 1, 64, bf16, window, False) for lengths in (ragged, even) for window in (1, 100, 512)]
-    cases += [(lengths, 6, 2, 64, bf16, window, True) for lengths in (ragged, even) for window in (None, 100)]
-    cases += [
+    found += [(ragged, 4, 4, head_dim, bf16, None, False) for head_dim in (16, 40, 96)]
+    found += [(lengths, 6, 2, 64, bf16, None, False) for lengths in (ragged, even, [300])]
+    found += [(lengths, 4, 1, 64, bf16, window, False) for lengths in (ragged, even) for window in (1, 100, 512)]
+    found += [(lengths, 6, 2, 64, bf16, window, True) for lengths in (ragged, even) for window in (None, 100)]
+    found += [
         (ragged, 4, 2, 64, fp32, None, False),
         (even, 4, 2, 20, bf16, 100, False),
         ([70, 1, 9], 4, 2, 64, bf16, None, False),
     ]
+    return found
+
+
+def check() -> bool:
+    """Whether values and gradients of all cases stay within budget; prints the worst share of it for each backend."""
     worst: dict[str, float] = {}
-    good = True
-    for lengths, num_heads, num_kv_heads, head_dim, dtype, window, deterministic in cases:
-        torch.manual_seed(0)
-        tensors = inputs(lengths, num_heads, num_kv_heads, head_dim, dtype)
-        cu, grad = boundaries(lengths), tensors.pop("grad")
-
-        def run(function: Callable[..., Tensor], wide: torch.dtype, **kwargs: Any) -> list[Tensor]:
-            x = tensors["qkv"].to(dtype if wide == fp32 else wide).requires_grad_()
-            others = {name: value.to(wide) for name, value in tensors.items() if name != "qkv"}
-            leaves = [x, *(others[name].requires_grad_() for name in ("base", "s", "b"))]
-            o = function(x, num_heads, cu_seqlens=cu, window=window, **others, **kwargs)
-            return [o.detach(), *torch.autograd.grad(o, leaves, grad.to(o.dtype))]
-
-        uniform = lengths[0] if len(set(lengths)) == 1 else None
-        options = {"max_seqlen": max(lengths), "uniform_length": uniform, "deterministic": deterministic}
-        backend = choose_backend(DEVICE, dtype, head_dim, max(lengths), window, deterministic)
-        ours, again = (run(rotary_attention, fp32, **options) for _ in range(2))
-        plain, parts = run(rotary_attention_reference, fp32), run(in_parts, fp32, **options)
-        exact = run(rotary_attention_reference, torch.float64)
-        if deterministic and not all(torch.equal(a, b) for a, b in zip(ours, again)):
-            print(f"not the same bits twice: {backend}, {lengths}, {dtype}", flush=True)
-            good = False
-        for name, a, p, q, e in zip(("o", "dqkv", "dbase", "ds", "db"), ours, plain, parts, exact):
-            error, *others, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, q.double() - e, e))
-            share = error / (2 * max(others) + 1e-5 * max(size, 1.0))
-            key = f"{backend} {str(dtype).removeprefix('torch.')} {name}"
-            worst[key] = max(worst.get(key, 0.0), share)
-            if not share <= 1:
-                good = False
-                case = f"{lengths}, {num_heads} over {num_kv_heads} heads of {head_dim}, window {window}, {dtype}"
-                print(f"over budget on {backend}: {name} of {case}: {error:.2e}, {share:.2f} of it", flush=True)
-        good &= check_lse(tensors["qkv"].detach(), num_heads, cu, options | {"window": window})
+    good = [check_case(case, worst) for case in cases()]
     print("worst error, in units of what is allowed:")
     print("  " + ", ".join(f"{name} {share:.2f}" for name, share in worst.items()), flush=True)
-    return good
+    return all(good)
 
 
-def in_parts(
+def check_case(case: Case, worst: dict[str, float]) -> bool:
+    """Compares one case with float64, and notes the shares of the budget that its errors take in `worst`.
+
+    The budget is twice the larger one of two errors: of float32 torch, and of the same attention kernel after
+    rotations by torch, because attention kernels round the weights to 16 bits.
+    """
+    lengths, num_heads, num_kv_heads, head_dim, dtype, window, deterministic = case
+    torch.manual_seed(0)
+    tensors = inputs(lengths, num_heads, num_kv_heads, head_dim, dtype)
+    cu, grad = boundaries(lengths), tensors.pop("grad")
+
+    def run(function: Callable[..., Tensor], wide: torch.dtype, **kwargs: Any) -> list[Tensor]:
+        x = tensors["qkv"].to(dtype if wide == torch.float32 else wide).requires_grad_()
+        others = {name: value.to(wide) for name, value in tensors.items() if name != "qkv"}
+        leaves = [x, *(others[name].requires_grad_() for name in ("log_n", "s", "b"))]
+        o = function(x, num_heads, cu_seqlens=cu, window=window, **others, **kwargs)
+        return [o.detach(), *torch.autograd.grad(o, leaves, grad.to(o.dtype))]
+
+    uniform = lengths[0] if len(set(lengths)) == 1 else None
+    options = {"max_seqlen": max(lengths), "uniform_length": uniform, "deterministic": deterministic}
+    backend = choose_backend(DEVICE, dtype, head_dim, max(lengths), window, deterministic)
+    ours, again = (run(rotary_attention, torch.float32, **options) for _ in range(2))
+    plain, unfused = run(rotary_attention_reference, torch.float32), run(unfused_attention, torch.float32, **options)
+    exact = run(rotary_attention_reference, torch.float64)
+    good = True
+    if deterministic and not all(torch.equal(a, b) for a, b in zip(ours, again)):
+        print(f"not the same bits twice: {backend}, {lengths}, {dtype}", flush=True)
+        good = False
+    for name, a, p, q, e in zip(("o", "dqkv", "dlog_n", "ds", "db"), ours, plain, unfused, exact):
+        error, *others, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, q.double() - e, e))
+        share = error / (2 * max(others) + 1e-5 * max(size, 1.0))
+        key = f"{backend} {str(dtype).removeprefix('torch.')} {name}"
+        worst[key] = max(worst.get(key, 0.0), share)
+        if not share <= 1:
+            good = False
+            shown = f"{lengths}, {num_heads} over {num_kv_heads} heads of {head_dim}, window {window}, {dtype}"
+            print(f"over budget on {backend}: {name} of {shown}: {error:.2e}, {share:.2f} of it", flush=True)
+    return check_lse(tensors["qkv"].detach(), num_heads, cu, options | {"window": window}) and good
+
+
+def unfused_attention(
     qkv: Tensor,
     num_heads: int,
     *,
     cos: Tensor,
     sin: Tensor,
-    base: Tensor,
+    log_n: Tensor,
     s: Tensor,
     b: Tensor,
     **options: Any,
 ) -> Tensor:
-    """The same attention behind rotations by torch, whose gradients autograd makes."""
+    """The same attention kernel after rotations by torch, which autograd differentiates."""
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
-    q, k = rotate(q, cos, sin, query_factor(base, s, b)), rotate(k, cos, sin)
+    q, k = rotate(q, cos, sin, query_factor(log_n, s, b)), rotate(k, cos, sin)
     return softmax_attention(q, k, v, **options)
 
 
 def check_lse(qkv: Tensor, num_heads: int, cu: Tensor, options: dict[str, Any]) -> bool:
-    """lse against the plain-torch backend in float32."""
+    """Compares lse with that of plain torch in float32."""
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     q, k, v = (x.contiguous() for x in qkv.split((num_heads, num_kv_heads, num_kv_heads), 1))
     _, lse = softmax_attention(q, k, v, cu_seqlens=cu, return_lse=True, **options)
@@ -143,7 +164,7 @@ def check_lse(qkv: Tensor, num_heads: int, cu: Tensor, options: dict[str, Any]) 
 
 
 def packings() -> dict[str, list[int]]:
-    """Lengths of the documents of four rows: one, 4 and 16 a row, of one length and cut at random places."""
+    """Lengths of the documents of four rows: 1, 4 and 16 per row, of one length and cut at random places."""
     generator = random.Random(0)
     found = {"1": [LENGTH] * ROWS}
     for count in (4, 16):
@@ -157,7 +178,7 @@ def packings() -> dict[str, list[int]]:
 
 
 def teraflops(lengths: list[int], milliseconds: float) -> float:
-    """Useful operations of forward and backward: 3.5 · 2 · N · Σ length² · H, the causal half."""
+    """Useful operations of forward and backward, 3.5 · 2 · N · H · Σ length² (the causal half), per second."""
     return 3.5 * 2 * HEADS * HEAD_DIM * sum(length**2 for length in lengths) / milliseconds / 1e9
 
 
@@ -165,7 +186,7 @@ Step = Callable[[dict[str, Tensor]], tuple[Tensor, list[Tensor]]]
 
 
 def times(step: Step, sets: list[dict[str, Tensor]]) -> tuple[float, float]:
-    """Median ms of forward and of backward; `step` gives the result and the leaves to differentiate."""
+    """Median ms of forward and of backward; `step` returns the result and the leaves to differentiate."""
 
     def forward(tensors: dict[str, Tensor]) -> object:
         return step(tensors)[0]
@@ -179,18 +200,18 @@ def times(step: Step, sets: list[dict[str, Tensor]]) -> tuple[float, float]:
     return first, graph_ms([partial(both, tensors) for tensors in sets]) - first
 
 
-def attention_step(lengths: list[int], factor: bool, longest: int, window: int | None = None) -> Step:
-    """Only one document a row takes the dense plan here: equal ones show what ragged offsets cost beside dense kernels."""
+def attention_step(lengths: list[int], factor: bool, window: int | None = None) -> Step:
+    """Only one document per row takes the dense plan: several equal ones show what ragged offsets cost."""
     uniform = LENGTH if lengths[0] == LENGTH else None
     cu = boundaries(lengths, bucket(len(lengths) + 1))
 
     def step(tensors: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        given = {"base": tensors["base"].detach(), "s": tensors["s"]} if factor else {}
+        given = {"log_n": tensors["log_n"].detach(), "s": tensors["s"]} if factor else {}
         o = rotary_attention(
             tensors["qkv"],
             HEADS,
             cu_seqlens=cu,
-            max_seqlen=longest,
+            max_seqlen=LENGTH,
             uniform_length=uniform,
             cos=tensors["cos"].detach(),
             sin=tensors["sin"].detach(),
@@ -204,12 +225,12 @@ def attention_step(lengths: list[int], factor: bool, longest: int, window: int |
 
 def measure(flex: bool) -> None:
     columns = "softmax + RoPE | SSMax + RoPE | SSMax / softmax | attention alone | FA2 varlen | dense cuDNN | dense FA2"
-    print(f"| documents a row | {columns} | TFLOP/s: attention, varlen, dense cuDNN, dense FA2 |\n|---|" + "---|" * 8)
+    print(f"| documents per row | {columns} | TFLOP/s: attention, varlen, dense cuDNN, dense FA2 |\n|---|" + "---|" * 8)
     for name, lengths in packings().items():
         torch.manual_seed(0)
         sets = [inputs(lengths, HEADS, HEADS, HEAD_DIM, torch.bfloat16) for _ in range(SETS)]
-        # In turns, and the median of each: clocks drift by more than what is to be seen.
-        rounds = [[times(attention_step(lengths, factor, LENGTH), sets) for factor in (False, True)] for _ in range(5)]
+        # In turns, and the median of each, because clocks drift by more than the difference.
+        rounds = [[times(attention_step(lengths, factor), sets) for factor in (False, True)] for _ in range(5)]
         cells = [tuple(statistics.median(turn[i][j] for turn in rounds) for j in range(2)) for i in range(2)]
         q, k, v = ([x["qkv"][:, i * HEADS : (i + 1) * HEADS].contiguous() for x in sets] for i in range(3))
         parts = [list(part) for part in zip(q, k, v, (x["grad"] for x in sets))]
@@ -234,14 +255,14 @@ def measure(flex: bool) -> None:
         rates = ", ".join(f"{teraflops(lengths, sum(t)):.0f}" for t in (ours, *peers))
         print(f"| {name} | {shown[0]} | {shown[1]} | {ratio:.4f} | {' | '.join(shown[2:])} | {rates} |", flush=True)
         for window in () if "equal" in name else (512, 1024, 2048):
-            windowed = times(attention_step(lengths, False, LENGTH, window), sets)
+            windowed = times(attention_step(lengths, False, window), sets)
             print(f"#   {name}, window {window}: softmax + RoPE {windowed[0]:.3f} / {windowed[1]:.3f}", flush=True)
         if flex and "equal" not in name:
             measure_flex(name, lengths, parts)
 
 
 def measure_flex(name: str, lengths: list[int], parts: list[list[Tensor]]) -> None:
-    """FlexAttention with ALiBi, and without a bias, on the same documents."""
+    """FlexAttention with ALiBi, without and with a window, on the same documents."""
     from ssscale_kernels.flex import biased_attention, document_mask, linear_bias
 
     positions = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE)
@@ -254,7 +275,7 @@ def measure_flex(name: str, lengths: list[int], parts: list[list[Tensor]]) -> No
 
 
 def measure_rotation() -> None:
-    """The rotation kernels alone, beside the bytes they must move, for several sizes of a program."""
+    """The rotation kernels alone, for several tilings, and the share of the bandwidth of a copy that they reach."""
     lengths = [LENGTH] * ROWS
     sets = [inputs(lengths, HEADS, HEADS, HEAD_DIM, torch.bfloat16) for _ in range(SETS)]
     source = torch.empty(1 << 29, dtype=torch.uint8, device=DEVICE)
@@ -262,32 +283,44 @@ def measure_rotation() -> None:
     bandwidth = 2**29 / copies / 1e9
     unit = ROWS * LENGTH * HEADS * HEAD_DIM * 2 / bandwidth / 1e9  # ms to read or write one of q, k, v
     print(f"a copy moves {bandwidth:.2f} TB/s; reading or writing one of q, k, v: {unit * 1e3:.1f} µs")
-    for rows, warps in ((64, 4), (64, 8), (128, 4), (128, 8)):
-        tuned = rotary.Config(rows, warps)
+    for pairs, warps in ((64, 4), (64, 8), (128, 4), (128, 8)):
+        tuned = rotary.Tiling(pairs, warps)
         cells = []
         for factor in (False, True):
             outs = []
             for x in sets:
-                base, weight = (x["base"], x["s"]) if factor else (None, None)
+                log_n, s = (x["log_n"], x["s"]) if factor else (None, None)
                 grads = [torch.randn_like(x["qkv"][:, :HEADS]).contiguous() for _ in range(2)]
-                outs.append((x, base, weight, grads[0], grads[1], torch.empty_like(x["qkv"])))
+                outs.append((x, log_n, s, grads[0], grads[1], torch.empty_like(x["qkv"])))
             forward = graph_ms(
                 [
-                    partial(rotary.forward, x["qkv"], HEADS, x["cos"], x["sin"], base, s, None, tuned)
-                    for x, base, s, *_ in outs
+                    partial(rotary.forward, x["qkv"], HEADS, x["cos"], x["sin"], log_n, s, None, tuned)
+                    for x, log_n, s, *_ in outs
                 ]
             )
             backward = graph_ms(
                 [
                     partial(
-                        rotary.backward, dq, dk, x["qkv"], into, x["cos"], x["sin"], base, s, None, factor, False, tuned
+                        rotary.backward,
+                        dq,
+                        dk,
+                        x["qkv"],
+                        into,
+                        x["cos"],
+                        x["sin"],
+                        log_n,
+                        s,
+                        None,
+                        factor,
+                        False,
+                        tuned,
                     )
-                    for x, base, s, dq, dk, into in outs
+                    for x, log_n, s, dq, dk, into in outs
                 ]
             )
             shares = f"{4 * unit / forward:.2f}, {(5 if factor else 4) * unit / backward:.2f} of the bandwidth"
             cells.append(f"{forward * 1e3:.1f} / {backward * 1e3:.1f} µs ({shares})")
-        print(f"# {rows} rows, {warps} warps: RoPE {cells[0]}; with SSMax {cells[1]}", flush=True)
+        print(f"# {pairs} pairs, {warps} warps: RoPE {cells[0]}; with SSMax {cells[1]}", flush=True)
 
 
 def main() -> None:

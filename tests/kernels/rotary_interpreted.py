@@ -1,7 +1,7 @@
-"""Runs the kernels around softmax attention (rotation, merge) under Triton's interpreter, which TRITON_INTERPRET=1 chooses
-before Triton is imported: a process of its own.
+"""Runs the kernels around softmax attention (rotation, merge) under Triton's interpreter, in a process of its own.
 
-Prints one JSON object a case: errors against float64, and those of float32 torch with inputs and outputs in the same dtype.
+TRITON_INTERPRET=1 chooses the interpreter when Triton is imported. Prints one JSON object per case: errors against
+float64, and those of float32 torch with inputs and outputs in the same dtype.
 """
 
 import json
@@ -11,7 +11,7 @@ from ssscale_kernels.softmax import merge
 from ssscale_kernels.ssmax import rotary, rotate
 from ssscale_kernels.ssmax.reference import query_factor
 
-# name: (tokens, heads, key heads, head dim, rotate, factor, bias, tokens padded behind each row of heads)
+# name: (tokens, heads, key heads, head dim, rotate, factor, bias)
 CASES = {
     "rope": (37, 4, 4, 16, True, False, False),
     "ssmax": (37, 4, 4, 16, True, True, False),
@@ -31,30 +31,30 @@ def run(name, dtype):
         return torch.randn(*shape, generator=generator)
 
     heads = num_heads + 2 * num_kv_heads
-    # A row of the projection may be part of a wider one.
+    # The tokens of the projection may be slices of wider ones.
     qkv = torch.full((total, heads * head_dim + 8), float("nan"), dtype=dtype)[:, : heads * head_dim]
     qkv = qkv.unflatten(1, (heads, head_dim))
     qkv.copy_(draw(total, heads, head_dim))
     grads = [draw(total, n, head_dim).to(dtype) for n in (num_heads, num_kv_heads)]
     angle = draw(total, head_dim // 2) * 100
     cos, sin = (angle.cos(), angle.sin()) if rotates else (None, None)
-    base, s, b = (draw(total).abs(), draw(num_heads), draw(num_heads)) if has_factor else (None, None, None)
+    log_n, s, b = (draw(total).abs(), draw(num_heads), draw(num_heads)) if has_factor else (None, None, None)
     b = b if has_bias else None
 
-    q, k = rotary.forward(qkv, num_heads, cos, sin, base, s, b)
+    q, k = rotary.forward(qkv, num_heads, cos, sin, log_n, s, b)
     dqkv = torch.full_like(qkv, float("nan"))
     dqkv[:, num_heads + num_kv_heads :] = 1.0
-    backward = (*grads, qkv, dqkv, cos, sin, base, s, b, has_factor, has_factor)
-    dbase, ds, db = rotary.backward(*backward)
+    backward = (*grads, qkv, dqkv, cos, sin, log_n, s, b, has_factor, has_factor)
+    dlog_n, ds, db = rotary.backward(*backward)
     again = rotary.backward(*backward)
-    assert all(torch.equal(x, y) for x, y in zip((dbase, ds, db), again))
+    assert all(torch.equal(x, y) for x, y in zip((dlog_n, ds, db), again))
     assert (dqkv[:, num_heads + num_kv_heads :] == 1.0).all(), "the values' gradient was touched"
     ours = [q, k, dqkv[:, :num_heads], dqkv[:, num_heads : num_heads + num_kv_heads]]
-    names = ["q", "k", "dq", "dk", *(n for n, x in (("dbase", base), ("ds", s), ("db", b)) if x is not None)]
-    ours += [g for g, x in ((dbase, base), (ds, s), (db, b)) if x is not None]
+    names = ["q", "k", "dq", "dk", *(n for n, x in (("dlog_n", log_n), ("ds", s), ("db", b)) if x is not None)]
+    ours += [g for g, x in ((dlog_n, log_n), (ds, s), (db, b)) if x is not None]
 
     def torch_path(wide):
-        leaves = [None if x is None else x.to(wide).requires_grad_() for x in (base, s, b)]
+        leaves = [None if x is None else x.to(wide).requires_grad_() for x in (log_n, s, b)]
         x, y = (
             part.detach().to(wide if wide == torch.float64 else dtype).requires_grad_()
             for part in (qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads])
@@ -82,7 +82,7 @@ def run_merge(dtype):
     part[1] = torch.nan
     given = [o.float(), lse.float(), part.to(dtype), lse_part.float()]
     same = [x.clone() for x in given]
-    merge.merge_kernel[(1,)](*given, 21, H=20, BH=32, ROWS=32)
+    merge.merge_kernel[(1,)](*given, 21, H=20, BH=32)
     merge.merge_(*same)
     assert torch.equal(given[0][1], o[1].float())
     exact = z.softmax(-1) @ v, z.logsumexp(-1)

@@ -25,13 +25,14 @@ def test_matches_float64(interpreted, name, dtype):
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_compiles_for_hopper(which, head_dim):
     kernel = getattr(rotary, f"{which}_kernel")
-    rows, num_warps = rotary.config(head_dim)
-    constants = {"N": 24, "K": 24, "H": head_dim, "HALF": head_dim // 2, "BT": rows // 8, "BH": 8, "BD": head_dim // 2}
+    pairs, num_warps = rotary.tiling(head_dim)
+    constants = {"N": 24, "K": 24, "H": head_dim, "BT": pairs // 8, "BH": 8, "BD": head_dim // 2}
     constants |= {"ROTATE": True, "HAS_FACTOR": True, "HAS_B": True}
     if which == "backward":
-        constants |= {"SLOPE": True, "BASE_GRAD": False}
-    types = dict.fromkeys(kernel.arg_names, "*fp32") | {"num_tokens": "i32", "sx_t": "I32", "sdx_t": "I32"}
-    types |= dict.fromkeys(("x_ptr", "q_ptr", "k_ptr", "dq_ptr", "dk_ptr", "dx_ptr"), "*bf16")
+        constants |= {"FACTOR_GRAD": True, "LOG_N_GRAD": False}
+    types = dict.fromkeys(kernel.arg_names, "*fp32") | {"num_tokens": "i32"}
+    types |= dict.fromkeys(("stride_qkv_t", "stride_dqkv_t"), "I32")
+    types |= dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "dq_ptr", "dk_ptr", "dqkv_ptr"), "*bf16")
     types = {name: types[name] for name in kernel.arg_names if name not in constants}
     compiled = compile_for_hopper(kernel, types, constants, num_warps=num_warps)
     found = resources(compiled)
@@ -45,8 +46,8 @@ def test_compiles_for_hopper(which, head_dim):
 
 def test_merge_compiles_for_hopper():
     kernel = merge.merge_kernel
-    constants = {"H": 64, "BH": 64, "ROWS": merge.ROWS}
-    types = dict.fromkeys(("o_ptr", "lse_ptr", "lse_part_ptr"), "*fp32") | {"o_part_ptr": "*bf16", "num_rows": "I32"}
+    constants = {"H": 64, "BH": 64}
+    types = dict.fromkeys(("o_ptr", "lse_ptr", "lse_new_ptr"), "*fp32") | {"o_new_ptr": "*bf16", "num_pairs": "I32"}
     compiled = compile_for_hopper(kernel, types, constants)
     assert resources(compiled).stack_bytes == 0
     assert "ld.global.v4.b32" in compiled.asm["ptx"]

@@ -21,7 +21,7 @@ def make(lengths, num_heads, num_kv_heads, head_dim, dtype=torch.float64, rotate
         inputs |= {"cos": angle.cos().to(wide), "sin": angle.sin().to(wide)}
     if factor:
         inputs |= {
-            "base": (positions + 1).log().to(wide).requires_grad_(),
+            "log_n": (positions + 1).log().to(wide).requires_grad_(),
             "s": draw(num_heads).to(wide).requires_grad_(),
         }
     if factor == "bias":
@@ -30,7 +30,7 @@ def make(lengths, num_heads, num_kv_heads, head_dim, dtype=torch.float64, rotate
 
 
 def leaves(qkv, inputs):
-    return [qkv, *(inputs[name] for name in ("base", "s", "b") if name in inputs)]
+    return [qkv, *(inputs[name] for name in ("log_n", "s", "b") if name in inputs)]
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [5, 0, 1, 9], [4, 4]])
@@ -64,10 +64,10 @@ def test_rounding_stays_within_twice_that_of_its_parts(dtype):
         grad = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(o.dtype)
         return [o, *torch.autograd.grad(o, leaves(x, changed), grad)]
 
-    def in_parts(qkv, num_heads, *, cos, sin, base, s, b, cu_seqlens):
+    def in_parts(qkv, num_heads, *, cos, sin, log_n, s, b, cu_seqlens):
         """The same attention kernel behind rotations by torch, whose gradients autograd makes."""
         q, k, v = qkv.split((num_heads, 2, 2), 1)
-        q, k = rotate(q, cos, sin, query_factor(base, s, b)), rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin, query_factor(log_n, s, b)), rotate(k, cos, sin)
         return softmax_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=90)
 
     ours, plain = run(rotary_attention, dtype, max_seqlen=90), run(in_parts, dtype)
@@ -118,7 +118,7 @@ def test_bad_input_is_refused_with_its_values(name):
 @pytest.mark.parametrize("factor", ["", "plain", "bias"])
 def test_registered_operators(factor):
     qkv, inputs = make([5, 3], 4, 2, 8, torch.float32, factor=factor)
-    tables = [inputs.get(name) for name in ("cos", "sin", "base", "s", "b")]
+    tables = [inputs.get(name) for name in ("cos", "sin", "log_n", "s", "b")]
     options = (5, None, 0.3, None, False, "auto")
     torch.library.opcheck(ops.forward_op, (qkv, *tables, inputs["cu_seqlens"], 4, *options))
     tables = [None if x is None else x.detach() for x in tables]

@@ -101,7 +101,7 @@ class Softmax(Mixer):
             max_seqlen=layout.max_seqlen,
             cos=cos,
             sin=sin,
-            base=base,
+            log_n=base,
             s=s,
             b=b,
             uniform_length=layout.uniform_length,
