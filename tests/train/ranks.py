@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.train.preload"])
+PRELOAD = ["tests.train.preload"]
+CONTEXT.set_forkserver_preload(PRELOAD)
 
 SMALL = ["config=tiny_sb", "model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64"]
 SMALL += ["model.num_heads=1", "train.batch_size=4", "train.microbatch=1", "train.log_every=1", "train.eval_every=0"]
