@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mixers.conftest import ROOT, Command, commands
-from tests.mixers.runs import pretrain, records
+from tests.mixers.conftest import ROOT
+from tests.mixers.runs import Command, pretrain, records
 
 BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 WARMUP = "train.stages.0.schedule.warmup_tokens=2048"
@@ -31,7 +31,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
     assert {name.removesuffix(".py") for name, _ in blocks} == FILES
     for name, text in blocks:
         (folder / name).write_text(text)
-    return commands(folder)
+    return Command(folder)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -39,9 +39,8 @@ def test_they_train_on_one_rank_and_two(name: str, command: Command, corpus: Pat
     """One rank in two goes, two tensor-parallel ones in one."""
     for steps in (2, 4):
         losses = pretrain(command, corpus, tmp_path / "one", *RUNS[name], f"train.max_steps={steps}")
-    two = pretrain(
-        command, corpus, tmp_path / "two", *RUNS[name], "train.max_steps=4", "processes=2", "parallel.tensor=2"
-    )
+    changes = [*RUNS[name], "train.max_steps=4", "parallel.tensor=2"]
+    two = pretrain(command, corpus, tmp_path / "two", *changes, ranks=2)
     assert two == pytest.approx(losses, rel=1e-4)
     if name.endswith("query_size"):
         sizes = [records(tmp_path / run, "term/query_size") for run in ("one", "two")]

@@ -9,8 +9,7 @@ from ssscale.errors import UserError
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.validate import validate
-from tests.mixers.conftest import Command
-from tests.mixers.runs import pretrain, records
+from tests.mixers.runs import Command, pretrain, records
 
 MODEL = ["model.mixers=[stickbreaking, stickbreaking, softmax]", "model.num_layers=4", "model.position.method=rope"]
 
@@ -43,7 +42,7 @@ def test_it_resumes(run: Path, command: Command, corpus: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.ulysses=2", "parallel.ring=2"])
 def test_two_processes_train_as_one(layout: str, run: Path, command: Command, corpus: Path, tmp_path: Path) -> None:
-    found = pretrain(command, corpus, tmp_path / "run", *MODEL, "train.max_steps=4", "processes=2", layout)
+    found = pretrain(command, corpus, tmp_path / "run", *MODEL, "train.max_steps=4", layout, ranks=2)
     assert found == pytest.approx(records(run, "loss"), rel=1e-4)
 
 
@@ -85,5 +84,5 @@ def test_patterns_that_cannot_be(changes: list[str], sentence: str) -> None:
 
 
 def test_it_generates_and_exports(run: Path, command: Command, tmp_path: Path) -> None:
-    command("launch/export.py", f"checkpoint={run}", f"out={tmp_path / 'hf'}")
-    command(str(Path(__file__).with_name("compare_export.py")), str(run), str(tmp_path / "hf"))
+    command.forked("launch.export", f"checkpoint={run}", f"out={tmp_path / 'hf'}")
+    command.forked("tests.mixers.compare_export", str(run), str(tmp_path / "hf"))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mixers.conftest import PLUGIN, ROOT, Command
-from tests.mixers.runs import SHAPE, pretrain, records
+from tests.mixers.conftest import PLUGIN, ROOT
+from tests.mixers.runs import SHAPE, Command, pretrain, records
 
 MODEL = [
     "model.mixers=[retnet]",
@@ -17,10 +17,10 @@ MODEL = [
 
 @pytest.fixture(scope="module")
 def run(command: Command, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained in one process, in two goes."""
+    """Trained in one process, in two goes, the first of a new interpreter whose rank gets the plugin from the command."""
     folder = tmp_path_factory.mktemp("retnet") / "run"
     for steps in (2, 4):
-        pretrain(command, corpus, folder, *MODEL, f"train.max_steps={steps}", "train.observe_every=2")
+        pretrain(command, corpus, folder, *MODEL, f"train.max_steps={steps}", "train.observe_every=2", fresh=steps == 2)
     return folder
 
 
@@ -38,7 +38,7 @@ def test_it_trains_and_resumes(run: Path, command: Command, corpus: Path, tmp_pa
 
 @pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.ulysses=2"])
 def test_two_processes_train_as_one(layout: str, run: Path, command: Command, corpus: Path, tmp_path: Path) -> None:
-    found = pretrain(command, corpus, tmp_path / "run", *MODEL, "train.max_steps=4", "processes=2", layout)
+    found = pretrain(command, corpus, tmp_path / "run", *MODEL, "train.max_steps=4", layout, ranks=2)
     assert found == pytest.approx(records(run, "loss"), rel=2e-5)
 
 
@@ -71,5 +71,5 @@ def test_what_it_does_not_have_is_said(changes: list[str], sentence: str, comman
 
 
 def test_it_generates_and_exports(run: Path, command: Command, tmp_path: Path) -> None:
-    command("launch/export.py", f"checkpoint={run}", f"out={tmp_path / 'hf'}")
-    command(str(Path(__file__).with_name("compare_export.py")), str(run), str(tmp_path / "hf"))
+    command.forked("launch.export", f"checkpoint={run}", f"out={tmp_path / 'hf'}")
+    command.forked("tests.mixers.compare_export", str(run), str(tmp_path / "hf"))

@@ -6,15 +6,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.mixers.conftest import Command, commands
-from tests.mixers.runs import pretrain, records
+from tests.mixers.runs import Command, pretrain, records
 
 WHOLE = ["optimizer.name=orthogonal", "parallel.zero_stage=0", "optimizer.clip=0"]
 
 
 @pytest.fixture(scope="session")
 def command() -> Command:
-    return commands(Path(__file__).with_name("orthogonal.py"))
+    return Command(Path(__file__).with_name("orthogonal.py"))
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.train.forked import ForkedProcess
 
@@ -29,14 +30,20 @@ def _command(module: str, arguments: list[str], log: str, plant: Callable[[], No
     runpy.run_module(module, run_name="__main__")
 
 
-def run_command(
-    module: str, arguments: list[str], log: Path, plant: Callable[[], None] | None = None
-) -> tuple[int | None, str]:
-    """The exit code (None: it did not end in 100 s) and the output of a command in a process of its own."""
+def start_command(module: str, arguments: list[str], log: Path, plant: Callable[[], None] | None = None) -> Any:
+    """The process of a module that is run as a script. plant: called in it first, to break something there."""
     log.touch(0o666)
     log.chmod(0o666)
     process = ForkedProcess(target=_command, args=(module, arguments, str(log), plant))
     process.start()
+    return process
+
+
+def run_command(
+    module: str, arguments: list[str], log: Path, plant: Callable[[], None] | None = None
+) -> tuple[int | None, str]:
+    """The exit code (None: it did not end in 100 s) and the output of a command in a process of its own."""
+    process = start_command(module, arguments, log, plant)
     process.join(100)
     code = process.exitcode
     if code is None:

@@ -7,10 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.train.forked import PRELOAD
 from tests.train.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,9 +32,31 @@ def faulty_library(folder: Path) -> Path:
     return library
 
 
-def start_again(environment: dict[str, str]) -> None:
-    """To plant in a rank: it becomes a fresh process of launch/pretrain.py, as what is preloaded comes before all else."""
+class Preloading:
+    """Processes of tests.train.forked that are started within `used` are forked from one that has the library."""
+
+    def __init__(self, library: Path) -> None:
+        self.server = forkserver.ForkServer()
+        self.server.set_forkserver_preload(PRELOAD)
+        with mock.patch.dict(os.environ, LD_PRELOAD=str(library)):
+            self.server.ensure_running()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        with mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process):
+            yield
+
+    def end(self) -> None:
+        self.server._stop()  # type: ignore[attr-defined]
+
+
+def refuse(environment: dict[str, str]) -> None:
+    """To plant in a process that is forked with faulty.c: it looks at the environment each time."""
     os.environ |= environment
+
+
+def start_again() -> None:
+    """To plant in a rank: it becomes a fresh process of launch/pretrain.py."""
     os.environ["PYTHONPATH"] = str(ROOT)
     os.execv(sys.executable, [sys.executable, str(ROOT / "launch/pretrain.py"), *sys.argv[1:]])
 

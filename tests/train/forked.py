@@ -8,7 +8,8 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.train.preload"])
+PRELOAD = ["tests.train.preload"]
+CONTEXT.set_forkserver_preload(PRELOAD)
 
 
 class _Popen(popen_forkserver.Popen):

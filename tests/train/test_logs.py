@@ -147,8 +147,8 @@ def test_a_disk_that_stays_full_changes_no_exit_code(corpus: Path, tmp_path: Pat
     arguments = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=0", "train.max_steps=100"]
     arguments += ["train.batch_size=1"]
     with disks.small_disk(tmp_path / "small", "2m") as disk:
-        alone = functools.partial(disks.start_again, {})  # a process whose streams the interpreter closes
-        with running(arguments, disk / "run", size=1, plant=alone, log=disk / "log") as ranks:
+        # A process whose streams the interpreter closes.
+        with running(arguments, disk / "run", size=1, plant=disks.start_again, log=disk / "log") as ranks:
             ranks.wait_for_step(5)
             disks.fill(disk)
             assert ranks.wait() == [0], ranks.output()

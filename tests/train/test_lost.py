@@ -7,9 +7,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import pytest
 from tests.promises import promises
 from tests.train import disks
 from tests.train.checkpoints import names
-from tests.train.commands import let_others_in, run_command
+from tests.train.commands import let_others_in, run_command, start_command
 from tests.train.ranks import Ranks, running
 from tests.train.same import compare
 
@@ -98,14 +96,16 @@ def test_what_replaces_a_broken_checkpoint_frees_its_room(copy: Path, run: Path,
 # ---- what cannot be read for the moment
 
 
-def refusing(library: Path, path: str, code: int, times: int = 10**6) -> Callable[[], None]:
-    environment = {"LD_PRELOAD": str(library), "FAULT_PATH": path, "FAULT_ERRNO": str(code), "FAULT_TIMES": str(times)}
-    return functools.partial(disks.start_again, environment | {"SSSCALE_READ_RETRY_S": "1" if times > 9 else "30"})
+def refusing(path: str, code: int, times: int = 10**6) -> Callable[[], None]:
+    environment = {"FAULT_PATH": path, "FAULT_ERRNO": str(code), "FAULT_TIMES": str(times)}
+    return functools.partial(disks.refuse, environment | {"SSSCALE_READ_RETRY_S": "1" if times > 9 else "30"})
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return disks.faulty_library(tmp_path_factory.mktemp("library"))
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[disks.Preloading]:
+    preloading = disks.Preloading(disks.faulty_library(tmp_path_factory.mktemp("library")))
+    yield preloading
+    preloading.end()
 
 
 @promises(
@@ -128,10 +128,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_what_cannot_be_read_is_not_broken(
-    path: str, code: int, copy: Path, arguments: list[str], library: Path
+    path: str, code: int, copy: Path, arguments: list[str], faulty: disks.Preloading
 ) -> None:
     before, metrics = names(copy), (copy / "metrics.jsonl").read_bytes()
-    ranks = Ranks([*arguments, "train.max_steps=8"], copy, size=1, plant=refusing(library, path, code))
+    with faulty.used():
+        ranks = Ranks([*arguments, "train.max_steps=8"], copy, size=1, plant=refusing(path, code))
     assert ranks.wait() == [2], ranks.output()
     last = ranks.output().splitlines()[-1]
     assert last.startswith("error: ")
@@ -144,9 +145,12 @@ def test_what_cannot_be_read_is_not_broken(
     assert "step-00000006 (step 6)" in again.output()
 
 
-def test_what_can_be_read_the_third_time_is_read(copy: Path, longer: Path, arguments: list[str], library: Path) -> None:
-    plant = refusing(library, "step-00000006/state.json", errno.ESTALE, times=2)
-    ranks = Ranks([*arguments, "train.max_steps=8"], copy, size=1, plant=plant)
+def test_what_can_be_read_the_third_time_is_read(
+    copy: Path, longer: Path, arguments: list[str], faulty: disks.Preloading
+) -> None:
+    plant = refusing("step-00000006/state.json", errno.ESTALE, times=2)
+    with faulty.used():
+        ranks = Ranks([*arguments, "train.max_steps=8"], copy, size=1, plant=plant)
     ranks.finish()
     assert "state.json cannot be read: Stale file handle; trying again" in ranks.output()
     assert "step-00000006 (step 6)" in ranks.output()
@@ -270,39 +274,34 @@ def sums(folder: Path) -> dict[str, str]:
 class Reader:
     """A command that stands still in the middle of a checkpoint: at the n-th time that it opens a file."""
 
-    def __init__(self, command: list[str], library: Path, path: str, opens: int, flag: Path) -> None:
-        self.flag = flag
-        fault = {"LD_PRELOAD": str(library), "FAULT_PATH": path, "FAULT_SKIP": str(opens - 1), "FAULT_FLAG": str(flag)}
-        environment = os.environ | fault | {"PYTHONPATH": str(ROOT), "SSSCALE_READ_RETRY_S": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        disks.wait_until(lambda: flag.exists() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.process.communicate()
+    def __init__(
+        self, module: str, arguments: list[str], faulty: disks.Preloading, path: str, opens: int, flag: Path
+    ) -> None:
+        self.flag, self.log = flag, flag.with_name("reader.log")
+        fault = {"FAULT_PATH": path, "FAULT_SKIP": str(opens - 1), "FAULT_FLAG": str(flag), "SSSCALE_READ_RETRY_S": "1"}
+        with faulty.used():
+            self.process = start_command(module, arguments, self.log, functools.partial(disks.refuse, fault))
+        disks.wait_until(lambda: flag.exists() or not self.process.is_alive())
+        assert self.process.is_alive(), self.log.read_text()
 
-    def end(self) -> tuple[int, str]:
-        """Let it go on; its exit code and stderr."""
+    def end(self) -> tuple[int | None, str]:
+        """Let it go on; its exit code and what it said."""
         self.flag.unlink()
-        _, errors = self.process.communicate(timeout=120)
-        return self.process.returncode, errors
+        self.process.join(120)
+        return self.process.exitcode, self.log.read_text()
 
 
 WEIGHTS = "step-00000006/rank-00000.safetensors"
 
 
 def test_retention_waits_for_an_export(
-    copy: Path, run: Path, arguments: list[str], library: Path, tmp_path: Path
+    copy: Path, run: Path, arguments: list[str], faulty: disks.Preloading, tmp_path: Path
 ) -> None:
     out = tmp_path / "exported"
     undisturbed = [f"checkpoint={run}", f"out={tmp_path / 'undisturbed'}"]
     assert run_command("launch.export", undisturbed, tmp_path / "log")[0] == 0
-    command = ["launch/export.py", f"checkpoint={copy}", f"out={out}"]
-    reader = Reader(command, library, WEIGHTS, 2, tmp_path / "flag")  # the first is for its checksum
+    given = [f"checkpoint={copy}", f"out={out}"]
+    reader = Reader("launch.export", given, faulty, WEIGHTS, 2, tmp_path / "flag")  # the first is for its checksum
     ranks = Ranks([*arguments, "train.keep=1", "train.max_steps=10"], copy, size=1)
     ranks.finish()
     code, errors = reader.end()
@@ -322,13 +321,13 @@ def test_retention_waits_for_an_export(
 )
 @pytest.mark.parametrize(("command", "opens"), [("export", 2), ("evaluate", 1)])
 def test_a_checkpoint_that_vanishes_while_it_is_read(
-    command: str, opens: int, copy: Path, library: Path, tmp_path: Path
+    command: str, opens: int, copy: Path, faulty: disks.Preloading, tmp_path: Path
 ) -> None:
     """As on a file system without locks: one sentence, and nothing half."""
     out = tmp_path / "exported"
     more = [f"out={out}"] if command == "export" else ["tasks=none", "baseline=false"]
     given = f"checkpoint={copy / 'checkpoints/step-00000006'}"
-    reader = Reader([f"launch/{command}.py", given, *more], library, WEIGHTS, opens, tmp_path / "flag")
+    reader = Reader(f"launch.{command}", [given, *more], faulty, WEIGHTS, opens, tmp_path / "flag")
     os.replace(copy / "checkpoints/step-00000006", copy / "checkpoints/step-00000006.partial")
     shutil.rmtree(copy / "checkpoints/step-00000006.partial")
     code, errors = reader.end()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,8 @@ from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.records import read_metrics
 from tests.promises import promises
+from tests.train.commands import start_command
+from tests.train.forks import fork_ranks
 from tests.train.ranks import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,58 +28,68 @@ NOT_OURS = ("Traceback", "destroy_process_group", "torch.distributed.elastic", "
 
 
 class Started:
-    """launch/pretrain.py with two CPU ranks."""
+    """launch/pretrain.py with two CPU ranks. fresh: in new interpreters, as users start them, instead of forked ones."""
 
-    def __init__(self, corpus: Path, run_dir: Path, *arguments: str) -> None:
+    def __init__(self, corpus: Path, run_dir: Path, *arguments: str, fresh: bool = False) -> None:
         self.run_dir, self.log = run_dir, run_dir.with_name(f"{time.monotonic_ns()}.log")
-        command = [sys.executable, "launch/pretrain.py", *SMALL, f"data.path={corpus}", f"run_dir={run_dir}"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "processes=2", "train.save_every=100000", *arguments],
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        options = [*SMALL, f"data.path={corpus}", f"run_dir={run_dir}", "processes=2", "train.save_every=100000"]
+        options += arguments
+        self.process: Any
+        if fresh:
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, "launch/pretrain.py", *options]
+            with self.log.open("w") as log:
+                self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        else:
+            self.process = start_command("launch.pretrain", options, self.log, fork_ranks)
 
     def workers(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process(self.process.pid).children() if "pretrain.py" in child.cmdline()[1]]
+        return psutil.Process(self.process.pid).children()
+
+    def code(self) -> int | None:
+        return self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.code() is None
+        os.kill(self.process.pid, number)
 
     def wait_for_step(self, step: int) -> None:
         end = time.monotonic() + 120
         while not any(record["step"] >= step for record in read_metrics(self.run_dir / "metrics.jsonl")):
-            assert self.process.poll() is None, self.log.read_text()
+            assert self.code() is None, self.log.read_text()
             assert time.monotonic() < end, self.log.read_text()
             time.sleep(0.05)
 
-    def end(self, killed: bool = False) -> tuple[int, str]:
+    def end(self, killed: bool = False) -> tuple[int | None, str]:
         """The exit code and the last line, with nothing of a launcher in the output (killed: what a rank saw may be there)."""
-        code = self.process.wait(120)
+        end = time.monotonic() + 120
+        while self.code() is None:
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.05)
         output = self.log.read_text()
         for words in NOT_OURS:
             assert killed or words not in output, output
-        return code, output.splitlines()[-1]
+        return self.code(), output.splitlines()[-1]
 
 
 @contextmanager
-def started(*arguments: object) -> Iterator[Started]:
-    run = Started(*arguments)  # type: ignore[arg-type]
+def started(*arguments: Any, fresh: bool = False) -> Iterator[Started]:
+    run = Started(*arguments, fresh=fresh)
     try:
         yield run
     finally:
-        for process in [*run.workers(), psutil.Process(run.process.pid)] if run.process.poll() is None else []:
+        for process in [*run.workers(), psutil.Process(run.process.pid)] if run.code() is None else []:
             process.kill()
 
 
 def test_a_signal_is_passed_on_and_the_step_is_saved(corpus: Path, tmp_path: Path) -> None:
-    with started(corpus, tmp_path / "run", "train.max_steps=1000000") as run:
+    with started(corpus, tmp_path / "run", "train.max_steps=1000000", fresh=True) as run:
         run.wait_for_step(2)
         with started(corpus, tmp_path / "run") as second:  # a mistake that only a rank can see
             code, said = second.end()
             assert code == 2
             assert said.startswith(f"error: {tmp_path / 'run'} is in use by process")
-        run.process.send_signal(signal.SIGTERM)
+        run.send(signal.SIGTERM)
         code, said = run.end()
     assert code == 75
     assert said.startswith("stopped: SIGTERM")
@@ -116,8 +129,7 @@ def test_ranks_stop_when_the_command_is_killed_alone(corpus: Path, tmp_path: Pat
     with started(corpus, tmp_path / "run", "train.max_steps=1000000") as run:
         run.wait_for_step(1)
         every = run.workers()
-        run.process.kill()
-        run.process.wait()
+        run.send(signal.SIGKILL)
         _, left = psutil.wait_procs(every, timeout=60)
         assert not left
     assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1  # and they saved
