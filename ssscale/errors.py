@@ -1,8 +1,8 @@
 """Exceptions that are part of the interface. `launch/` prints their message and exits with their code."""
 
-# The numbers follow sysexits.h, where 75 (EX_TEMPFAIL) means "try again". After 75 and 76 the same command can be run
-# again. After 70, 77 and 78 something must be changed first. After 79 the machine must be checked.
-FAILED = 70  # EX_SOFTWARE: an unexpected error
+# 70 and 75 are EX_SOFTWARE and EX_TEMPFAIL ("try again") of sysexits.h. After 75 and 76, run the same command again. After
+# 70, 77 and 78, change something first. After 79, check the machine.
+FAILED = 70  # an unexpected error
 SAVED = 75  # a signal asked the run to stop, and the last step is saved
 STALLED = 76  # a step took too long, or another rank is gone
 DIVERGED = 77  # losses or gradients stay NaN or Inf
