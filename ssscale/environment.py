@@ -1,4 +1,4 @@
-"""What a run finds installed, beside what the documentation's figures were measured with."""
+"""Compares the installed torch and Triton with the versions that the documented figures were measured with."""
 
 import os
 import re
@@ -12,16 +12,19 @@ GPU = Path("/dev/nvidia0")
 
 
 def measured() -> dict[str, str]:
-    """The versions of torch and Triton that `make setup` installs beside an NVIDIA GPU and every figure was taken with.
+    """Returns the versions of `torch` and `triton` that constraints-gpu.txt pins. Every figure was measured with them.
 
-    Empty where the package was installed without the repository's pins.
+    The result is empty if the package was installed without the repository.
     """
     text = CONSTRAINTS.read_text() if CONSTRAINTS.is_file() else ""
     return dict(re.findall(r"^(torch|triton)==(\S+)$", text, re.MULTILINE))
 
 
 def stack_note(device: torch.device) -> str | None:
-    """One sentence for a run on another torch or Triton than the measured ones, or on the CPU of a machine with a GPU."""
+    """Returns a warning if torch or Triton is not the measured version, or if torch does not see the machine's GPU.
+
+    Returns None if there is nothing to report, or if CUDA_VISIBLE_DEVICES is set to the empty string.
+    """
     if device.type == "cuda":
         known, found = measured(), {"torch": torch.__version__.partition("+")[0], "triton": triton.__version__}
         if not known or found == known:

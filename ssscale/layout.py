@@ -1,4 +1,4 @@
-"""How a packed row of tokens is divided into documents."""
+"""Where the documents of packed tokens begin and end."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
@@ -13,11 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """The keys of B sequences in a cache, this pass's included: those of sequence b begin slot b of `capacity` rows each.
+    """Where the keys of B sequences lie in a KV cache, including the keys of the current pass.
 
-    cu_seqlens: [B + 1] int32, the slots' bounds. offsets: [B] int32 and, on the host, `lengths`: tokens before this pass.
-    rows: [T] int64, the cache's row of each token of this pass. starts: the layout's cu_seqlens on the host.
-    max_seqlen: the longest sequence, this pass included. decode: what softmax attention of few tokens needs in every layer.
+    Each sequence has a slot that holds `capacity` tokens. Its keys fill the slot from the start.
+
+    cu_seqlens: [B + 1] int32, the boundaries of the slots, in tokens of the cache.
+    offsets: [B] int32, the number of tokens that each sequence had before this pass. lengths: the same on the host.
+    rows: [T] int64, the index in the cache at which each token of this pass is stored.
+    starts: the layout's cu_seqlens on the host.
+    max_seqlen: length of the longest sequence, including this pass.
+    decode: index tables for softmax attention of a few new tokens, shared by all layers; None if they do not apply.
     """
 
     capacity: int
@@ -32,11 +37,14 @@ class CachedKeys:
 
 @dataclass(frozen=True)
 class RingChunks:
-    """How the documents of each row lie over the 2R chunks into which a ring of R ranks divides it.
+    """Which documents cross the chunks of a ring. A ring of R ranks divides each row into 2R chunks.
 
-    size: tokens of a chunk. Rank r of the ring has chunks r and 2R − 1 − r of every row. heads[row][i]: tokens at the start
-    of chunk i whose document begins in an earlier chunk. begins[row][i]: where the document of chunk i's first token begins,
-    in tokens of the row. Of all rows and chunks, not of this rank's: the ranks must agree on who needs what.
+    Rank r of the ring holds chunks r and 2R − 1 − r of every row. `heads` and `begins` cover all chunks of all rows, not
+    only those of this rank, because the ranks must agree on which keys each of them needs.
+
+    size: tokens per chunk.
+    heads[row][i]: number of tokens at the start of chunk i whose document begins in an earlier chunk.
+    begins[row][i]: token of the row at which the document of chunk i's first token begins.
     """
 
     size: int
@@ -44,7 +52,10 @@ class RingChunks:
     begins: tuple[tuple[int, ...], ...]
 
     def num_far_keys(self, row: int, query_chunk: int, key_chunk: int) -> int:
-        """How many keys, the last ones of an earlier chunk, the first heads[row][query_chunk] queries of a chunk see."""
+        """Returns how many keys of an earlier chunk the first heads[row][query_chunk] queries of a chunk attend to.
+
+        These are the last keys of that chunk, and all of these queries attend to the same ones.
+        """
         if not self.heads[row][query_chunk]:
             return 0
         return max(0, (key_chunk + 1) * self.size - max(self.begins[row][query_chunk], key_chunk * self.size))
@@ -52,7 +63,11 @@ class RingChunks:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The tokens that attention sees when ranks exchange tokens for heads: of `rows` rows, an equal part from each rank."""
+    """The tokens of a whole Ulysses group, which each of its ranks sees in attention (arXiv:2309.14509).
+
+    They belong to `rows` rows, and each rank of the group contributes the same number of tokens of every row.
+    layout: the documents of all these tokens.
+    """
 
     rows: int
     layout: "PackedLayout"
@@ -60,19 +75,20 @@ class Gathered:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The documents of T packed tokens: document d is tokens cu_seqlens[d] to cu_seqlens[d + 1].
+    """The documents of T packed tokens. Document d is tokens cu_seqlens[d] to cu_seqlens[d + 1] − 1.
 
-    cu_seqlens: [num_documents + 1] int32, from 0 to T, ascending; equal neighbours (empty documents) are padding.
-    positions: [T] int32, the position of each token within its document, cached tokens counted.
-    max_seqlen: an upper bound on the documents' lengths, the same for every batch of a run so that shapes stay static.
-    uniform_length: the length of every document where all have the same, else None; dense kernels apply then.
-    past: where the keys lie when some of them were cached by earlier passes; None: queries and keys are the same tokens.
-    final_lengths: [num_documents] int32, the lengths that documents in a cache are to reach; None: these are whole.
-    block_mask: FlexAttention's mask of these documents, made once a batch for the position methods that need it.
+    cu_seqlens: [num_documents + 1] int32, ascending from 0 to T. Equal neighbours are empty documents, used as padding.
+    positions: [T] int32, the position of each token within its document. Cached tokens count.
+    max_seqlen: an upper bound on the length of a document, the same for every batch of a run so that shapes stay static.
+    uniform_length: the length of all documents if they have the same length, which allows dense kernels; else None.
+    past: where the keys lie if earlier passes cached some of them. None: the keys are those of the T tokens.
+    final_lengths: [num_documents] int32, the lengths that cached documents will reach. None: the documents are complete.
+    block_mask: FlexAttention's mask of these documents, made once per batch for the position methods that need it.
 
-    Under context parallelism the tokens are a rank's share of the rows: cu_seqlens bounds the parts of documents that lie
-    together in it, while positions still count within the whole document.
-    gathered: what attention sees under Ulysses. ring: where further keys of these documents lie, under a ring.
+    Under context parallelism the T tokens are this rank's share of the rows. cu_seqlens then bounds the contiguous pieces
+    of documents in this share, and positions still count within the whole document.
+
+    gathered: the tokens that attention sees under Ulysses. ring: where the other keys of these documents lie in a ring.
     """
 
     cu_seqlens: Tensor
@@ -87,7 +103,10 @@ class PackedLayout:
 
     @classmethod
     def from_lengths(cls, lengths: list[int], max_seqlen: int | None = None) -> Self:
-        """Documents of the given lengths, one behind the other. Raises ValueError for a length below one."""
+        """Returns the layout of consecutive documents of the given lengths, with CPU tensors.
+
+        max_seqlen: raised to the longest length if it is smaller. Raises ValueError if a length is below 1 or none is given.
+        """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"document lengths must be at least 1, got {lengths}")
         sizes = torch.tensor(lengths, dtype=torch.int32)
@@ -97,12 +116,15 @@ class PackedLayout:
         return cls(cu_seqlens, positions, max(max_seqlen or 0, max(lengths)), uniform)
 
     def num_visible_keys(self, window: int | None = None) -> Tensor:
-        """[T] int32: how many keys each query sees under a causal mask, itself and cached ones included, at most `window`."""
+        """Returns how many keys each query attends to under a causal mask, [T] int32.
+
+        The query's own key and cached keys count. The number is at most `window`.
+        """
         n = self.positions + 1
         return n if window is None else n.clamp(max=window)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same documents with their tensors on another device."""
+        """Returns the same documents with their tensors on another device. `past` and `block_mask` must be None."""
         assert self.past is None
         assert self.block_mask is None
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)

@@ -1,4 +1,4 @@
-"""The options of a command, declared once in a table: parsing, ranges, `--help` and the sentence after a misspelt one."""
+"""Command-line options. One table declares them and gives parsing, range checks, `--help` and spelling suggestions."""
 
 import difflib
 import sys
@@ -10,8 +10,8 @@ from typing import Any
 
 from ssscale.errors import UserError
 
-WIDTH = 100  # of the text that --help prints
-EVERY_KEY = ("",)  # Command.keys of a command that takes every key of the configuration
+WIDTH = 100  # columns of the text that --help prints
+EVERY_KEY = ("",)  # value of Command.keys for a command that takes every key of the configuration
 
 _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
@@ -19,10 +19,11 @@ _METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 @dataclass(frozen=True)
 class Option:
-    """`name=VALUE`, or a flag such as `--print`, whose name begins with dashes.
+    """An option `name=VALUE`, or a flag such as `--print`, whose name begins with dashes.
 
-    default: the value where the option is not given; with None it is absent from what `Command.parse` returns. metavar: what
-    --help writes for the value. at_least, above, at_most: bounds of a number. choices: the only values.
+    default: the value if the option is not given. With None, `Command.parse` leaves the option out of its result.
+    metavar: the placeholder for the value in --help.
+    at_least, above, at_most: bounds of a number. choices: the allowed values; empty allows all.
     """
 
     name: str
@@ -42,12 +43,12 @@ class Option:
 
     @property
     def form(self) -> str:
-        """How it is written: `gpus=N`."""
+        """The option as a user writes it, such as `gpus=N`."""
         value = self.metavar or "|".join(self.choices) or _METAVARS[self.type]
         return self.name if self.is_flag else f"{self.name}={value}"
 
     def read(self, text: str) -> Any:
-        """The value that a text gives. Raises UserError."""
+        """Returns the value that `text` stands for. Raises UserError if it has the wrong type or is out of range."""
         if self.type is bool:
             if text not in ("true", "false"):
                 raise UserError(f"{self.name} must be true or false, not {text!r}")
@@ -73,7 +74,7 @@ class Option:
         return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)
 
     def describe(self) -> str:
-        """The line of --help, without the form."""
+        """Returns the help text of the option with its default and bounds, without `form`."""
         default = str(self.default).lower() if self.type is bool else self.default
         notes = ["required"] if self.required else []
         notes += [f"default {default}"] if self.default is not None and not self.is_flag else []
@@ -83,10 +84,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line. parse() and usage() are all that is made of it.
+    """A command line: what the command takes, and the texts that describe it.
 
-    about: what it does, its module's docstring. usage, example: command lines. keys: prefixes of configuration keys that are
-    handed on, EVERY_KEY for all. words: what bare words are, "" where none are taken.
+    about: what the command does, usually the docstring of its module. usage, example: command lines.
+    keys: prefixes of the configuration keys that the command passes on; EVERY_KEY allows all keys.
+    words: what bare words stand for; empty if the command takes none.
     """
 
     about: str | None
@@ -101,10 +103,10 @@ class Command:
         return [option.name for option in self.options if not option.is_flag]
 
     def parse(self, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-        """The options' values by name, and the arguments that are handed on: keys of the configuration and bare words.
+        """Returns the values of the options by name, and the other arguments: configuration keys and bare words.
 
-        Options that are not given and have no default are absent. Raises UserError for an unknown argument, a missing
-        option, a value of the wrong type or outside of its bounds.
+        An option that is not given and has no default is absent. Raises UserError for an unknown argument, for a missing
+        required option, and for a value that has the wrong type or is out of range.
         """
         known = {option.name: option for option in self.options}
         values = {option.name: option.default for option in self.options if option.default is not None}
@@ -152,13 +154,13 @@ class Command:
         return f"unknown argument {argument!r}: this command takes {', '.join(taken) or 'no arguments'}"
 
     def help_if_asked(self, argv: list[str]) -> None:
-        """Print the options and exit with 0 where --help is among the arguments."""
+        """Prints the help text and exits with code 0 if -h or --help is among the arguments."""
         if {"-h", "--help"} & set(argv):
             print(self.help())
             sys.exit(0)
 
     def help(self) -> str:
-        """What --help prints."""
+        """Returns the text that --help prints."""
         lines = [*(self.about or "").strip().splitlines(), "", f"usage: {self.usage}"]
         rows = [(option.form, option.describe()) for option in self.options]
         if self.keys == EVERY_KEY:
@@ -180,7 +182,7 @@ class Command:
 
 
 def one_of(names: Iterable[str]) -> str:
-    """`a, b or c`."""
+    """Joins the names as in `a, b or c`."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
 

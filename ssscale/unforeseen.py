@@ -1,4 +1,4 @@
-"""What is said of an error that nobody foresaw: one sentence, and where its whole traceback is."""
+"""Messages for unexpected errors: one sentence, and the file that holds the traceback."""
 
 import os
 import tempfile
@@ -7,7 +7,10 @@ import traceback
 
 
 def describe(error: BaseException, command: str) -> str:
-    """One sentence that names the error and the file of its traceback; with the traceback where no file can be written."""
+    """Writes the traceback to a temporary file and returns one sentence that names the error and that file.
+
+    If no file can be written, the traceback is appended to the sentence instead.
+    """
     first = (str(error).splitlines() or [""])[0][:300]
     text = "".join(traceback.format_exception(error))
     sentence = f"{command}: {type(error).__name__}: {first}"
@@ -22,7 +25,7 @@ def describe(error: BaseException, command: str) -> str:
 
 
 def describe_os_error(error: OSError) -> str | None:
-    """One sentence for what the system refuses of a file, None where it names no file."""
+    """Returns one sentence for an error of the operating system, or None if the error does not name a file."""
     if error.filename is None or error.strerror is None:
         return None
     name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)

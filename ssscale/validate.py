@@ -1,4 +1,4 @@
-"""Combinations that cannot run, each with a sentence that says what would. `ssscale.config` has checked the types."""
+"""Refuses settings that cannot run, and says what would. `ssscale.config` has already checked the types."""
 
 import operator
 import unicodedata
@@ -22,9 +22,10 @@ from ssscale.validate_parallel import alternatives, check_parallel, check_world,
 
 
 def validate(config: Config, world_size: int | None = None, gpu: bool = False) -> None:
-    """Raise UserError, one sentence, for the first thing in `config` that cannot run.
+    """Raises UserError, with one sentence, for the first setting of `config` that cannot run.
 
-    world_size: processes of the run; None leaves out what depends on it. gpu: what `precision=auto` stands for.
+    world_size: number of processes; None leaves out the checks that depend on it.
+    gpu: whether the run uses GPUs, which decides what `train.precision=auto` means.
     """
     _check_leaves(config, "")
     _check_numbers(config)
@@ -63,7 +64,7 @@ AT_LEAST_0: Bound = ("0 or more", operator.ge, 0)
 ABOVE_0: Bound = ("greater than 0", operator.gt, 0)
 BELOW_0: Bound = ("less than 0", operator.lt, 0)
 BELOW_1: Bound = ("less than 1", operator.lt, 1)
-# Beyond these nothing is meant, and what counts in 64 or 32 bits fails.
+# Larger values cannot be intended, and they overflow counters of 64 or 32 bits.
 SIZE: Bound = ("less than 2^31", operator.lt, 2**31)
 AT_MOST_1024: Bound = ("at most 1024", operator.le, 1024)
 A_YEAR: Bound = ("at most 31,536,000 seconds, a year", operator.le, 31_536_000)
@@ -136,7 +137,7 @@ WARMUP_BOUNDS: dict[str, tuple[Bound, ...]] = {"batch_size": (AT_LEAST_1, SIZE),
 
 
 def _check_leaves(value: Any, key: str) -> None:
-    """What holds for every key: counts fit 64 bits, and texts can be printed, written to config.yaml and opened."""
+    """Checks what holds for every key: integers fit into 64 bits, and strings can be printed, saved and used as paths."""
     if is_dataclass(value):
         for entry in fields(value):
             _check_leaves(getattr(value, entry.name), f"{key}.{entry.name}".removeprefix("."))
@@ -210,7 +211,7 @@ def _check_names(model: ModelConfig) -> None:
 
 
 def check_mixers(model: ModelConfig) -> None:
-    """Raise UserError for mixers that are not there, go with no layer, or have options that do not go together."""
+    """Raises UserError for a pattern that is empty, too long or names an unknown mixer, and for incompatible options."""
     if not model.mixers:
         raise UserError(f"model.mixers is empty: name one of {', '.join(MIXERS)} for every layer, or a pattern of them")
     if len(model.mixers) > model.num_layers:
@@ -223,7 +224,7 @@ def check_mixers(model: ModelConfig) -> None:
 
 
 def _check_unused(config: Config, models: list[ModelConfig]) -> None:
-    """Raise UserError for options of a mixer that no stage has: whoever set them believes that they do something."""
+    """Raises UserError for options of a mixer that no stage uses, because the user expects them to have an effect."""
     names = {name for model in models for name in model.mixers}
     for entry in fields(config.model.mixer):
         options = getattr(config.model.mixer, entry.name)
@@ -249,7 +250,8 @@ def _check_position(model: ModelConfig, gpu: bool = False) -> None:
     method = model.place
     takers = [mixer for mixer in mixers if method.name in mixer.positions]
     for mixer in mixers:
-        # A mixer that takes positions, and not these, would lose what it is meant to have; one that takes none loses nothing.
+        # Refuse a mixer that supports positions but not this method: it would train without any. A mixer that supports
+        # none is fine if another mixer of the model uses the method.
         if method.name not in mixer.positions and (len(mixer.positions) > 1 or not takers):
             reason = f"; {mixer.positions_reason}" if mixer.positions_reason else ""
             raise UserError(
@@ -315,7 +317,7 @@ def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int)
 
 
 def _check_change(config: Config, own: Config, stage: StageConfig, index: int) -> None:
-    """What a stage changes, against the stage before it."""
+    """Checks the changes that a stage makes to the stage before it."""
     before = stage_config(config, index - 1) if index else config
     key = f"train.stages.{index}"
     if stage.model is not None:
@@ -331,7 +333,7 @@ def _check_change(config: Config, own: Config, stage: StageConfig, index: int) -
 
 
 def _check_model_change(stage: StageConfig, before: ModelConfig, after: ModelConfig, key: str) -> None:
-    """A layer keeps its mixer or gets one that says how it begins from it."""
+    """Requires that each layer keeps its mixer or switches to one that can begin from it (`Mixer.begins_from`)."""
     for old, new in zip(before.layer_mixers, after.layer_mixers, strict=True):
         if old.name != new.name and new.begins_from != old.name:
             begins = f"can only begin from {new.begins_from}" if new.begins_from else "begins from no other mixer"

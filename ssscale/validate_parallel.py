@@ -1,4 +1,4 @@
-"""Parallel layouts that cannot run, each with a sentence that says what would."""
+"""Refuses parallel layouts that cannot run, and says what would."""
 
 import math
 from dataclasses import replace
@@ -8,6 +8,10 @@ from ssscale.errors import UserError
 
 
 def check_parallel(config: Config, gpu: bool) -> None:
+    """Raises UserError if the parallel settings do not fit the model, the row length or each other.
+
+    gpu: whether the run uses GPUs, which decides what `train.precision=auto` means.
+    """
     model, train, parallel = config.model, config.train, config.parallel
     tensor = parallel.tensor
     for key in ("num_heads", "kv_heads", "ffn_hidden_size"):
@@ -18,7 +22,7 @@ def check_parallel(config: Config, gpu: bool) -> None:
                 f"parallel.tensor={tensor} does not divide model.{name}={size}: use {near_divisors(size, tensor)}"
             )
     _check_context(config)
-    automatic = isinstance(train.microbatch, Auto)  # then a number is chosen that divides
+    automatic = isinstance(train.microbatch, Auto)  # the number chosen later is one that tensor divides
     tokens = 0 if automatic else train.microbatch_rows * config.data.length // parallel.context
     if tensor > 1 and parallel.sequence and tokens % tensor:
         share = f", of which a context rank has {tokens}," if parallel.context > 1 else ""
@@ -94,6 +98,7 @@ def _among(ulysses: int) -> str:
 
 
 def check_world(config: Config, world_size: int) -> None:
+    """Raises UserError if the processes or the batch cannot be divided as `config` asks. world_size: processes."""
     train, tensor, context = config.train, config.parallel.tensor, config.parallel.context
     if world_size % tensor:
         raise UserError(
@@ -125,14 +130,14 @@ def check_world(config: Config, world_size: int) -> None:
 
 
 def _microbatch_hint(train: TrainConfig, ranks: int) -> str:
-    """The microbatches that would do for the batch as it is."""
+    """Names values of train.microbatch that divide the batch, if there are any."""
     if train.batch_size % ranks:
         return ""
     return f", or train.microbatch={near_divisors(train.batch_size // ranks, train.microbatch_rows)}"
 
 
 def _ulysses_hint(config: Config, ranks: int) -> str:
-    """More ranks than rows: the number of them that would share a row, if the model allows it."""
+    """Suggests parallel.ulysses if there are more ranks than rows and the model allows ranks to share a row."""
     share = ranks // config.train.batch_size
     if share < 2 or ranks % config.train.batch_size or config.parallel.context > 1:
         return ""
@@ -145,7 +150,7 @@ def _ulysses_hint(config: Config, ranks: int) -> str:
 
 
 def near_divisors(number: int, near: int, most: int = 6, times: int = 1) -> str:
-    """The divisors of `number` that lie nearest `near`, at most `most`, each multiplied by `times`, as words."""
+    """Returns the divisors of `number` closest to `near`, each multiplied by `times`, as text. At most `most` of them."""
     lower = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = sorted({*lower, *(number // n for n in lower)})
     nearest = sorted(sorted(divisors, key=lambda n: abs(n - near))[:most])
@@ -153,4 +158,5 @@ def near_divisors(number: int, near: int, most: int = 6, times: int = 1) -> str:
 
 
 def alternatives(names: list[str]) -> str:
+    """Joins the names as in `a, b or c`."""
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]

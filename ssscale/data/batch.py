@@ -1,4 +1,4 @@
-"""Rows to the batch that a forward pass takes."""
+"""Makes batches for the forward pass from packed rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,15 @@ from ssscale.layout import PackedLayout
 from ssscale.parallel.context import share_of
 from ssscale.parallel.groups import Groups
 
-IGNORE = -100  # the label of a position without target, as torch's cross entropy has it
+IGNORE = -100  # label of a token without target, as in torch's cross entropy
 
 
 class Row(NamedTuple):
-    """A packed row as it lies in the shards: parts of documents, one behind the other.
+    """A packed row as stored in the shards: consecutive pieces of documents.
 
-    tokens: [length]; lengths, documents, offsets: [parts]. Part p is lengths[p] tokens of document documents[p] of its
-    source from token offsets[p] on; an offset above 0 continues a document whose beginning lies in another row.
+    tokens: [length], uint16 or uint32. lengths (int32), documents and offsets (int64): one entry per piece.
+    Piece p is lengths[p] tokens of document documents[p] of the row's source, from token offsets[p] of the document on. An
+    offset above 0 means that the document begins in another row.
     """
 
     tokens: np.ndarray
@@ -31,13 +32,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """A microbatch: `rows` packed rows of equal length, one behind the other, T tokens in all.
+    """A microbatch of consecutive packed rows of equal length, T tokens in all.
 
-    tokens: [T] int64. labels: [T] int64, the next token of the same part, -100 at the last token of each.
-    layout.cu_seqlens is padded with T to one of few sizes (`bucket`), so that few kernels and plans serve all batches;
-    layout.max_seqlen is the row length always; layout.uniform_length is the row length where each row is one document.
-    sources: [rows] int64, numbers of the rows' sources in `PackedData.names`. num_targets: labels that are not -100.
-    rows: the tokens that have a target, int64, where they are few and the head computes no others.
+    tokens: [T] int64. labels: [T] int64, the next token of the same document; −100 at the last token of each document.
+    layout: of these tokens. cu_seqlens is padded with T to one of a few sizes (`bucket`), so that a few kernels and cuDNN
+        plans serve all batches. max_seqlen is always the row length. uniform_length is the row length if each row is one
+        document, else None.
+    sources: [number of rows] int64, index of each row's source in `PackedData.names`.
+    num_targets: number of labels that are not −100.
+    rows: int64 indices of the tokens with a target if they are few; the head then computes only these. Else None.
     """
 
     tokens: Tensor
@@ -58,7 +61,7 @@ class Batch:
         )
 
     def pin_memory(self) -> Self:
-        """The same batch in page-locked memory (torch's DataLoader calls this)."""
+        """Returns the same batch in page-locked memory, from which copies to a GPU run in the background."""
         layout = self.layout
         pinned = PackedLayout(
             layout.cu_seqlens.pin_memory(), layout.positions.pin_memory(), layout.max_seqlen, layout.uniform_length
@@ -69,7 +72,7 @@ class Batch:
 
 
 def take_share(batch: Batch, groups: Groups) -> Batch:
-    """This rank's tokens of a batch that all ranks of its context group have read."""
+    """Returns this rank's tokens of a batch that all ranks of its context group have read."""
     if groups.context_size == 1:
         return batch
     tokens, layout = share_of(batch.layout, len(batch.sources), groups)
@@ -81,9 +84,10 @@ def take_share(batch: Batch, groups: Groups) -> Batch:
 def collate(
     rows: Sequence[Row], sources: Sequence[int], one_document: bool = False, num_real: int | None = None
 ) -> Batch:
-    """Rows of one length as a batch. one_document: a row counts as one document whatever lies in it.
+    """Joins rows of equal length into a batch.
 
-    Rows from number `num_real` on only fill the batch up: they get no targets.
+    sources: index of each row's source. one_document: treat each row as one document whatever it contains.
+    num_real: rows from this index on are padding and get no targets. None: there is no padding.
     """
     length = len(rows[0].tokens)
     tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
@@ -115,20 +119,24 @@ def collate(
 
 
 def sums_by_source(losses: Tensor, batch: Batch, num_sources: int) -> Tensor:
-    """[2, sources] float64: a microbatch's losses and its target tokens, summed by the source of each row.
+    """Returns the sums of a microbatch's losses and of its target tokens for each source, [2, num_sources] float64.
 
-    losses: [T], zero where there is no target. Columns are those of `PackedData.names`.
+    losses: [T] in nats, 0 for tokens without target. Column i belongs to source i of `PackedData.names`.
     """
     rows = len(batch.sources)
     per_row = torch.stack(
         [losses.view(rows, -1).double().sum(1), (batch.labels != IGNORE).view(rows, -1).double().sum(1)]
     )
-    # A product rather than index_add_, whose order of summation on a GPU changes from run to run.
+    # A matrix product is deterministic. On a GPU the order of summation of index_add_ changes from run to run.
     return per_row @ torch.nn.functional.one_hot(batch.sources, num_sources).double()
 
 
 def sums_by_position(losses: Tensor, batch: Batch, length: int) -> Tensor:
-    """[2, buckets] float64: losses and target tokens summed by position within the document: 0, 1, 2–3, 4–7, … length − 1."""
+    """Returns the sums of losses and of target tokens by position within the document, [2, num_buckets] float64.
+
+    losses: [T] in nats, 0 for tokens without target. length: tokens per row. The buckets are positions 0, 1, 2–3, 4–7, …
+    up to the one that holds length − 1.
+    """
     pair = torch.stack([losses.double(), (batch.labels != IGNORE).double()])
     bucket = torch.frexp(batch.layout.positions.float()).exponent.long()  # the number of bits
     return pair @ torch.nn.functional.one_hot(bucket, (length - 1).bit_length() + 1).double()

@@ -1,7 +1,7 @@
-"""Loader speed: `python -m ssscale.data.benchmark FOLDER` times our batches beside a bare StreamingDataLoader.
+"""Loader speed: `python -m ssscale.data.benchmark FOLDER` compares our loader with a bare StreamingDataLoader.
 
-Both read the training rows of the folder's largest source from decompressed shards, in turn, with as many workers. Ours
-hands out `Batch`es (labels, positions, boundaries); the other one stacks the rows' tokens and nothing else.
+Both read the training rows of the folder's largest source from decompressed shards, alternately, with the same number of
+workers. Our loader yields `Batch`es with labels, positions and boundaries; the other one only stacks the tokens.
 """
 
 import argparse
@@ -42,11 +42,14 @@ def _stack(samples: list[dict[str, np.ndarray]]) -> torch.Tensor:
 
 
 def speed(batches: Iterable[Any], tokens: int, num_batches: int) -> tuple[float, float]:
-    """Tokens a second, and a second of CPU time. From the second batch on: the start of the workers is not counted."""
+    """Returns tokens per second and tokens per second of CPU time.
+
+    Timing starts after the first batch, so that the start of the workers is not counted.
+    """
     iterator = iter(batches)
     next(iterator)
     began, used = time.perf_counter(), cpu_seconds()
-    # One less than there are, as the workers end with the last one and their CPU time with them.
+    # Stop before the last batch: with it the workers exit, and their CPU time can no longer be read.
     for _ in islice(iterator, num_batches - 2):
         pass
     done = (num_batches - 2) * tokens
@@ -54,7 +57,7 @@ def speed(batches: Iterable[Any], tokens: int, num_batches: int) -> tuple[float,
 
 
 def cpu_seconds() -> float:
-    """Of this process and its workers so far."""
+    """Returns the CPU time that this process and its workers have used."""
     this = psutil.Process()
     times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
     return sum(t.user + t.system for t in times)
@@ -69,7 +72,7 @@ def main() -> None:
     data = PackedData.open(args.folder)
     source = max(data.sources, key=lambda name: data.sources[name])
     rows = data.sources[source] // MICROBATCH * MICROBATCH
-    for _ in data.rows():  # decompress every shard before anything is timed
+    for _ in data.rows():  # decompresses every shard before the timing
         pass
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "StreamingDataLoader": []}
     for _ in range(args.rounds):

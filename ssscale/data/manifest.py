@@ -1,4 +1,4 @@
-"""The manifest of a data folder (docs/data.md): read, checked against its checksum, and reduced to a fingerprint."""
+"""Reads and checks the manifest of a data folder (docs/data.md) and computes its fingerprint."""
 
 import hashlib
 import json
@@ -14,7 +14,10 @@ NAME = "manifest.json"
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Raises UserError if the file is broken, of another format, or names a file outside its folder."""
+    """Returns the content of a manifest.
+
+    Raises UserError if the file is broken, has another format, or names a file outside its folder.
+    """
     try:
         manifest = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -37,7 +40,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _check_form(manifest: dict[str, Any]) -> None:
-    """Raises KeyError, TypeError or ValueError for what no data_prep has written, though its checksum is right."""
+    """Raises KeyError, TypeError or ValueError if a manifest with a correct checksum was not written by data_prep."""
     tokenizer = manifest["tokenizer"]
     numbers = [manifest["length"], tokenizer["vocab_size"], tokenizer["bos_id"], tokenizer["eos_id"]]
     texts = [tokenizer["sha256"]]
@@ -58,10 +61,12 @@ def _check_form(manifest: dict[str, Any]) -> None:
 def open_checked(
     path: str, folder: Path, vocab_size: int | None = None, length: int | None = None, hint: str | None = None
 ) -> dict[str, Any]:
-    """The manifest of the data folder `path`, whose files lie in `folder`.
+    """Returns the manifest of the data folder `path`, whose files lie in `folder` (its cache if it is remote).
 
-    vocab_size is the model's, length the run's. Raises UserError for a missing, unfinished or broken folder (with `hint`, how
-    to make it), and for one of another tokenizer or length.
+    vocab_size: of the model; length: tokens per row of the run. None skips the check.
+    hint: tells in the error how to make the folder.
+    Raises UserError if the folder is missing, unfinished or broken, if its tokenizer has more than vocab_size entries, or
+    if its rows have another length.
     """
     file = folder / NAME
     if not file.is_file():
@@ -80,7 +85,7 @@ def open_checked(
 
 
 def sources(manifest: dict[str, Any], path: str, split: str, hint: str | None = None) -> list[str]:
-    """The sources that have rows in a split. Raises UserError, with `hint`, where none has."""
+    """Returns the sources that have rows in a split. Raises UserError, with `hint`, if there are none."""
     found = [name for name, counts in manifest["splits"].get(split, {}).items() if counts["rows"]]
     if not found:
         raise UserError(f"{path} has no rows in its split {split!r}: {hint or _how_to_make(path, manifest['length'])}")
@@ -95,7 +100,7 @@ def _how_to_make(path: str, length: int | None) -> str:
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """What decides the rows of a data set: the tokenizer, the length and the shards, not where they came from."""
+    """Returns a SHA-256 of all that determines the rows: tokenizer, row length and shards, but not where they came from."""
     shards = {
         name: entry["sha256"] for name, entry in manifest["files"].items() if name != manifest["tokenizer"]["file"]
     }

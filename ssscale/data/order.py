@@ -1,7 +1,7 @@
-"""Which row is sample k: a pure function of the seed, the mixes and the shards' sizes, never of ranks or workers.
+"""The order of samples: which row is sample k. It depends on the seed, the mixes and the sizes of the shards only.
 
-StreamingDataset's own order depends on its canonical nodes and epochs and cannot change a mix at a sample; ours can be
-asked for any k, so that resuming needs the number of samples consumed and nothing else.
+Ranks and workers do not affect it, and any k can be looked up, so that resuming needs only the number of samples consumed.
+StreamingDataset's order depends on its canonical nodes and epochs, and cannot change the mix at a given sample.
 """
 
 from collections import OrderedDict
@@ -15,14 +15,14 @@ import numpy as np
 
 from ssscale.errors import UserError
 
-BLOCK = 256  # samples: after each block every source has its share, to within about one sample
-WINDOW = 4  # shards whose rows are shuffled together; a reader needs no others at a time
+BLOCK = 256  # samples. After each block, every source has given its share to within about one sample
+WINDOW = 4  # shards whose rows are shuffled together. A reader needs only these at a time
 
 Mix = Mapping[str, float] | None
 
 
 class Sample(NamedTuple):
-    """A row of a source, in the source's `epoch`-th pass."""
+    """A row of a source. epoch: how many times the whole source has been read before, from 0."""
 
     source: int
     epoch: int
@@ -31,16 +31,18 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class _Segment:
-    first: int  # sample at which the mix begins
+    first: int  # sample at which the mix starts
     split: "_Split"
-    taken: tuple[int, ...]  # rows each source gave before it
+    taken: tuple[int, ...]  # samples of each source before `first`
 
 
 class Order:
-    """The order of samples over sources given as rows per shard.
+    """The order in which a run reads the rows of several sources. `order[k]` is sample k.
 
-    mixes: (first sample, shares by source) ascending from 0; shares None means by the sources' rows, a source that is
-    not named gets none. Raises UserError for shares of unknown sources, negative shares, or none above zero.
+    shards: rows per shard of each source.
+    mixes: pairs (first sample, share of each source), ascending from sample 0. A source that is not named gets no samples.
+        None in place of the shares makes them proportional to the sources' rows.
+    Raises UserError if a mix names an unknown source, if a share is negative or infinite, or if no share is above 0.
     """
 
     def __init__(self, shards: Mapping[str, Sequence[int]], mixes: Sequence[tuple[int, Mix]], seed: int):
@@ -60,7 +62,7 @@ class Order:
                 taken = self.taken(following)
 
     def taken(self, k: int) -> tuple[int, ...]:
-        """How many of the first k samples come from each source."""
+        """Returns how many of the first k samples come from each source."""
         segment = self._segment(max(k - 1, 0))
         block, rest = divmod(k - segment.first, BLOCK)
         before = np.add(segment.taken, segment.split.counts(block * BLOCK))
@@ -84,14 +86,14 @@ class Order:
                 raise UserError(f"the mix gives {name!r} the share {share}: it must be at least 0 and finite")
         if not any(mix.values()):
             raise UserError("the mix gives no source a share above 0")
-        # Through str: 0.3 is meant as 3/10, not as the nearest binary fraction.
+        # Converted through str, because 0.3 means 3/10 and not the nearest binary fraction.
         return [Fraction(str(mix.get(name, 0))) for name in self.names]
 
     def _segment(self, k: int) -> _Segment:
         return next(segment for segment in reversed(self.segments) if segment.first <= k)
 
     def _block(self, segment: _Segment, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """[BLOCK] sources of a block's samples, and each sample's number within its source."""
+        """Returns the source of each sample of a block, and the sample's index within its source, both [BLOCK]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             before = np.array(segment.split.counts(block * BLOCK))
@@ -112,7 +114,7 @@ class Order:
         return int(rows[position - bounds[window]])
 
     def _epoch(self, source: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the source's shards in an epoch, and the position at which each window of them begins."""
+        """Returns the order of a source's shards in an epoch, and the position in the epoch at which each window starts."""
         order = _permutation(len(self.shards[source]), self.seed, "shards", self.names[source], epoch)
         ends = np.cumsum(self.shards[source][order])
         return order, np.concatenate([[0], ends[WINDOW - 1 :: WINDOW]])
@@ -133,10 +135,11 @@ class Order:
 
 
 class _Split:
-    """How many of the first n samples belong to each source: counts(n) adds up to n and no count ever falls as n grows.
+    """Divides n samples among the sources by their shares. The counts add up to n, and none decreases as n grows.
 
-    Rounding each share on its own (largest remainder) gives counts that may fall, which is no order. So n is split in
-    two by rounding, and each half again, down a Huffman tree of the shares: rounding a monotone count is monotone.
+    Rounding each share separately (largest remainder) can make a count decrease, which no order of samples allows.
+    Instead, n is divided in two by rounding, and each half again, down a Huffman tree of the shares. Every step is monotone
+    in n, because rounding is monotone.
     """
 
     def __init__(self, shares: Sequence[Fraction]):
@@ -165,7 +168,10 @@ class _Split:
 
 
 def _permutation(n: int, *key: object) -> np.ndarray:
-    """A permutation of range(n) decided by the key. From Philox's raw bits, which no version of numpy may change."""
+    """Returns a permutation of range(n) determined by the key.
+
+    It is made from Philox's raw bits, which are the same in every version of numpy.
+    """
     digest = blake2b(repr(key).encode(), digest_size=16).digest()
     bits = np.random.Philox(key=np.frombuffer(digest, np.uint64)).random_raw(n)
     return np.argsort(bits, kind="stable")

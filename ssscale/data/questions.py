@@ -1,4 +1,4 @@
-"""Question answering in the form of SQuAD (arXiv:1806.03822): its JSON to prompts with answers, and these to batches."""
+"""Question answering in the format of SQuAD (arXiv:1806.03822): reads the JSON and makes prompts and batches."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from ssscale.data.batch import IGNORE, Batch
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 
-TOKEN_MULTIPLE = 1024  # a batch is filled up to a multiple of this, so that few shapes serve all
+TOKEN_MULTIPLE = 1024  # batches are padded to a multiple of this, so that only a few shapes occur
 Encode = Callable[[str], list[int]]
 
 
@@ -24,27 +24,31 @@ class Question(NamedTuple):
 
 
 class Example(NamedTuple):
-    """tokens: prompt and answer. prompt: how many of them are the prompt's."""
+    """tokens: the prompt, then the answer. prompt: number of tokens of the prompt."""
 
     tokens: list[int]
     prompt: int
 
 
 def question_tokens(question: str, encode: Encode) -> list[int]:
-    """What stands between the context and the answer. The papers do not give their form; this one is ours."""
+    """Returns the tokens between the context and the answer. The papers do not give their format; this is our own."""
     return encode(f"\n\nQuestion: {question.strip()}\nAnswer:")
 
 
 def make_example(question: Question, encode: Encode, bos_id: int) -> Example:
-    """[BOS] context, question, answer; the answer's tokens begin with a space. No token ends it: generation leaves EOS out."""
+    """Returns the tokens of BOS, context, question and answer. The answer starts with a space.
+
+    There is no EOS at the end, because EOS is excluded when answers are generated.
+    """
     prompt = [bos_id, *encode(question.context.strip()), *question_tokens(question.question, encode)]
     return Example(prompt + encode(" " + question.answer.strip()), len(prompt))
 
 
 def read_squad(file: Path) -> list[Question]:
-    """The questions of FILE.json[.zst] that have a context, a question and an answer; of several answers the first.
+    """Returns the questions of FILE.json or FILE.json.zst that have a context, a question and an answer.
 
-    Raises UserError for a file that is not of this form, or has none.
+    If there are several answers, the first is taken. Raises UserError if the file cannot be read, does not have SQuAD's
+    format, or has no such question.
     """
     try:
         raw = file.read_bytes()
@@ -70,9 +74,10 @@ def _questions(squad: dict[str, Any]) -> Iterator[Question]:
 
 
 def make_batch(examples: Sequence[Example], length: int) -> Batch:
-    """Examples as documents one behind the other, without padding between; only the answers' tokens are targets.
+    """Joins examples into a batch in which each example is a document. Only the tokens of the answers are targets.
 
-    length: an upper bound on an example's tokens. Documents of at most `length` padding tokens fill the batch up.
+    length: an upper bound on the tokens of an example. Documents of padding, of at most `length` tokens each, fill the
+    batch to a multiple of TOKEN_MULTIPLE tokens.
     """
     lengths = [len(example.tokens) for example in examples]
     assert max(lengths) <= length, (max(lengths), length)
@@ -82,7 +87,7 @@ def make_batch(examples: Sequence[Example], length: int) -> Batch:
     labels = torch.full((len(tokens),), IGNORE)
     start = 0
     for example, size in zip(examples, lengths, strict=True):
-        # The token before the answer predicts its first one.
+        # The last token of the prompt predicts the first token of the answer.
         labels[start + example.prompt - 1 : start + size - 1] = torch.tensor(example.tokens[example.prompt :])
         start += size
     layout = PackedLayout.from_lengths(lengths + padding, max_seqlen=length)
@@ -90,5 +95,5 @@ def make_batch(examples: Sequence[Example], length: int) -> Batch:
     boundaries[: len(layout.cu_seqlens)] = layout.cu_seqlens
     layout = PackedLayout(boundaries, layout.positions, length)
     targets = sum(size - example.prompt for example, size in zip(examples, lengths, strict=True))
-    rows = (labels != IGNORE).nonzero().flatten()  # few tokens are targets: the head computes no others
+    rows = (labels != IGNORE).nonzero().flatten()  # few tokens are targets, so the head computes only these
     return Batch(torch.tensor(tokens), labels, layout, torch.zeros(1, dtype=torch.int64), targets, rows)

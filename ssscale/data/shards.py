@@ -1,7 +1,7 @@
-"""Random access to the rows of one source's MDS shards, local or remote, every shard's hash checked before it is read.
+"""Random access to the rows of a source's MDS shards, local or remote. The hash of a shard is checked before it is read.
 
-streaming's `Stream` downloads and decompresses, its reader decodes. Its StreamingDataset is left out: the order is ours
-(`order.py`), and what it keeps in shared memory outlives a killed run.
+mosaicml-streaming's `Stream` downloads and decompresses the shards. Its StreamingDataset is not used, because we need our
+own order (`order.py`), and because its shared memory remains after a run is killed.
 """
 
 import json
@@ -25,21 +25,25 @@ from ssscale.data.torchvision_stand_in import install_stand_in
 from ssscale.errors import UserError
 from ssscale.names import bad_shard_name, leads_out
 
-OPEN_SHARDS = 2 * WINDOW  # of a source; their memory maps outlive the files that make room in a cache
+OPEN_SHARDS = 2 * WINDOW  # per source. A shard that is open can still be read after the cache has deleted its file
 INDEX = "index.json"
 COLUMNS = re.compile("documents=ndarray:int64 lengths=ndarray:int32 offsets=ndarray:int64 tokens=ndarray:uint(16|32)$")
 
 
 def node_cache() -> Path:
-    """What `data.cache=auto` stands for: a folder on this node's own disk. Slurm's job scripts name and remove theirs."""
+    """Returns the folder that `data.cache=auto` means, on this node's own disk.
+
+    Slurm's job scripts name a folder of their own in SSSCALE_SCRATCH and remove it at the end.
+    """
     scratch = os.environ.get("SSSCALE_SCRATCH") or f"{tempfile.gettempdir()}/ssscale-{os.getuid()}"
     return Path(scratch) / "data"
 
 
 class Place:
-    """Where a data folder's files lie: in `path` itself, or in `cache`, filled from `path` file by file.
+    """Where the files of a data folder lie: in `path` itself, or in `cache`, to which files are downloaded from `path`.
 
-    limit: bytes of decompressed shards in the cache, beyond which the ones opened longest ago are removed.
+    limit: bytes of decompressed shards in the cache. Above it, the shards that were opened the longest ago are removed.
+    Raises UserError if `path` is remote and there is no cache.
     """
 
     def __init__(self, path: str, cache: str | None, limit: int | None = None):
@@ -53,12 +57,15 @@ class Place:
                 f"data.path={path} is remote: data.cache must name a local folder for it, or be auto, this node's own disk"
             )
         else:
-            # One cache may serve several data sets.
+            # Each data set has its own folder, as several may share a cache.
             folder = node_cache() if cache == "auto" else Path(cache)
             self.local = folder / sha256(path.encode()).hexdigest()[:16]
 
     def fetch(self, name: str) -> Path:
-        """A file of the folder, downloaded if need be. Raises FileNotFoundError if there is none."""
+        """Returns the local path of a file, after downloading it if needed. Raises UserError if the download fails.
+
+        A file of a local folder need not exist.
+        """
         file = self.local / name
         if file.is_file() or not self.is_remote:
             return file
@@ -70,13 +77,13 @@ class Place:
                 temporary = f"{file}.{os.getpid()}.tmp"
                 try:
                     CloudDownloader.direct_download(f"{self.path.rstrip('/')}/{name}", temporary)
-                except Exception as error:  # each cloud's client raises its own
+                except Exception as error:  # each cloud's client raises errors of its own
                     raise UserError(f"cannot download {name} from {self.path}: {error}") from error
                 os.rename(temporary, file)
         return file
 
     def check_limit(self, needed: int) -> None:
-        """Raises UserError if the shards that are read at once do not fit into the cache."""
+        """Raises UserError if the cache cannot hold `needed` bytes, the size of the shards that are read at the same time."""
         if self.is_remote and self.limit is not None and self.limit < needed:
             raise UserError(
                 f"data.cache_gb={self.limit / 1e9:g} is too little for {self.path}: the shards that are shuffled together"
@@ -84,26 +91,30 @@ class Place:
             )
 
     def make_room(self, latest: Path) -> None:
-        """Remove the shards opened longest ago until the limit is kept; never the latest one."""
+        """Removes the shards that were opened the longest ago until the cache is within its limit, but never `latest`."""
         if not self.is_remote or self.limit is None:
             return
         found = []
         for file in self.local.rglob("*.mds"):
-            with suppress(FileNotFoundError):  # another process makes room too
+            with suppress(FileNotFoundError):  # another process may have removed it
                 found.append((file.stat().st_mtime_ns, file.stat().st_size, file))
         total = sum(size for _, size, _ in found)
         for _, size, file in sorted(found):
             if total <= self.limit:
                 return
             if file != latest:
-                # Under its lock, as another process may be about to map it. Where it is mapped its content stays.
+                # The lock keeps other processes from mapping it now. Existing maps stay readable.
                 with locked(file):
                     file.unlink(missing_ok=True)
                 total -= size
 
 
 class RowStore:
-    """The rows of train/<source> or valid/<source>, by number. Cheap to make; shards are opened when first read."""
+    """The rows of a source in one split, by index. A shard is opened when one of its rows is first read.
+
+    folder: such as train/web, within the data folder. index_sha256: of its index.json, from the manifest.
+    Raises UserError if the index is missing, corrupt, does not have the expected form, or leads out of the data folder.
+    """
 
     def __init__(self, place: Place, folder: str, index_sha256: str):
         install_stand_in()
@@ -130,7 +141,7 @@ class RowStore:
             raise UserError(f"{index} has not the form of an index: {error!r}") from error
         if found is not None:
             raise UserError(f"{index} is not to be trusted: {found}, which is not the name of a file in its folder")
-        if leads_out(self.folder, place.local):  # shards are decompressed beside the index
+        if leads_out(self.folder, place.local):  # shards are written beside the index
             raise UserError(f"{self.folder} is a link that leads out of the data folder: put its files in its place")
         if not all(COLUMNS.match(" ".join(f"{name}={encoding}" for name, encoding in found)) for found in columns):
             raise UserError(f"{index} has other columns than packed rows have: {sorted(columns)}")
@@ -143,7 +154,7 @@ class RowStore:
             validate_hash="xxh64",
             keep_zip=not place.is_remote,
         )
-        # One more than are shuffled together: a reader enters a new window while another one is still in the old one.
+        # One shard more than a window, because a reader can enter a new window while another is still in the old one.
         self.working_set = sum(sorted(int(reader.raw_data.bytes) for reader in self._readers)[-WINDOW - 1 :])
         self._ends = np.cumsum(self.shard_rows)
         self._open: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
@@ -152,11 +163,11 @@ class RowStore:
         return sum(self.shard_rows)
 
     def shard_of(self, row: int) -> str:
-        """The file that holds a row, for messages."""
+        """Returns the file that holds a row, for messages."""
         return str(self.folder / self._zip(int(np.searchsorted(self._ends, row, side="right"))))
 
     def missing(self) -> str | None:
-        """A local shard that is absent or of the wrong size; looks at no content."""
+        """Returns a local shard that is missing or has the wrong size, or None. The contents are not read."""
         for number, reader in enumerate(self._readers):
             file = self.folder / self._zip(number)
             raw = self.folder / reader.raw_data.basename
@@ -166,7 +177,7 @@ class RowStore:
         return None
 
     def __getitem__(self, row: int) -> Row:
-        """Raises UserError naming the shard if it is missing or corrupt."""
+        """Returns a row. Raises UserError, naming the shard, if the shard is missing or corrupt."""
         shard = int(np.searchsorted(self._ends, row, side="right"))
         if shard not in self._open:
             self._open[shard] = self._mapped(shard)
@@ -182,13 +193,13 @@ class RowStore:
         return str((reader.zip_data or reader.raw_data).basename)
 
     def _mapped(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """The decompressed shard as bytes, and where its samples begin and end."""
+        """Returns the decompressed shard as uint8, and the [samples + 1] uint32 offsets at which its samples begin and end."""
         reader = self._readers[shard]
         raw = self.folder / reader.raw_data.basename
         for file in (_lock(raw), raw.with_name(f"{raw.name}.tmp")):
-            if file.is_symlink():  # both are written here and by streaming, which follow links
+            if file.is_symlink():  # both files are written, and writing follows links
                 raise UserError(f"{file} is a link: remove it, as it would be written through")
-        # Another rank or worker may be writing the same file, under the same temporary name.
+        # Another rank or worker may be writing the same file under the same temporary name.
         with locked(raw):
             data = _map(raw)
             fresh = data is None or not _is_whole(data, reader.raw_data)
@@ -202,7 +213,7 @@ class RowStore:
             self.place.make_room(raw)
         if data is None or not _is_whole(data, reader.raw_data):
             raise UserError(f"shard {self.folder / self._zip(shard)} is corrupt: its content has another hash")
-        data = np.asarray(data)  # of a memmap, whose slices are slow to make
+        data = np.asarray(data)  # slices of a plain array are faster than slices of a memmap
         count = int(data[:4].view(np.uint32)[0])
         return data, data[4 : 4 * (count + 2)].view(np.uint32)
 
@@ -212,14 +223,17 @@ class RowStore:
             raise UserError(f"shard {file} is missing")
         try:
             self._stream.prepare_shard(self._readers[shard])
-        except Exception as error:  # ValueError for a wrong checksum, any cloud client's error for a failed download
+        except Exception as error:  # ValueError for a wrong checksum, or an error of a cloud's client
             if self.is_remote:
                 file.unlink(missing_ok=True)  # so that the next start downloads it again
             raise UserError(f"shard {file} is missing or corrupt: {error}") from error
 
 
 def locked(file: Path) -> FileLock:
-    """A lock beside a file against the other processes of the node; the kernel frees it when its holder dies."""
+    """Returns a lock for a file among the processes of this node. The kernel releases it if its holder dies.
+
+    Raises UserError if the lock file cannot be created.
+    """
     lock = _lock(file)
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -236,9 +250,10 @@ def _lock(file: Path) -> Path:
 
 
 def _decode(sample: np.ndarray, dtypes: Sequence[np.dtype]) -> Row:
-    """A sample's arrays, without a copy: four times as fast as MDSReader, which must ask what each column is.
+    """Returns the arrays of a sample without copying them, four times as fast as MDSReader.
 
-    A sample is its columns' sizes (uint32), then the columns: a byte 1 << 2 | w, the length in 2^w bytes, the values.
+    A sample is the sizes of its columns (uint32), then the columns. A column is a byte 1 << 2 | w, the length of the array
+    in 2^w bytes, and its values.
     """
     at = 4 * len(dtypes)
     arrays = []
@@ -258,5 +273,5 @@ def _map(file: Path) -> np.ndarray | None:
 
 
 def _is_whole(data: np.ndarray, info: Any) -> bool:
-    # A killed run or a full disk may have left less than the file.
+    # A killed run or a full disk may have left an incomplete file.
     return len(data) == info.bytes and xxhash.xxh64(data.data).hexdigest() == info.hashes["xxh64"]

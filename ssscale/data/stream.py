@@ -1,4 +1,4 @@
-"""Packed shards to batches: one data set (`PackedData`), the training loader and the validation batches."""
+"""Reads batches from packed shards: a data set (`PackedData`), the training loader and the validation batches."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class PackedData:
-    """One split of a data folder. Rows are numbered within their source; sources without rows are left out."""
+    """One split of a data folder. Rows are indexed within their source. Sources without rows are left out."""
 
     def __init__(self, place: Place, manifest: dict[str, Any], split: str, stores: dict[str, RowStore]):
         self.place = place
@@ -49,12 +49,13 @@ class PackedData:
         fingerprint: str | None = None,
         hint: str | None = None,
     ) -> "PackedData":
-        """Open and check a data folder; reads no shard.
+        """Opens a data folder and checks it, without reading a shard.
 
-        cache: where remote shards are kept, all of them or the latest cache_gb (10^9 bytes). vocab_size is the model's,
-        length the run's, fingerprint that of the data a checkpoint was trained on. Raises UserError for a missing,
-        unfinished or broken folder (with `hint`, how to make it), for a tokenizer with more entries than the model, for
-        shards of another length or fingerprint, for missing shards, and for a cache that is too small.
+        cache: local folder for remote shards. cache_gb: its limit in 10^9 bytes; None keeps all shards.
+        vocab_size: of the model. length: tokens per row of the run. fingerprint: of the data that a checkpoint was trained
+        on. None skips these checks. hint: tells in the error how to make the folder.
+        Raises UserError if the folder is missing, unfinished or broken, if its tokenizer has more entries than vocab_size,
+        if the row length or the fingerprint differs, if a shard is missing, or if the cache is too small.
         """
         place = Place(path, cache, None if cache_gb is None else int(cache_gb * 1e9))
         place.fetch(manifests.NAME)
@@ -81,26 +82,26 @@ class PackedData:
         return cls(place, manifest, split, stores)
 
     def row(self, source: int | str, number: int) -> Row:
-        """Row `number` of a source."""
+        """Returns row `number` of a source, which is given by name or by index in `names`."""
         return self.stores[self.names[source] if isinstance(source, int) else source][number]
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """All rows with their sources, in the order in which they were packed."""
+        """Yields (source, row) for all rows, in the order in which they were packed."""
         for name, store in self.stores.items():
             for number in range(len(store)):
                 yield name, store[number]
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the tokenizer: its largest id + 1. The model may have more."""
+        """Number of entries of the tokenizer: its largest id + 1. The model may have more."""
         return int(self.manifest["tokenizer"]["vocab_size"])
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer.json the rows were made with. Raises UserError if it is missing or another one."""
+        """Path of the tokenizer.json that the rows were made with. Raises UserError if it is missing or was changed."""
         entry = self.manifest["tokenizer"]
         file = self.place.fetch(entry["file"])
-        if leads_out(file, self.place.local):  # it is copied into every checkpoint
+        if leads_out(file, self.place.local):  # the file is copied into every checkpoint
             raise UserError(f"{file} is a link that leads out of the data folder: put the file in its place")
         if not file.is_file() or sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
             raise UserError(f"{file} is missing or corrupt: it has not the fingerprint that the manifest gives")
@@ -108,7 +109,7 @@ class PackedData:
 
     @property
     def tokenizer_text(self) -> str:
-        """What is in that file. Raises UserError."""
+        """Content of `tokenizer_file`. Raises UserError if it cannot be read."""
         try:
             return Path(self.tokenizer_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -116,23 +117,26 @@ class PackedData:
 
     @property
     def bytes_per_target(self) -> float:
-        """Bytes of text a predicted token of this split: nats a token / (this · ln 2) are bits a byte."""
+        """Bytes of text per target token of this split. Bits per byte = nats per token / (bytes_per_target · ln 2)."""
         counts = self.manifest["splits"][self.split].values()
-        # The first token of a document is predicted from nothing, so it is no target.
+        # The first token of a document is not a target, because nothing predicts it.
         targets = sum(count["tokens_in"] - count["documents"] for count in counts)
         return sum(count["bytes"] for count in counts) / targets
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a worker hands over instead of raising: an exception that crosses processes loses its one sentence."""
+    """Returned by a worker instead of raising, because an exception that crosses processes loses its message."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which samples a rank's microbatch takes; step s is samples first_sample + [s · B, (s + 1) · B) over all ranks."""
+    """Which samples belong to each microbatch of a rank.
+
+    Step s takes samples first_sample + [s · batch_size, (s + 1) · batch_size) over all ranks.
+    """
 
     first_sample: int
     batch_size: int
@@ -152,14 +156,14 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A microbatch before it is collated: small numpy arrays cross processes faster than torch's shared tensors."""
+    """A microbatch before `collate`. Small numpy arrays move between processes faster than torch's shared tensors."""
 
     rows: list[Row]
     sources: list[int]
 
 
 class _Microbatches(Dataset[_Rows | _Failure]):
-    """A rank's microbatches by number, as rows."""
+    """The microbatches of a rank by index, as rows."""
 
     def __init__(self, data: PackedData, order: Order, plan: _Plan, steps: int):
         self.data = data
@@ -179,13 +183,13 @@ class _Microbatches(Dataset[_Rows | _Failure]):
         return _Rows(rows, [sample.source for sample in samples])
 
     def shards(self, number: int) -> list[str]:
-        """The shards that a microbatch reads, for messages."""
+        """Returns the shards that a microbatch reads, for messages."""
         samples = [self.order[k] for k in self.plan.samples(number)]
         return sorted({self.data.stores[self.data.names[s.source]].shard_of(s.row) for s in samples})
 
 
 def make_order(data: PackedData, mixes: Sequence[tuple[int, Mix]], seed: int) -> Order:
-    """The order in which a run reads the data's rows. Raises UserError for a bad mix."""
+    """Returns the order in which a run reads the rows of `data`. Raises UserError for an invalid mix."""
     return Order({name: store.shard_rows for name, store in data.stores.items()}, mixes, seed)
 
 
@@ -205,12 +209,16 @@ def make_loader(
     one_document: bool = False,
     timeout: float = 600.0,
 ) -> Iterator[list[Batch]]:
-    """An optimizer step's microbatches of this rank, step by step, for num_samples // batch_size steps.
+    """Returns an iterator over num_samples // batch_size optimizer steps, each a list of this rank's microbatches.
 
-    Sample k of the run is the same row whatever the ranks, workers and microbatch; a run that has consumed n samples
-    resumes with first_sample=n. mixes: (first sample of the run, shares by source or None for by size). batch_size:
-    rows a step over all ranks, a multiple of microbatch · world_size. timeout: seconds to wait for a worker's batch.
-    Raises UserError for a bad mix at once, for a bad shard when it is read, and for a loader that stalls.
+    Sample k of a run is the same row for any number of ranks and workers and any microbatch. A run that has consumed n
+    samples resumes with first_sample=n.
+
+    mixes: pairs (first sample, share of each source); see `Order`. batch_size: rows per step over all ranks, a multiple of
+    microbatch · world_size. prefetch: microbatches that a worker reads ahead. one_document: treat each row as one document.
+    timeout: seconds to wait for a microbatch of a worker.
+    Raises ValueError if batch_size is not such a multiple, and UserError for an invalid mix. Iterating raises UserError for
+    a broken shard and for a worker that was killed or takes too long.
     """
     if batch_size % (microbatch * world_size):
         raise ValueError(f"batch_size={batch_size} is no multiple of microbatch={microbatch} · world_size={world_size}")
@@ -225,19 +233,19 @@ def make_loader(
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         timeout=timeout if num_workers else 0,
-        # Its own generator: seeding workers must not draw from the run's random numbers.
+        # Its own generator, because seeding the workers must not use up random numbers of the run.
         generator=torch.Generator().manual_seed(0),
     )
     return _steps(dataset, loader, one_document)
 
 
 def _begin_worker(run: int, worker: int) -> None:
-    """run: the process that the worker belongs to."""
-    # A run that is killed takes its workers with it: one that waits to hand over a batch would never notice.
+    """Ties a worker to its run and lets it ignore signals. run: process id of the run."""
+    # The kernel kills the worker with its run. A worker that waits to hand over a batch would never notice its end.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != run:
         os._exit(1)
-    # Schedulers send theirs to every process of a job: the run needs its workers until it has saved.
+    # Schedulers send signals to every process of a job, but the run needs its workers until it has saved.
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
@@ -270,10 +278,10 @@ def _steps(dataset: _Microbatches, loader: DataLoader, one_document: bool) -> It
 def valid_batches(
     data: PackedData, rows: int, microbatch: int, rank: int = 0, world_size: int = 1, one_document: bool = False
 ) -> Iterator[Batch]:
-    """The same `rows` rows each time (all if there are fewer), spread evenly over the split, in order.
+    """Yields this rank's batches of `rows` rows, which are spread evenly over the split and the same at every call.
 
-    Every rank gets the same number of batches, as collectives need it: the last ones are filled up with rows without
-    targets, so that sums over the ranks are the same on any layout.
+    If the split has fewer rows, all are taken. Every rank gets the same number of batches, as collectives require. The
+    last batches are padded with rows without targets, so that sums over the ranks are equal in every layout.
     """
     numbers = [(source, number) for source, name in enumerate(data.names) for number in range(data.sources[name])]
     count = min(rows, len(numbers))

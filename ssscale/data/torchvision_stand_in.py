@@ -1,7 +1,7 @@
-"""The one change that mosaicml-streaming (0.13.0) needs: a torchvision for machines without one.
+"""The only change to mosaicml-streaming (0.13.0): an empty torchvision for machines that have none.
 
-streaming imports torchvision at its top, for image data sets only; torch's builds for CPUs come without a torchvision
-that fits them. data_prep imports this file too, the single thing of ssscale that it does.
+streaming imports torchvision at import time, although only its image data sets use it, and there may be no torchvision for
+a CPU build of torch. data_prep imports this file too; it is the only file of ssscale that data_prep imports.
 """
 
 import importlib.machinery
@@ -11,7 +11,7 @@ import types
 
 
 def install_stand_in() -> None:
-    """Put an empty torchvision into sys.modules; does nothing where a real one is installed."""
+    """Puts an empty torchvision into sys.modules, unless a real one is installed."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return
     modules = {}

@@ -1,4 +1,4 @@
-"""The seam between the training loop and what owns memory, precision and parallelism."""
+"""The interface between the training loop and the engine, which owns memory, precision and parallelism."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ from ssscale.optim.base import Optimizer
 
 @dataclass(frozen=True)
 class Fragment:
-    """A piece of training state that this rank holds: elements [start, start + numel) of a flattened local weight.
+    """A piece of the training state on this rank: elements [start, start + numel) of a flattened local weight.
 
-    state: `weight` (the fp32 master) or one of the optimizer's `states`. tensor: a flat float32 view into the
-    optimizer's memory. owned: whether this rank is the one that writes it; other ranks may hold a copy.
+    name: of the weight. state: `weight` (the fp32 master weight) or one of the optimizer's `states`.
+    tensor: [numel] float32, a view of the optimizer's memory.
+    owned: whether this rank writes the piece to checkpoints. Other ranks may hold a copy.
     """
 
     name: str
@@ -28,7 +29,11 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a forward pass has given, detached. losses: [T] float32 in nats; terms: `Decoder.terms`, scalars float32."""
+    """The detached results of a forward pass.
+
+    losses: [T] float32, in nats, or one loss per entry of `rows` if `forward_backward` got rows.
+    terms: the scalars of `Decoder.terms` by name, float32.
+    """
 
     losses: Tensor
     terms: dict[str, Tensor]
@@ -36,44 +41,50 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """grad_norm: global L2 norm before clipping, None where DeepSpeed does not say (ZeRO stage 0)."""
+    """The result of an optimizer step.
+
+    grad_norm: global L2 norm of the gradients before clipping. None under ZeRO stage 0, where DeepSpeed gives none.
+    skipped: whether the weights were left unchanged because a gradient was NaN or Inf.
+    """
 
     grad_norm: float | None
     skipped: bool
 
 
 class Engine(Protocol):
-    """Forward, backward, optimizer step and the state they keep."""
+    """Runs forward, backward and optimizer steps, and holds the state that they need."""
 
     module: nn.Module
     kind: Optimizer
 
     def set_batch_size(self, rows: int, microbatch: int) -> None:
-        """Rows a step over all ranks from the next step on."""
+        """Sets the batch from the next step on. rows: rows per step over all ranks; microbatch: rows per forward pass."""
 
     def forward_backward(
         self, tokens: Tensor, layout: PackedLayout, labels: Tensor, divisor: int, rows: Tensor | None = None
     ) -> Microbatch:
-        """Forward and backward of one microbatch: the gradient of (Σ losses + Σ weighted terms) / divisor is accumulated.
+        """Runs one microbatch and accumulates the gradient of (Σ losses + Σ weight · term) / divisor.
 
-        divisor: the target tokens of the whole step over all ranks, or whatever else the losses are averaged over. rows: the
-        tokens that have a target, where they are few; the losses are theirs then.
+        tokens, labels: [T] int64 of this rank; label −100 means no target.
+        divisor: the number by which the losses of the whole step are divided, usually its target tokens over all ranks.
+        rows: int64 indices of the tokens with a target, if they are few. The losses are then computed for these only.
         """
 
     def step(self, lr: float) -> StepResult:
-        """Reduce, clip and apply what was accumulated."""
+        """Reduces and clips the accumulated gradients, and updates the weights with the learning rate `lr`."""
 
     def fragments(self) -> Iterator[Fragment]:
-        """This rank's pieces of the training state, in the same order at every call."""
+        """Yields this rank's pieces of the training state, in the same order at every call."""
 
     def copies(self) -> Iterator[tuple[str, Tensor, int]]:
-        """(name, what this rank holds of a weight as forward reads it, owner): ranks with the same owner hold the same.
+        """Yields (name, tensor, owner): the values of a weight that this rank's forward pass reads.
 
-        The same names on all ranks; weights of which no other rank holds anything are left out.
+        Ranks that yield a name with the same owner must hold equal tensors. All ranks yield the same names. Weights
+        that no two ranks share are left out.
         """
 
     def restore(self, applied_steps: int) -> None:
-        """Make room for the optimizer's state as it is after so many steps, so that `fragments` can be filled."""
+        """Allocates the optimizer's state as it is after `applied_steps` steps, so that `fragments` can be filled."""
 
     def local_shape(self, name: str) -> torch.Size:
-        """The shape of this tensor-parallel rank's part of a weight, whatever ZeRO has done to it."""
+        """Returns the shape of a weight on this tensor-parallel rank, as it is before ZeRO divides it."""

@@ -1,4 +1,7 @@
-"""DeepSpeed: ZeRO, mixed precision, gradient accumulation, reduction and clipping. It appears in this folder only."""
+"""The engine on DeepSpeed: ZeRO, mixed precision, gradient accumulation, reduction and clipping.
+
+Only this folder imports DeepSpeed.
+"""
 
 import contextlib
 import io
@@ -19,18 +22,18 @@ from ssscale.optim.base import settings_of
 from ssscale.parallel.groups import Groups, MegatronMPU
 from ssscale.parallel.megatron import split_dim
 
-# A ZeRO group is one flat tensor and one optimizer call; this many elements keep its indices well inside 32 bits.
+# A ZeRO group is one flat tensor and one optimizer call. This limit keeps its element indices well within 32 bits.
 GROUP_ELEMENTS = 2**30
 ALIGNED_ELEMENTS = 8  # 16 bytes of bf16
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """The model's parameters by their settings (`ssscale.optim.base.settings_of`).
+    """Returns the model's parameters grouped by their settings (`ssscale.optim.base.settings_of`).
 
-    ZeRO lays the weights of a group one behind the other, and kernels assume that each starts on 16 bytes: one with an odd
-    number of elements (SSMax's s for 36 heads) gets a group of its own.
+    ZeRO concatenates the weights of a group, and kernels assume that each weight is aligned to 16 bytes. A weight whose
+    number of elements would break the alignment (SSMax's s for 36 heads) therefore gets a group of its own.
     """
-    apart = config.optimizer.chosen.whole_matrices  # else the embedding may share a group with other matrices
+    apart = config.optimizer.chosen.whole_matrices  # otherwise the embedding may share a group with other matrices
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for name, weight in model.named_parameters():
@@ -44,9 +47,9 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 
 
 def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: int) -> dict[str, Any]:
-    """DeepSpeed's dictionary, derived from ours; there is no second configuration to keep in step."""
+    """Returns DeepSpeed's configuration, derived from ours. num_elements: parameters of this rank, before ZeRO."""
     train, stage = config.train, config.parallel.zero_stage
-    bucket = min(500_000_000, num_elements + num_elements % 2)  # DeepSpeed allocates whole buckets, and wants them even
+    bucket = min(500_000_000, num_elements + num_elements % 2)  # DeepSpeed allocates it whole and requires an even size
     return {
         "train_micro_batch_size_per_gpu": train.microbatch_rows,
         "gradient_accumulation_steps": train.batch_size // (train.microbatch_rows * groups.data_size),
@@ -59,22 +62,22 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
         },
-        # Gradients are added to fp32 buffers as soon as backward makes them, and freed.
+        # Adds each gradient to its fp32 buffer as soon as backward has computed it, and frees it.
         "bf16": {"enabled": bf16, "immediate_grad_update": bf16 and stage == 1},
         "data_types": {"grad_accum_dtype": "fp32"},
     }
 
 
 class DeepSpeedEngine:
-    """A model under DeepSpeed. Losses are divided by one number for the whole step, never averaged by microbatch."""
+    """A model trained by DeepSpeed. Losses are divided by one number per step and never averaged by microbatch."""
 
     def __init__(
         self, model: Decoder, config: Config, groups: Groups, mark: Callable[[str], None] = lambda phase: None
     ) -> None:
-        """mark: called with the name of each phase as it begins."""
+        """mark: called at the start of each phase of a step, with its name."""
         if groups.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # DeepSpeed insists, also on one process
+        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # required even for one process
         import deepspeed
         from deepspeed.utils import logger
 
@@ -88,7 +91,7 @@ class DeepSpeedEngine:
         self.kind = config.optimizer.chosen
         self.optimizer = self.kind.make(parameter_groups(model, config))
         num_elements = sum(weight.numel() for weight in model.parameters())
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its memory use, whatever its log level
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory use whatever its log level is
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=self.optimizer,
@@ -98,7 +101,7 @@ class DeepSpeedEngine:
         add_gradients_in_one_kernel(self.engine.optimizer)
         self.module: nn.Module = self.engine.module
         self.term_weights = {name: weight for name, weight in model.terms.items() if weight}
-        self._microbatches = 0  # since the last step
+        self._microbatches = 0  # since the last optimizer step
         self.mark = mark
         reduce = self.engine.allreduce_gradients
 
@@ -122,10 +125,10 @@ class DeepSpeedEngine:
         for name, weight in self.term_weights.items():
             total = total + weight * terms[name]
         self.mark("backward")
-        # DeepSpeed averages gradients over the replicas; the sum over all of them is wanted.
+        # DeepSpeed averages gradients over the replicas. The factor turns the average into a sum.
         self.engine.backward(total * (self.groups.replica_size / divisor), scale_wrt_gas=False)
         if not self.engine.is_gradient_accumulation_boundary():
-            self.engine.step()  # counts the microbatch
+            self.engine.step()  # only counts the microbatch
         return Microbatch(losses.detach(), {name: term.detach() for name, term in terms.items()})
 
     def step(self, lr: float) -> StepResult:
@@ -142,7 +145,7 @@ class DeepSpeedEngine:
         return StepResult(None if norm is None else float(norm), skipped)
 
     def _finite(self) -> bool:
-        """Whether all gradients of stage 0 are: without ZeRO, DeepSpeed would apply any."""
+        """Whether all gradients are finite. Used for stage 0, where DeepSpeed would apply NaN and Inf as well."""
         weights = self.module.parameters()
         broken = sum((~weight.grad.isfinite()).sum() for weight in weights if weight.grad is not None)
         broken = torch.as_tensor(broken, dtype=torch.float32, device=self.groups.device)
@@ -168,7 +171,7 @@ class DeepSpeedEngine:
             if self.stage < 3:
                 yield name, weight, 0 if whole else groups.tensor_rank
             elif whole:
-                # The last part is filled up with whatever was in memory.
+                # The last rank's share is padded with uninitialized memory.
                 part = weight.ds_tensor
                 held = min(part.numel(), max(weight.ds_numel - groups.replica_rank * part.numel(), 0))
                 yield name, part[:held], groups.replica_rank
@@ -187,7 +190,7 @@ class DeepSpeedEngine:
         return self.shapes[name]
 
     def _fragment(self, weight: Tensor, state: str) -> tuple[int, Tensor] | None:
-        """(start, flat fp32 tensor) of what this rank holds of a weight's state; None where it holds nothing."""
+        """Returns (start, flat fp32 tensor) of the piece of a state that this rank holds; None if it holds nothing."""
         if self.stage == 0:
             if state == "weight":
                 return 0, weight.data.flatten()
@@ -198,7 +201,8 @@ class DeepSpeedEngine:
         mapping = weight._hp_mapping
         if mapping is None:
             return None
-        # Not mapping.optim_fragment: DeepSpeed links it after the first group's step, when the others have no state yet.
+        # mapping.optim_fragment cannot be used: DeepSpeed links it after the first group's step, before the other groups
+        # have a state.
         flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
         source = flat if state == "weight" else self.optimizer.state.get(flat, {}).get(state)
         if source is None:

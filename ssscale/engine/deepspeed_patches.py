@@ -1,4 +1,4 @@
-"""What is changed in DeepSpeed 0.19 and why; `DeepSpeedEngine` calls both."""
+"""Changes to DeepSpeed 0.19 and their reasons. `DeepSpeedEngine` applies them."""
 
 import importlib
 import types
@@ -9,18 +9,19 @@ from torch import Tensor
 
 
 def leave_out_shared_memory() -> None:
-    """No compilation of DeepSpeed's shared-memory all-reduce on CPUs.
+    """Stops DeepSpeed from compiling its shared-memory all-reduce for CPUs; gloo is used instead.
 
-    It happens at the first start, needs a C++ compiler and takes half a minute, and a start that is killed meanwhile leaves
-    a lock on which every later one waits forever. gloo serves.
+    The first start would compile it, which needs a C++ compiler and takes half a minute. A start that is killed during
+    this time leaves a lock behind, and every later start waits for it forever.
     """
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 def add_gradients_in_one_kernel(optimizer: Any) -> None:
-    """BF16_Optimizer's accumulation of a bf16 gradient in fp32, for an optimizer that has it.
+    """Makes BF16_Optimizer add a bf16 gradient to its fp32 sum in one kernel. Other optimizers are left unchanged.
 
-    Its own converts to fp32 first: 1.8 times the memory traffic, 8 ms of 312 for 1.2 billion parameters on an H200.
+    DeepSpeed converts the gradient to fp32 first. That needs 1.8 times the memory traffic and costs 8 ms of a 312 ms step
+    with 1.2 billion parameters on an H200.
     """
     if hasattr(optimizer, "_update_hp_grad"):
         optimizer._update_hp_grad = types.MethodType(_add_gradient, optimizer)

@@ -1,1 +1,1 @@
-"""Optimizers, one file each (base.py says what such a file declares)."""
+"""Optimizers, one per file. base.py defines their interface."""

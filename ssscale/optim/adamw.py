@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101, Algorithm 2), torch's fused one."""
+"""AdamW (arXiv:1711.05101, Algorithm 2) by torch's fused implementation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 @OPTIMIZERS.register("adamw", default=True)
 @dataclass(frozen=True)
 class AdamW(Optimizer):
-    """w ← w − lr · (m̂ / (√v̂ + ε) + weight_decay · w); m and v average the gradient and its square by β₁ and β₂."""
+    """w ← w − lr · (m̂ / (√v̂ + ε) + weight_decay · w)   (arXiv:1711.05101, Algorithm 2)
+
+    m and v are exponential moving averages of the gradient and of its square, with decay rates β₁ and β₂. m̂ and v̂ are m
+    and v with their bias corrected. torch calls m `exp_avg` and v `exp_avg_sq`.
+    """
 
     states = ("exp_avg", "exp_avg_sq")
     momentum = "exp_avg"

@@ -1,4 +1,4 @@
-"""What an optimizer declares. The engine, checkpoints, the guard, the estimate and `validate` read it from here."""
+"""The interface of an optimizer. The engine, checkpoints, the guard, the memory estimate and `validate` use it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 
     from ssscale.config.schema import Config
 
-BYTES = 4  # per element: weights that are trained and the optimizer's states are fp32
+BYTES = 4  # per element: master weights and optimizer states are fp32
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One optimizer; its fields are its options, `optimizer.NAME.OPTION`.
+    """Base class of the optimizers. The fields of a subclass are its options, `optimizer.NAME.OPTION`.
 
-    states: names of the fp32 tensors that it keeps for each weight, of the weight's shape. Checkpoints hold them.
-    momentum: the state that stays exactly 0 for a weight that no gradient has reached.
-    whole_matrices: its update of a matrix needs all of it, which ZeRO would divide.
+    name: filled in by the registration.
+    states: names of the fp32 tensors that the optimizer keeps for each weight. They have the weight's shape, and
+        checkpoints save them.
+    momentum: the state that stays exactly 0 as long as no gradient has reached the weight.
+    whole_matrices: whether an update needs the whole matrix, which ZeRO and tensor parallelism would divide.
     """
 
     name: ClassVar[str]
@@ -31,7 +33,7 @@ class Optimizer:
     whole_matrices: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
-        """Raise UserError where the options do not go together, or with the layout."""
+        """Raises UserError if the options contradict each other or the parallel layout."""
         parallel = config.parallel
         if self.whole_matrices and (parallel.zero_stage > 0 or parallel.tensor > 1):
             raise UserError(
@@ -41,23 +43,32 @@ class Optimizer:
             )
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Over parameter groups with `params`, `weight_decay` and `matrix`; `lr` is set before each step."""
+        """Returns the torch optimizer over parameter groups with keys `params`, `weight_decay`, `lr_scale` and `matrix`.
+
+        The engine sets `lr` of each group before each step.
+        """
         raise NotImplementedError
 
     def state_after(self, weight: Tensor, steps: int) -> dict[str, Any]:
-        """What `make`'s optimizer keeps for a weight after so many steps; its `states` are then filled from a checkpoint."""
+        """Returns the optimizer's `state[weight]` as it is after `steps` steps.
+
+        The values of `states` do not matter, because they are then filled from a checkpoint.
+        """
         raise NotImplementedError
 
     @property
     def state_bytes(self) -> int:
-        """For each parameter, the weight itself left out."""
+        """Bytes of optimizer state per parameter, without the master weight."""
         return BYTES * len(self.states)
 
 
 def settings_of(name: str, dimensions: int, config: Config) -> dict[str, Any]:
-    """A weight's settings: `weight_decay` on tensors of rank 2 and more, `lr_scale` of matrices and of vectors, `matrix`.
+    """Returns the settings of the weight `name`, a tensor of rank `dimensions`, for the parameter group that it joins.
 
-    matrix: whether it multiplies activations; the embedding and the head do not count.
+    weight_decay: `optimizer.weight_decay` for tensors of rank 2 or more, else 0.
+    lr_scale: the factor on the learning rate. 1 / m_width (`model.width.matrix_lr_divisor`) for matrices of the blocks, 1
+        for the embedding and the head, `optimizer.vector_lr_multiplier` for vectors.
+    matrix: whether it is a matrix of a block, that is, of rank 2 or more and neither the embedding nor the head.
     """
     from ssscale.model.decoder import VOCAB_WEIGHTS
 

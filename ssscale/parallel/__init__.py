@@ -1,4 +1,4 @@
 import warnings
 
-# Imported, Megatron-core names the optional packages that it does without.
+# On import, Megatron-core warns about each optional package that is not installed.
 warnings.filterwarnings("ignore", module=r"megatron\.")

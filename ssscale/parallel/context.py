@@ -1,8 +1,9 @@
-"""Context parallelism: the ranks of a context group read the same rows and take a share of the tokens each.
+"""Context parallelism: the ranks of a context group read the same rows, and each takes a share of the tokens.
 
-context = ulysses · ring. A ring of R ranks divides every row into 2R chunks of which rank r takes chunks r and 2R − 1 − r:
-under a causal mask every rank then has the same number of query-key pairs. Its tokens are divided once more, in order,
-among the ranks of a Ulysses group, which come together in attention, each for its part of the heads (arXiv:2309.14509).
+A context group has ulysses · ring ranks. A ring of R ranks divides every row into 2R chunks, and rank r takes chunks r and
+2R − 1 − r, so that under a causal mask all ranks have the same number of query-key pairs. The tokens of a ring rank are
+divided again, in order, among the ranks of a Ulysses group. In attention these ranks exchange tokens for heads: each sees
+all tokens of the group for its share of the heads (arXiv:2309.14509).
 """
 
 from dataclasses import replace
@@ -19,7 +20,10 @@ SMALLEST_BUCKET = 16
 
 
 def share_of(layout: PackedLayout, rows: int, groups: Groups) -> tuple[Tensor, PackedLayout]:
-    """The numbers of this rank's tokens among those of `rows` rows, int64 [T / context], and their layout. On the CPU."""
+    """Returns the indices of this rank's tokens, int64 [T / context], and the layout of these tokens.
+
+    layout: the documents of the T tokens of `rows` rows of equal length. All tensors are on the CPU.
+    """
     length = len(layout.positions) // rows
     ring, rank = groups.ring_size, groups.ring_rank
     ring_tokens = torch.arange(rows * length).view(rows, length)
@@ -39,10 +43,13 @@ def share_of(layout: PackedLayout, rows: int, groups: Groups) -> tuple[Tensor, P
 
 
 def _restrict(layout: PackedLayout, tokens: Tensor, size: int) -> PackedLayout:
-    """The parts of documents that lie in the given tokens [rows, ...], none of which reaches beyond `size` tokens."""
+    """Returns the layout of the given tokens [rows, ...], in the order in which they are given.
+
+    A document is cut at every multiple of `size` tokens.
+    """
     flat = tokens.flatten()
     positions = layout.positions[flat]
-    # Two chunks of a row are two parts, even if one document fills both and they are neighbours.
+    # Cut also where two chunks of one document are adjacent in the row: the ring computes attention between chunks.
     starts = (positions == 0) | (torch.arange(len(flat)) % size == 0)
     bounds = starts.nonzero().flatten().int()
     cu_seqlens = torch.full((max(SMALLEST_BUCKET, 1 << len(bounds).bit_length()),), len(flat), dtype=torch.int32)
@@ -62,10 +69,11 @@ def _chunks(layout: PackedLayout, rows: int, ring: int) -> RingChunks:
 
 @torch.compiler.disable
 def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, rows: int, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, N, H], k and v [T, K, H] of this rank's tokens → all tokens of the Ulysses group for this rank's heads.
+    """Exchanges heads for tokens within the Ulysses group (arXiv:2309.14509), with one all-to-all for q, k and v.
 
-    Returns q [T · U, N / U, H], k and v [T · U, K / U, H]: the heads of rank u are the u-th part, the tokens in the order of
-    their rows. One exchange for the three of them.
+    q [T, N, H], k and v [T, K, H]: all heads of this rank's tokens, which belong to `rows` rows. U divides N and K.
+    Returns q [T · U, N / U, H], k and v [T · U, K / U, H]: the tokens of all U ranks in the order of their rows, and this
+    rank's heads. Rank u gets the u-th of U equal groups of heads.
     """
     size = groups.ulysses_size
     parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
@@ -77,13 +85,13 @@ def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, rows: int, groups: Groups) 
 
 @torch.compiler.disable
 def heads_to_tokens(o: Tensor, rows: int, groups: Groups) -> Tensor:
-    """[T · U, N / U, H] → [T, N, H], the way back."""
+    """Returns o [T, N, H] from o [T · U, N / U, H]: the inverse of `tokens_to_heads`."""
     exchanged: Tensor = _Exchange.apply(o, rows, groups.ulysses_group, False)
     return exchanged.flatten(1, 2)
 
 
 class _Exchange(torch.autograd.Function):
-    """x [T, U, h, H] → [T · U, h, H] (gather) or back; each is the other's gradient."""
+    """x [T, U, h, H] → [T · U, h, H] if `gather`, else the inverse. Each is the gradient of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, group: dist.ProcessGroup, gather: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Values from rank to rank as JSON: `dist.all_gather_object` unpickles what arrives, and so would run it."""
+"""Exchanges values between ranks as JSON. `dist.all_gather_object` would unpickle what it receives, which can run code."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in the order of the group's ranks (None: all ranks). Tuples arrive as lists."""
+    """Returns the values of all ranks of `group` in rank order. None is the group of all ranks. Tuples arrive as lists."""
     data = json.dumps(value).encode()
     count = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Process groups. Megatron-core keeps them in globals; this module alone makes them and hands out a frozen `Groups`."""
+"""Process groups. Megatron-core keeps them in globals; only this module creates them and returns a frozen `Groups`."""
 
 import atexit
 import datetime
@@ -16,11 +16,13 @@ from ssscale.parallel.exchange import gather_json
 
 @dataclass(frozen=True)
 class Groups:
-    """This process's place in the job.
+    """The ranks and process groups of this process.
 
-    tensor: ranks that hold parts of the same matrices. data: ranks that read different rows. Ranks of a ring and of a
-    Ulysses group share the tokens of the same rows; context = ulysses · ring of them together read one microbatch.
-    replica: data · context ranks, which hold the same weights; gradients are summed, and ZeRO divides, over these.
+    tensor: ranks that hold shares of the same matrices.
+    ulysses, ring: ranks that share the tokens of the same rows. A context group has ulysses · ring ranks, which together
+        read one microbatch.
+    data: ranks that read different rows.
+    replica: the data · context ranks that hold the same weights. Gradients are summed and ZeRO divides over this group.
     """
 
     rank: int
@@ -36,7 +38,7 @@ class Groups:
     replica_rank: int
     replica_size: int
     tensor_group: dist.ProcessGroup
-    ulysses_group: dist.ProcessGroup | None  # None: this rank alone
+    ulysses_group: dist.ProcessGroup | None  # None: the group is this rank alone
     ring_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup
     device: torch.device
@@ -58,11 +60,13 @@ def initialize(
     ulysses: int = 1,
     ring: int = 1,
 ) -> Groups:
-    """Start torch.distributed (NCCL on GPUs, gloo on CPUs) and Megatron-core's groups.
+    """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) and creates Megatron-core's process groups.
 
-    timeout_minutes: after which a collective of any of these groups gives up. distributed: the process was started by
-    torchrun or Slurm, whose environment names its peers; otherwise it is alone.
-    Raises UserError where the number of processes is no multiple of tensor · ulysses · ring.
+    local_rank: index of this process's GPU on its host.
+    timeout_minutes: how long a collective of these groups waits before it fails.
+    distributed: whether torchrun or Slurm started the process, whose environment then names its peers. Otherwise the
+        process is the only rank.
+    Raises UserError if the number of processes is not a multiple of tensor · ulysses · ring.
     """
     from megatron.core import parallel_state
 
@@ -114,13 +118,13 @@ def _start(backend: str, distributed: bool, timeout: datetime.timedelta) -> None
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        atexit.register(shutdown)  # NCCL warns of groups that are left to the end
+        atexit.register(shutdown)  # NCCL warns about groups that still exist at exit
 
 
 def _context_groups(
     ulysses: int, ring: int, timeout: datetime.timedelta
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """This rank's Ulysses group, of neighbours in the context group, and its ring, of every ulysses-th one there."""
+    """Returns this rank's Ulysses group (adjacent ranks of the context group) and its ring (every ulysses-th of them)."""
     from megatron.core import parallel_state
 
     context = parallel_state.get_context_parallel_group()
@@ -134,15 +138,18 @@ def _context_groups(
 
 
 def shutdown_together() -> None:
-    """Shut down once every rank is here: one that left earlier would look lost to those inside a collective with it."""
+    """Shuts down after all ranks have come this far.
+
+    To ranks that wait for it in a collective, a rank that leaves earlier would look lost.
+    """
     if dist.is_initialized():
-        with suppress(RuntimeError):  # a rank that is lost by now changes nothing about how this one ends
+        with suppress(RuntimeError):  # losing another rank here does not change how this one ends
             dist.all_reduce(torch.zeros(1))
     shutdown()
 
 
 def shutdown() -> None:
-    """Take Megatron-core's groups and torch.distributed down again."""
+    """Destroys Megatron-core's groups and shuts down torch.distributed."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -151,9 +158,9 @@ def shutdown() -> None:
 
 
 class MegatronMPU:
-    """Megatron-core's parallel_state under the names that DeepSpeed's `mpu` argument calls.
+    """Gives Megatron-core's parallel_state the function names that DeepSpeed expects of its `mpu` argument.
 
-    To DeepSpeed all ranks that hold the same weights are data-parallel ones, those of a context group too.
+    For DeepSpeed, all ranks that hold the same weights are data-parallel ranks, including those of a context group.
     """
 
     def __init__(self) -> None:

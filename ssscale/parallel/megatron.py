@@ -1,6 +1,7 @@
-"""Megatron-core's tensor-parallel layers, as the decoder uses them.
+"""Megatron-core's tensor-parallel layers (arXiv:1909.08053), as the decoder uses them.
 
-Activations are [T, D]: T packed tokens, or T / tensor_size of them between blocks under sequence parallelism.
+Activations are [T, D] with T packed tokens. Under sequence parallelism a rank has T / tensor_size of them outside of the
+parallel layers.
 """
 
 from collections.abc import Callable
@@ -19,11 +20,14 @@ from ssscale.parallel.groups import Groups
 
 
 def _leave_uninitialized(weight: Tensor) -> None:
-    """`ssscale.model.init` fills all weights, the same ones whatever the parallel layout."""
+    """Does nothing. `ssscale.model.init` fills all weights, with the same values in every parallel layout."""
 
 
 def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype) -> TransformerConfig:
-    """What Megatron-core's layers read of their configuration; head and layer counts there are ours to ignore."""
+    """Returns the configuration for Megatron-core's layers. They do not use the numbers of layers and heads in it.
+
+    dtype: of the weights.
+    """
     megatron_patches.apply()
     initialize_rng_tracker(inference_rng_tracker=True)
     return TransformerConfig(
@@ -40,32 +44,32 @@ def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype)
 
 
 def _is_whole(layer: nn.Module) -> bool:
-    """One rank has the whole weight and no gradient is asked for: a product is all there is to do.
+    """Whether the rank has the whole weight and no gradient is needed, so that a plain matrix product is enough.
 
-    Megatron-core's way there takes several times as long on the host, which decoding a token at a time waits for.
+    Megatron-core's forward takes several times as long on the host, which slows down decoding one token at a time.
     """
     return layer.config.tensor_model_parallel_size == 1 and not torch.is_grad_enabled()
 
 
 @torch.compiler.disable
 def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call what exchanges something between ranks, outside of any compiled graph.
+    """Calls a function that communicates between ranks, outside of any compiled graph.
 
-    Dynamo of torch 2.11 traces Megatron-core's exchanges and lets no gradient through them, without a word; 2.13 breaks
-    the graph there.
+    Dynamo of torch 2.11 traces Megatron-core's collectives but silently drops their gradients. torch 2.13 breaks the
+    graph there.
     """
     return function(*arguments)
 
 
 def _forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> tuple[Tensor, None]:
-    """Megatron-core's forward pass of a layer."""
+    """Runs Megatron-core's forward pass of a layer, outside of compiled graphs if it communicates."""
     shared = layer.config.tensor_model_parallel_size > 1
     found: tuple[Tensor, None] = _uncompiled(forward, *arguments) if shared else forward(*arguments)
     return found
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """Y = X Wᵀ with W split along its output."""
+    """Y = X Wᵀ with W split along its output dimension."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         if _is_whole(self):
@@ -74,9 +78,12 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """Y = X Wᵀ with W split along its input; the partial sums are reduced (scattered under sequence parallelism).
+    """Y = X Wᵀ with W split along its input dimension.
 
-    product_is_kept: the partial sums are kept for backward; Megatron-core would reduce them in place, and twice so.
+    The partial products of the ranks are summed. Under sequence parallelism the sum is scattered over the ranks.
+
+    product_is_kept: whether selective recomputation keeps the partial product for backward. Megatron-core reduces it in
+        place, so that the kept tensor would be reduced a second time; a copy is reduced instead.
     """
 
     product_is_kept = False
@@ -87,7 +94,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         return _forward(self, super().forward, input_)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Megatron-core passes no group here and then warns that it had to look it up; Dynamo cannot trace that warning.
+        # Without an explicit group Megatron-core looks it up and warns, and Dynamo cannot trace the warning.
         kwargs["tp_group"] = self.tp_group
         product = super()._forward_impl(input, weight, *args, **kwargs)
         in_place = self.input_size_per_partition < self.input_size and not self.sequence_parallel
@@ -97,10 +104,10 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 def column_linear(
     in_size: int, stripes: tuple[int, ...], config: TransformerConfig, own_weight: bool = True
 ) -> nn.Module:
-    """A ColumnParallelLinear whose output is several matrices side by side, each split over the ranks.
+    """Returns a ColumnParallelLinear without bias whose weight stacks several matrices, each split over the ranks.
 
-    stripes: their output sizes. The global weight is [Σ stripes, in_size]; a rank holds its share of every stripe.
-    own_weight: False for a layer that is given its weight at each call (tied embeddings).
+    stripes: output sizes of these matrices. The whole weight is [Σ stripes, in_size]; a rank holds a share of every one.
+    own_weight: False for a layer that gets its weight as an argument of each call (tied embeddings).
     """
     layer = ColumnParallelLinear(
         in_size,
@@ -117,7 +124,7 @@ def column_linear(
 
 
 def row_linear(in_size: int, out_size: int, config: TransformerConfig) -> nn.Module:
-    """A RowParallelLinear without bias whose input is already split."""
+    """Returns a RowParallelLinear without bias whose input is already split over the ranks."""
     layer = RowParallelLinear(
         in_size,
         out_size,
@@ -132,7 +139,7 @@ def row_linear(in_size: int, out_size: int, config: TransformerConfig) -> nn.Mod
 
 
 def vocabulary_embedding(vocab_size: int, hidden_size: int, config: TransformerConfig) -> nn.Module:
-    """A VocabParallelEmbedding, its output scattered over the sequence under sequence parallelism."""
+    """Returns a VocabParallelEmbedding. Under sequence parallelism its output is scattered over the tokens."""
     layer = tensor_parallel.VocabParallelEmbedding(
         vocab_size,
         hidden_size,
@@ -145,7 +152,10 @@ def vocabulary_embedding(vocab_size: int, hidden_size: int, config: TransformerC
 
 
 def vocabulary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """−log softmax(logits)[labels] for logits [T, V / tensor_size] float32; they are overwritten. Returns [T]."""
+    """Returns −ln softmax(logits)[labels] in nats, [T] float32, equal on all tensor-parallel ranks.
+
+    logits: [T, V / tensor_size] float32, overwritten. labels: [T] int64.
+    """
     losses: Tensor = _uncompiled(tensor_parallel.vocab_parallel_cross_entropy, logits, labels)
     return losses
 
@@ -160,7 +170,7 @@ class _LogNormalizer(torch.autograd.Function):
         dist.all_reduce(total, group=group)
         ctx.save_for_backward(
             powers.div_(total[:, None])
-        )  # not the logits, which `vocabulary_cross_entropy` overwrites
+        )  # the logits cannot be saved, as `vocabulary_cross_entropy` overwrites them
         return largest + total.log()
 
     @staticmethod
@@ -170,21 +180,24 @@ class _LogNormalizer(torch.autograd.Function):
 
 
 def log_normalizer(logits: Tensor, groups: Groups) -> Tensor:
-    """ln Σ exp(logits) over the whole vocabulary for logits [T, V / tensor_size] float32. Returns [T], alike on all ranks."""
+    """Returns ln Σ exp(logits) over the whole vocabulary, [T] float32, equal on all tensor-parallel ranks.
+
+    logits: [T, V / tensor_size] float32.
+    """
     found: Tensor = _uncompiled(_LogNormalizer.apply, logits, groups.tensor_group)
     return found
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
-    """[T, V / tensor_size] of each rank → [T, V] on all."""
+    """Returns the whole logits [T, V] on every tensor-parallel rank. logits: [T, V / tensor_size]."""
     return tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=groups.tensor_group)
 
 
 def mark_split(weight: nn.Parameter, dim: int, stripes: tuple[int, ...]) -> None:
-    """Record how a weight is split: along `dim`, each of `stripes` over all ranks.
+    """Records on a weight how it is split: along `dim`, with each of `stripes` divided over all tensor-parallel ranks.
 
-    Megatron-core sets its own marks only when it initialises; DeepSpeed reads `tensor_model_parallel` to count a split
-    weight's gradient norm over all ranks.
+    Megatron-core sets its own marks only if it initializes the weight. DeepSpeed reads `tensor_model_parallel` to sum the
+    gradient norm of a split weight over all ranks.
     """
     weight.tensor_model_parallel = True
     weight.partition_dim = dim
@@ -192,12 +205,15 @@ def mark_split(weight: nn.Parameter, dim: int, stripes: tuple[int, ...]) -> None
 
 
 def split_dim(weight: Tensor) -> int | None:
-    """The dimension along which a weight is split over the tensor-parallel ranks; None for a replicated one."""
+    """Returns the dimension along which a weight is split over the tensor-parallel ranks; None if it is replicated."""
     return int(weight.partition_dim) if getattr(weight, "tensor_model_parallel", False) else None
 
 
 def global_shape(weight: Tensor, tensor_size: int, shape: torch.Size | None = None) -> list[int]:
-    """The shape of the whole weight of which each rank holds a part (or `shape`, where ZeRO-3 has emptied it)."""
+    """Returns the shape of the whole weight.
+
+    shape: of the rank's share, if `weight` does not have it because ZeRO-3 has emptied it.
+    """
     sizes = list(weight.shape if shape is None else shape)
     dim = split_dim(weight)
     if dim is not None:
@@ -206,7 +222,7 @@ def global_shape(weight: Tensor, tensor_size: int, shape: torch.Size | None = No
 
 
 def local_ranges(weight: Tensor, rank: int, tensor_size: int) -> list[tuple[int, int]]:
-    """The ranges [start, stop) along `split_dim` of the whole weight that a rank holds, in the order it holds them."""
+    """Returns the ranges [start, stop) along `split_dim` of the whole weight that a rank holds, in the rank's order."""
     ranges, start = [], 0
     for stripe in weight.stripes:
         share = stripe // tensor_size
@@ -216,7 +232,7 @@ def local_ranges(weight: Tensor, rank: int, tensor_size: int) -> list[tuple[int,
 
 
 def local_part(whole: Tensor, weight: Tensor, rank: int, tensor_size: int) -> Tensor:
-    """The part of a whole weight that a rank holds."""
+    """Returns the share of a whole weight that a rank holds. weight: the local weight, marked by `mark_split`."""
     dim = split_dim(weight)
     if dim is None or tensor_size == 1:
         return whole
@@ -237,14 +253,20 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_over_heads(part: Tensor, groups: Groups) -> Tensor:
-    """The sum of what tensor-parallel ranks found in their heads, alike on all; each rank's part gets the whole gradient."""
+    """Returns the sum of `part` over the tensor-parallel ranks, equal on all of them.
+
+    The gradient of each rank's `part` is the gradient of the sum.
+    """
     if groups.tensor_size == 1:
         return part
     return _uncompiled(tensor_parallel.reduce_from_tensor_model_parallel_region, part, groups.tensor_group)
 
 
 def replicated(weight: Tensor, groups: Groups) -> Tensor:
-    """A replicated weight, of which each tensor-parallel rank sees a part of the tokens or heads: its gradient is summed."""
+    """Returns a replicated weight whose gradient is summed over the tensor-parallel ranks.
+
+    Needed if each of these ranks applies the weight to its own share of the tokens or heads.
+    """
     if groups.tensor_size == 1:
         return weight
     seen: Tensor = _uncompiled(_SumGradient.apply, weight, groups.tensor_group)

@@ -1,4 +1,4 @@
-"""Softmax attention over keys and values that go round a ring (arXiv:2310.01889); its parts merge by log-sum-exp."""
+"""Softmax attention with keys and values that are passed round a ring of ranks (arXiv:2310.01889)."""
 
 import functools
 from typing import Any
@@ -13,21 +13,25 @@ from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import RingShift
 
 
-@torch.compiler.disable  # a compiled block's graph breaks here: Dynamo cannot trace what waits for other ranks
+@torch.compiler.disable  # breaks the graph of a compiled block: Dynamo cannot trace communication between ranks
 def ring_softmax(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, groups: Groups, scale: float | None, backend: str = "auto"
 ) -> Tensor:
-    """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j over the keys of the whole document, of which this rank has a part.
+    """Causal softmax attention over whole documents, whose tokens are spread over a ring of ranks.
 
-    q [T, N, H]; k, v [T, K, H] of the ring rank's tokens (`layout.ring` says which). Returns [T, N, H].
+    o_i = Σ_j softmax_j(scale · q_i·k_j) v_j   over the keys j ≤ i of the document of i   (arXiv:2310.01889)
 
-    In step t a rank has the keys and values of rank r − t, while those of the next step are on their way. Two parts
-    (o₁, lse₁), (o₂, lse₂) of a query make (e^(lse₁ − l) o₁ + e^(lse₂ − l) o₂, l = ln(e^lse₁ + e^lse₂)). The ring ends with
-    the last step in which a document reaches from one rank to another.
+    q [T, N, H]; k, v [T, K, H]: the tokens of this rank of the ring. `layout.ring` says how documents cross the ranks.
+    scale: 1/√H if None. backend: as in `Documents`. Returns o [T, N, H] in q.dtype.
 
-    One autograd.Function holds the whole ring: as differentiable steps, a rank whose queries need nothing of a step would
-    leave that step out of its backward pass and its neighbours waiting. Forward keeps its own q, k, v, the merged o and lse.
-    Backward lets keys and values go round again; their gradients, in float32, go one step behind them and home at the end.
+    In step t rank r has the keys and values of rank r − t, while those of the next step are being sent. Two partial results
+    (o₁, lse₁) and (o₂, lse₂) of a query merge into lse = ln(e^lse₁ + e^lse₂) and o = e^(lse₁ − lse) o₁ + e^(lse₂ − lse) o₂,
+    in float32. The ring stops after the last step in which a document reaches from one rank to another.
+
+    The whole ring is one autograd.Function. If each step were one, a rank whose queries use no keys of a step would leave
+    the step out of its backward pass, and its neighbours would wait. Forward saves this rank's q, k, v, the merged o and
+    lse. Backward passes keys and values round again. Their gradients, in float32, follow one step later, and the last
+    transfer brings them to their own rank.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -37,7 +41,7 @@ def ring_softmax(
 
 @functools.lru_cache(maxsize=16)
 def num_steps(ring: RingChunks, size: int) -> int:
-    """The last step of the ring in which any rank needs what it gets."""
+    """Returns the last step in which any rank of a ring of `size` ranks needs the keys that it gets; 0 if there is none."""
     for step in range(size - 1, 0, -1):
         if any(rectangles(ring, rank, (rank - step) % size) for rank in range(size)):
             return step
@@ -46,11 +50,14 @@ def num_steps(ring: RingChunks, size: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def rectangles(ring: RingChunks, rank: int, owner: int) -> Rectangles:
-    """Tokens of a rank that see tokens of another rank's (or its own first) chunks, and which: all of those they see.
+    """Returns which queries of `rank` attend to which keys of `owner` in earlier chunks, as one rectangle per row.
 
-    One part a row. In memory a rank's chunks r and 2R − 1 − r of a row are neighbours, and so are the parts of a document
-    that has tokens in both of them: it fills all chunks between. Keys of an owner before this rank lie in the owner's first
-    chunk alone, and both chunks of queries may see them; keys of one behind it are seen by the second chunk alone.
+    Each query of a rectangle attends to all of its keys. One rectangle per row is enough: a rank's chunks r and 2R − 1 − r
+    of a row are adjacent in its memory, and a document with tokens in both of them fills all chunks in between.
+
+    If owner < rank, only the owner's first chunk comes before queries of this rank, and both chunks of queries may attend
+    to it. If owner > rank, only the second chunk of queries attends to the owner's keys, which may lie in both of its
+    chunks. If owner = rank, the second chunk attends to the first.
     """
     size, last = ring.size, len(ring.heads[0]) - 1
     parts = []

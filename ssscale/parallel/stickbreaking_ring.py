@@ -1,4 +1,4 @@
-"""Stick-breaking attention over keys and values that pass along the sequence, the nearest first."""
+"""Stick-breaking attention with keys and values that are passed from rank to rank, the nearest first."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import LineShift
 
 
-@torch.compiler.disable  # a compiled block's graph breaks here: Dynamo cannot trace what waits for other ranks
+@torch.compiler.disable  # breaks the graph of a compiled block: Dynamo cannot trace communication between ranks
 def ring_stickbreaking(
     q: Tensor,
     k: Tensor,
@@ -25,21 +25,24 @@ def ring_stickbreaking(
     scale: float | None,
     skip_below: float,
 ) -> tuple[Tensor, Tensor]:
-    """`stickbreaking_attention` over the keys of the whole document, of which this rank has a part: o and log_rest.
+    """`stickbreaking_attention` over whole documents, whose tokens are spread over a ring of ranks (arXiv:2410.17980).
 
-    q [T, N, H]; k, v [T, K, H] of the ring rank's tokens (`layout.ring` says which).
+    q [T, N, H]; k, v [T, K, H]: the tokens of this rank of the ring. `layout.ring` says how documents cross the ranks.
+    scale: 1/√H if None. Returns o [T, N, H] in q.dtype and log_rest [T, N] in float32 (float64 for float64).
 
-    In step δ the queries of chunk i meet the keys of chunk i − δ, for all chunks at once: every chunk of keys moves one place
-    along the line of 2R places that goes up the ranks and down again. Each query so takes its keys near to far, and what is
-    left of its stick enters the next step (`log_rest_in`): the merge (o₁ + e^a₁ o₂, a₁ + a₂) in its order. The line ends
-    with the last step that a document reaches over. Under skip_below > 0 a rank leaves out the parts whose queries have all
-    spent their sticks, and when no rank has any left the line ends: the verdict on step δ + 1 is known after step δ, so from
-    the second step on a transfer waits for it. With skip_below = 0 nothing is asked, and every transfer runs beside the
-    step before it.
+    In step δ the queries of chunk i attend to the keys of chunk i − δ, for all chunks at once. Each step moves every chunk
+    of keys by one place along a line of 2R places, which goes up the ranks and down again. So a query takes its keys from
+    near to far, and the log of what is left of its stick enters the next step as `log_rest_in`: the results (o₁, a₁) and
+    (o₂, a₂) of consecutive steps combine into (o₁ + e^a₁ o₂, a₁ + a₂).
 
-    One autograd.Function holds the whole line, for the reason given in `ring_softmax`. Backward must go far to near: the
-    gradient of what a step was left with is that of what the step before it left over. It begins with the keys that forward
-    ended with and runs the line backwards; the gradients of keys and values, in float32, go with them and arrive at home.
+    The line ends after the last step that a document spans. With skip_below > 0 a rank leaves out a `Part` if all
+    its queries have spent their sticks, and the line ends when no rank has a `Part` left. Whether step δ + 1 is needed is
+    known after step δ, so from the second step on a transfer waits for that decision. With skip_below = 0 every transfer
+    overlaps the step before it.
+
+    The whole line is one autograd.Function, for the reason given in `ring_softmax`. Backward must go from far to near,
+    because the gradient of a step's `log_rest_in` is the gradient of the nearer step's `log_rest`. It starts with the keys
+    that forward ended with and moves them back. Their gradients, in float32, move with them to their own rank.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     found: tuple[Tensor, Tensor] = _StickBreakingRing.apply(q, k, v, layout, groups, scale, skip_below)
@@ -48,7 +51,7 @@ def ring_stickbreaking(
 
 @functools.lru_cache(maxsize=16)
 def num_steps(ring: RingChunks) -> int:
-    """How many chunks the farthest-reaching document lies apart from its beginning."""
+    """Returns the largest distance, in chunks, from a token to the beginning of its document."""
     reach = [
         chunk - row_begins[chunk] // ring.size
         for row_heads, row_begins in zip(ring.heads, ring.begins, strict=True)
@@ -59,7 +62,11 @@ def num_steps(ring: RingChunks) -> int:
 
 
 class Part(NamedTuple):
-    """Tokens `rows` of a rank see tokens `keys` of the chunks of one row in the rank's first (0) or second (1) place."""
+    """Queries of a rank and the keys that they all attend to.
+
+    rows: the queries among the rank's tokens. place: whether the keys lie in the chunks at the rank's first (0) or second
+    (1) place of the line. row: the row of that chunk. keys: the keys among the chunk's tokens.
+    """
 
     rows: slice
     place: int
@@ -68,6 +75,7 @@ class Part(NamedTuple):
 
 
 def parts(ring: RingChunks, rank: int, step: int) -> list[Part]:
+    """Returns the queries and keys of a rank in a step of the line, at most one `Part` per place and row."""
     found = []
     for row in range(len(ring.heads)):
         for place, chunk in enumerate((rank, len(ring.heads[row]) - 1 - rank)):
@@ -116,7 +124,7 @@ class _StickBreakingRing(torch.autograd.Function):
             _set(_queries(log_rest, todo), rest)
             done[step] = todo
             saved += [entering, *aux]
-        if shift is not None:  # under way when the line ended
+        if shift is not None:  # was still under way when the line ended
             shift.wait()
         ctx.save_for_backward(q, k, v, cu, *places, *saved)
         ctx.others = groups, longest, scale, steps, done
@@ -163,7 +171,7 @@ class _StickBreakingRing(torch.autograd.Function):
 
 
 def _places(k: Tensor, v: Tensor, ring: RingChunks) -> tuple[Tensor, Tensor]:
-    """[2 (k, v), rows, size, K, H] of the rank's two chunks of each row."""
+    """Returns k and v of the rank's first and of its second chunks, each [2 (k, v), rows, size, K, H]."""
     pair = torch.stack((k, v)).unflatten(1, (-1, 2, ring.size))
     return pair[:, :, 0].contiguous(), pair[:, :, 1].contiguous()
 
@@ -173,7 +181,7 @@ def _queries(x: Tensor, todo: list[Part]) -> list[Tensor]:
 
 
 def _keys(places: tuple[Tensor, Tensor], todo: list[Part]) -> tuple[Tensor, Tensor]:
-    """k and v of the parts, one behind the other."""
+    """Returns the concatenated k and v of the parts."""
     pairs = [places[part.place][:, part.row, part.keys] for part in todo]
     k, v = pairs[0] if len(pairs) == 1 else torch.cat(pairs, 1)
     return k, v
@@ -184,7 +192,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _add(parts: list[Tensor], found: Tensor) -> None:
-    """Adds to each part its piece of `found`, in one kernel."""
+    """Adds to each part its piece of `found`, with one kernel."""
     torch._foreach_add_(parts, found.to(parts[0].dtype).split([len(part) for part in parts]))
 
 
@@ -193,7 +201,7 @@ def _set(parts: list[Tensor], found: Tensor) -> None:
 
 
 def _sizes(todo: list[Part]) -> tuple[list[int], list[int]]:
-    """How many queries and keys each part has."""
+    """Returns the numbers of queries and of keys of each part."""
     slices = [[part.rows for part in todo], [part.keys for part in todo]]
     num_queries, num_keys = ([each.stop - each.start for each in some] for some in slices)
     return num_queries, num_keys
@@ -205,14 +213,14 @@ def _longest(todo: list[Part]) -> tuple[int, int]:
 
 
 def _bounds(todo: list[Part], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """cu_seqlens of the queries and of the keys, and the offsets that put all keys of a part before its first query."""
+    """Returns cu_seqlens of the queries and keys, and query offsets that put all keys of a part before its first query."""
     sizes = torch.tensor(_sizes(todo), dtype=torch.int32)
     cu_q, cu_k = torch.nn.functional.pad(sizes.cumsum(1, dtype=torch.int32), (1, 0))
     return upload(cu_q, device), upload(cu_k, device), upload(sizes[1], device)
 
 
 def _unspent(todo: list[Part], log_rest: Tensor, skip_below: float, groups: Groups) -> tuple[list[Part], bool]:
-    """The parts with a query whose stick is not spent, and whether any rank of the ring has one."""
+    """Returns the parts with a query whose stick is not spent, and whether any rank of the ring has such a part."""
     left = [log_rest[part.rows].max() for part in todo]
     most = torch.stack([*left, log_rest.new_full((), -math.inf)]).float()
     most[-1] = most.max()

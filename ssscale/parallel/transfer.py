@@ -1,4 +1,4 @@
-"""Keys and values on their way between the ranks of a ring, while the ranks compute."""
+"""Transfers of keys and values between the ranks of a ring, which run while the ranks compute."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ from ssscale.parallel.groups import Groups
 
 
 class Transfer:
-    """Tensors sent to and received from ranks of the ring; begun at once, ended by `wait`."""
+    """Sends tensors to ranks of the ring and receives others. Starts on construction; `wait` finishes it."""
 
     def __init__(self, groups: Groups, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]):
-        """sent, received: contiguous tensors with their peers' ranks in the ring."""
+        """sent, received: pairs of a contiguous tensor and the peer's rank in the ring."""
         group = groups.ring_group
         ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sent]
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in received]
@@ -27,7 +27,7 @@ class Transfer:
 
 
 class RingShift(Transfer):
-    """Rank r's tensor goes to rank r + distance; `result` is that of rank r − distance."""
+    """Sends rank r's tensor to rank r + distance. `result` returns the tensor of rank r − distance."""
 
     def __init__(self, x: Tensor, groups: Groups, distance: int = 1):
         size, rank = groups.ring_size, groups.ring_rank
@@ -44,9 +44,10 @@ class RingShift(Transfer):
 
 
 class LineShift(Transfer):
-    """One step of all 2R chunks along the sequence: each goes where the next chunk's queries are, the last one to the first.
+    """Moves all 2R chunks of keys by one place along the line of chunks, and the last one to the first place.
 
-    Rank r holds the places r and 2R − 1 − r; the line of places runs up the ranks and down again. `back` undoes a step.
+    The chunk at place i moves to place i + 1, where the queries of chunk i + 1 are. Rank r holds places r and 2R − 1 − r, so
+    the line goes up the ranks and down again. `back` moves the chunks in the other direction.
     """
 
     def __init__(self, places: tuple[Tensor, Tensor], groups: Groups, back: bool = False):

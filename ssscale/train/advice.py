@@ -1,16 +1,17 @@
-"""What a run is told before it starts: settings that can run but that measurements speak against."""
+"""Warnings before a run starts, for settings that can run but did badly in measurements."""
 
 from ssscale.config.schema import Config
 from ssscale.train.schedule import stage_learning_rate
 from ssscale.train.stages import Plan
 
-# From docs/results/width.md, widths 256 to 1,024. With width transfer the best runs reach it, and none was run above it.
-# Without, every run above it ended at least 0.4 nats above the best one of its width.
+# Learning rate of the blocks' matrices times hidden_size, from docs/results/width.md for widths 256 to 1,024. With width
+# transfer, the best runs reach this value, and no run exceeded it. Without, each run above it ended at least 0.4 nats worse
+# than the best run of its width.
 MATRIX_LR_TIMES_WIDTH = {"with": 8.0, "without": 2.0}
 
 
 def learning_rate_advice(config: Config) -> str | None:
-    """A sentence where the learning rate of the blocks' matrices is too high for the width; None where it is not."""
+    """Returns a warning if the learning rate of the blocks' matrices is too high for the width, else None."""
     stages = config.train.stages
     found = [
         (stage_learning_rate(stages, config.train.batch_size, index, stage.schedule.warmup_tokens), own.model)

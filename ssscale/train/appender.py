@@ -1,4 +1,4 @@
-"""Files that a run adds to while it trains, and a disk that is full."""
+"""Appends to files during training, even if the disk is full for some time."""
 
 import logging
 import os
@@ -8,9 +8,9 @@ logger = logging.getLogger("ssscale")
 
 
 class Appender:
-    """Appends bytes to a file. What the system does not take stays in memory, in order, until it does.
+    """Appends bytes to a file. Bytes that cannot be written stay in memory, in order, until they can.
 
-    Training never ends because its log cannot be written: it is said once, and once more when all of it is written.
+    A log that cannot be written never ends training. This is reported once, and again when everything is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,14 +27,14 @@ class Appender:
             if not self._failing:
                 logger.error("%s cannot be written: %s; kept in memory until it can", self.path, error.strerror)
             self._failing = True
-            self._release()  # a file system that comes back may want the file opened again
+            self._release()  # the file may have to be opened again when the file system is back
             return
         if self._failing:
             logger.warning("%s is written again, nothing of it is lost", self.path)
         self._failing = False
 
     def close(self) -> None:
-        """Write what is left; say what cannot be written."""
+        """Writes what is left and closes the file. Logs how many bytes are lost if it cannot be written."""
         self.write(b"")
         if self._waiting:
             logger.error("%s lacks its last %d bytes: they could not be written", self.path, len(self._waiting))
@@ -54,5 +54,5 @@ class Appender:
             try:
                 os.close(self._descriptor)
             except OSError:
-                self._failing = True  # a network file system may refuse only now
+                self._failing = True  # a network file system may report an error only now
             self._descriptor = None

@@ -1,4 +1,4 @@
-"""From a configuration to a model on a device; from a checkpoint to a model that can be evaluated."""
+"""Builds a model from a configuration, and loads a checkpoint for evaluation."""
 
 import logging
 import os
@@ -24,28 +24,31 @@ logger = logging.getLogger("ssscale")
 
 
 def choose_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """bf16 on a GPU and fp32 on a CPU, unless the configuration says."""
+    """Returns the dtype of the weights. `auto` is bfloat16 on a GPU and float32 on a CPU."""
     if precision == Precision.auto:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if precision == Precision.bf16 else torch.float32
 
 
 def choose_compile(config: Config, device: torch.device) -> Compile:
-    """`auto` compiles nothing on a CPU."""
+    """Returns what is compiled. `auto` is `none` on a CPU and `Config.compile_on_gpu` on a GPU."""
     if device.type == "cpu" and config.train.compile == Compile.auto:
         return Compile.none
     return config.compile_on_gpu
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU, or of this machine."""
+    """Returns the memory of a GPU, or of this machine if `device` is a CPU, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
-    """The decoder of a configuration on its device, its weights not yet filled. Raises UserError where they cannot fit."""
+    """Returns the decoder of a configuration on its device, with uninitialized weights.
+
+    Raises UserError if the weights do not fit into the memory of the device.
+    """
     check_weights(config, dtype.itemsize, memory_of(groups.device))
     with torch.device(groups.device):
         return Decoder(
@@ -62,7 +65,10 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
 def open_data(
     config: Config, split: str, path: str | None = None, fingerprint: str | None = None, hint: str | None = None
 ) -> PackedData:
-    """A split of the run's data, from another folder where one is named. Raises UserError where it does not fit the run."""
+    """Opens a split of the run's data, or of the data folder `path`. The other arguments are those of `PackedData.open`.
+
+    Raises UserError if the data cannot be opened or does not fit the run.
+    """
     data = config.data
     return PackedData.open(
         path or data.path,
@@ -77,7 +83,7 @@ def open_data(
 
 
 def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dtype, entries: int | None = None) -> None:
-    """Log what was chosen, once per run. entries: of the data's tokenizer."""
+    """Logs the model, kernels, precision and layout in use. entries: of the data's tokenizer, if they are known."""
     mixers = []
     for name, mixer in config.model.used.items():
         mixers.append(f"{name} {mixer.chosen(config.model, groups.device, dtype, config.data.length)}".rstrip())
@@ -102,7 +108,7 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
 
 
 def log_vocabulary(model: ModelConfig, entries: int) -> None:
-    """Say so where the model has rows that the tokenizer of `entries` entries has no ids for."""
+    """Logs how many rows of the vocabulary have no token. Warns if they are more than padding. entries: of the tokenizer."""
     spare = model.vocab_size - entries
     if spare == 0:
         return
@@ -120,9 +126,11 @@ def log_vocabulary(model: ModelConfig, entries: int) -> None:
 def load_for_inference(
     path: Path, groups: Groups, precision: Precision = Precision.auto, changes: Sequence[str] = ()
 ) -> tuple[Decoder, Config]:
-    """The model of a checkpoint (or of a run's newest whole one) in eval mode, and its configuration. Raises UserError.
+    """Returns the model of a checkpoint in eval mode without gradients, and its configuration.
 
-    changes: `model.position.rope.base=500000` and the like, in place of what the checkpoint's configuration says.
+    path: a checkpoint, or a run's folder, whose newest whole checkpoint is taken.
+    changes: overrides of the checkpoint's configuration, such as `model.position.rope.base=500000`.
+    Raises UserError if there is no whole checkpoint or a change cannot be made.
     """
     with reading(path, groups) as checkpoint:
         return load_model(checkpoint, groups, precision, changes)
@@ -131,7 +139,7 @@ def load_for_inference(
 def load_model(
     checkpoint: Path, groups: Groups, precision: Precision = Precision.auto, changes: Sequence[str] = ()
 ) -> tuple[Decoder, Config]:
-    """`load_for_inference` for whoever reads more of the checkpoint and has it open (`reading`)."""
+    """Does the same as `load_for_inference` for a checkpoint that the caller has opened with `reading`."""
     config = change(saved_config(checkpoint), list(changes))
     validate(config)
     model = build_model(config, groups, choose_dtype(precision, groups.device))

@@ -1,13 +1,14 @@
-"""Checkpoints that any parallel layout can read: safetensors and JSON, no pickle.
+"""Reads checkpoints, which any parallel layout can load. They are safetensors and JSON, without pickle.
 
-A checkpoint is a folder `step-00001000` (docs/checkpoints.md gives the format):
-  rank-00000.safetensors  the pieces of fp32 weights and of the optimizer's states that one rank owns, flat
-  rank-00000.json         for each piece: weight, state, and which elements of which part of the whole weight it is
-  state.json              step, tokens, samples, fingerprints, world layout
-  config.yaml             the merged configuration; tokenizer.json: the tokenizer of the data
-  checksums.json       bytes and XXH3-128 of every other file
-`ssscale.train.save` writes it to `step-00001000.partial` and renames it once every rank has flushed its files;
-`ssscale.train.whole` says which checkpoints are whole.
+A checkpoint is a folder such as `step-00001000` (docs/checkpoints.md specifies the format):
+  rank-00000.safetensors  flat pieces of the fp32 weights and of the optimizer's states that one rank owns
+  rank-00000.json         for each piece: its weight, its state, and which elements of the whole weight it holds
+  state.json              `TrainState`, the format's version and the number of ranks
+  config.yaml             the merged configuration
+  tokenizer.json          the tokenizer of the data
+  checksums.json          size and XXH3-128 of every other file
+`ssscale.train.save` writes to `step-00001000.partial` and renames it after all ranks have flushed their files.
+`ssscale.train.whole` decides which checkpoints are whole.
 """
 
 import json
@@ -34,15 +35,15 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands after an optimizer step."""
+    """The progress of a run after an optimizer step."""
 
-    step: int = 0  # optimizer steps taken, skipped ones included
-    applied_steps: int = 0  # of these, the ones that changed the weights
+    step: int = 0  # optimizer steps taken, including skipped ones
+    applied_steps: int = 0  # steps that changed the weights
     tokens: int = 0
-    samples: int = 0  # rows consumed, over all ranks
+    samples: int = 0  # rows consumed by all ranks
     data_fingerprint: str = ""
-    valid_loss: float | None = None  # where this step was evaluated
-    skipped: tuple[tuple[int, int], ...] = ()  # (step, rows passed over after it)
+    valid_loss: float | None = None  # nats per token; None if this step was not evaluated
+    skipped: tuple[tuple[int, int], ...] = ()  # (step, number of rows that are left out after it)
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class _Piece:
 
 
 class CheckpointReader:
-    """Reads whole weights, local parts or flat pieces of them, whatever layout wrote the checkpoint.
+    """Reads whole weights, a rank's share of them or flat pieces, independent of the layout that wrote the checkpoint.
 
-    Raises UserError naming the file for a checkpoint that is not whole.
+    Raises UserError, naming the file, if a file is missing or does not have the expected form.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +77,7 @@ class CheckpointReader:
             raise UserError(f"{path} is not a whole checkpoint: its JSON has another form: {error!r}") from error
 
     def _read_state(self) -> tuple[TrainState, int]:
-        """Where the run stood, and the number of ranks that have written."""
+        """Returns the progress of the run and the number of ranks that wrote the checkpoint."""
         saved = json.loads((self.path / "state.json").read_bytes())
         state = TrainState(**{key: saved[key] for key in TrainState.__dataclass_fields__})
         state = replace(state, skipped=tuple((int(step), int(rows)) for step, rows in state.skipped))
@@ -88,7 +89,7 @@ class CheckpointReader:
     def _read_index(self, rank: int) -> dict[str, Any]:
         file = self.path / f"rank-{rank:05d}.safetensors"
         index: dict[str, Any] = json.loads(file.with_suffix(".json").read_bytes())
-        room = file.stat().st_size // 4  # elements that a file of fp32 can hold: none of its pieces is larger
+        room = file.stat().st_size // 4  # fp32 elements that fit into the file, an upper bound for each piece
         for name, entry in index["weights"].items():
             self.weights.setdefault(name, {"shape": entry["shape"], "split_dim": entry["split_dim"]})
         for entry in index["pieces"]:
@@ -100,7 +101,7 @@ class CheckpointReader:
         return index
 
     def restore_rng(self, groups: Groups) -> None:
-        """Set this rank's random number generators, where the checkpoint has as many ranks as the job."""
+        """Restores this rank's random number generators, if the checkpoint was written by the same number of ranks."""
         file = self.path / f"rank-{groups.rank:05d}.safetensors"
         if self.ranks != groups.world_size:
             return
@@ -110,9 +111,9 @@ class CheckpointReader:
                     restore(saved.get_tensor(f"rng/{device}"))
 
     def whole(self, name: str, state: str) -> Tensor:
-        """A whole weight (or optimizer state) in fp32 on the CPU, in the shape it had when saved (padded vocabulary included).
+        """Returns a whole weight or optimizer state, float32 on the CPU, in its saved shape with the vocabulary's padding.
 
-        Raises UserError where it has elements that no piece holds, or a weight has NaN or Inf.
+        Raises UserError if it cannot be read, or if a weight has NaN, Inf or elements that no file holds.
         """
         try:
             result = self._whole(name, state)
@@ -128,7 +129,7 @@ class CheckpointReader:
         entry = self.weights[name]
         shape, dim = entry["shape"], entry["split_dim"]
         saved = sum(piece.numel for piece in self._pieces[name, state])
-        if math.prod(shape) > saved:  # before room is made for it
+        if math.prod(shape) > saved:  # checked before memory is allocated for it
             raise ValueError(f"{saved:,} of {math.prod(shape):,} elements are saved")
         parts: dict[tuple[tuple[int, int], ...], Tensor] = {}
         for piece in self._pieces[name, state]:
@@ -150,7 +151,10 @@ class CheckpointReader:
         return result
 
     def local(self, name: str, state: str, weight: Tensor, shape: torch.Size, groups: Groups) -> Tensor:
-        """The part of a weight that a rank of another layout holds; a vocabulary's padding is cut or filled with zeros."""
+        """Returns the share of a weight or state that this rank holds in the layout `groups`, float32 on the CPU.
+
+        shape: of the rank's share. The padding of a vocabulary is cut off or filled with zeros. Raises UserError.
+        """
         whole = self.whole(name, state)
         wanted = global_shape(weight, groups.tensor_size, shape)
         if list(whole.shape) != wanted:
@@ -161,7 +165,10 @@ class CheckpointReader:
         return local_part(whole, weight, groups.tensor_rank, groups.tensor_size)
 
     def flat(self, fragment: Fragment, weight: Tensor, shape: torch.Size, groups: Groups) -> Tensor:
-        """The elements that a fragment wants. Where the tensor-parallel split is the saved one, no other is read."""
+        """Returns the elements of a fragment, [numel] float32 on the CPU; NaN for elements that no file holds.
+
+        If the checkpoint has the same tensor-parallel split, only these elements are read. shape: of the rank's share.
+        """
         start, stop = fragment.start, fragment.start + fragment.tensor.numel()
         entry = self.weights[fragment.name]
         wanted = global_shape(weight, groups.tensor_size, shape)
@@ -189,13 +196,13 @@ class CheckpointReader:
 
 
 def new_weights(reader: CheckpointReader, model: nn.Module) -> set[str]:
-    """What the checkpoint lacks of what this model's mixers declare: it keeps the values that it begins with."""
+    """Returns the weights of the model's mixers that the checkpoint lacks. They keep their initial values."""
     lacking = {name for name, _ in model.named_parameters()} - reader.weights.keys()
     return {name for name in lacking if name.startswith("shared.") or ".attention.weights." in name}
 
 
 def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, vocab_rows: Iterable[str]) -> None:
-    """Raise UserError where the checkpoint is of another model. vocab_rows: weights whose row padding may differ."""
+    """Raises UserError if the checkpoint is of another model. vocab_rows: weights whose number of rows may differ."""
     ours = {name: global_shape(weight, groups.tensor_size) for name, weight in model.named_parameters()}
     ours = {name: shape for name, shape in ours.items() if name not in new_weights(reader, model)}
     theirs = {name: entry["shape"] for name, entry in reader.weights.items()}
@@ -210,7 +217,7 @@ def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, voc
 
 @torch.no_grad()
 def load_weights(reader: CheckpointReader, model: nn.Module, groups: Groups) -> None:
-    """Fill a model's weights, rounded to their dtype (before ZeRO takes them over)."""
+    """Fills the weights of a model, rounded to their dtype. Must be called before ZeRO divides them."""
     new = new_weights(reader, model)
     for name, weight in model.named_parameters():
         if name in new:
@@ -220,7 +227,10 @@ def load_weights(reader: CheckpointReader, model: nn.Module, groups: Groups) -> 
 
 @torch.no_grad()
 def load_training_state(reader: CheckpointReader, engine: Engine, groups: Groups) -> None:
-    """Fill the fp32 master weights and the optimizer's states of a model whose weights are loaded; set the generators."""
+    """Fills the fp32 master weights and the optimizer's states, and restores the random number generators.
+
+    The weights of the model must be loaded already. Raises UserError if elements are missing.
+    """
     engine.restore(reader.state.applied_steps)
     reader.restore_rng(groups)
     weights = dict(engine.module.named_parameters())

@@ -1,7 +1,7 @@
-"""Where a run's checkpoints lie, how they were configured and whether they are whole; reads no weights, needs no torch.
+"""Finds a run's checkpoints, reads their configuration and checks whether they are whole. Imports no torch.
 
-A checkpoint is *broken* where its files differ from its checksums.json, and *unreadable* where the system refuses to read it
-(EIO, ESTALE, EACCES, ...), which may pass. `ssscale.train.whole` asks all ranks.
+A checkpoint is *broken* if its files differ from its checksums.json. It is *unreadable* if the system cannot read it (EIO,
+ESTALE, EACCES, ...), which may be temporary. `ssscale.train.whole` asks all ranks.
 """
 
 import errno
@@ -26,10 +26,10 @@ logger = logging.getLogger("ssscale")
 
 NAME = re.compile(r"step-([0-9]{8,})")
 MANIFEST = "checksums.json"
-SMALL = ("config.yaml", "state.json")  # files whose contents are compared before torch is imported
-FIRST_SAVE = "first_save.json"  # in the run's folder: a checkpoint of it has been committed once
+SMALL = ("config.yaml", "state.json")  # files whose checksums are checked before torch is imported
+FIRST_SAVE = "first_save.json"  # in the run's folder; records that the run has committed a checkpoint
 MISSING = (errno.ENOENT, errno.ENOTDIR)
-DAMAGED = (errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # no other attempt will find a file there
+DAMAGED = (errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # trying again cannot help
 
 
 class Condition(IntEnum):
@@ -40,9 +40,10 @@ class Condition(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a look at a checkpoint has shown. problem: a clause that names the file; file: its name within the folder.
+    """The result of inspecting a checkpoint.
 
-    host: that of the rank that looked, in what `share` returns.
+    problem: a clause that names the file, empty if the checkpoint is whole. file: the name of that file in the folder.
+    host: the host of the rank that inspected it. Only `ssscale.train.whole.share` sets it.
     """
 
     condition: Condition = Condition.WHOLE
@@ -52,7 +53,7 @@ class Finding:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint, from its folder's name."""
+    """Returns the step in the name of a checkpoint's folder."""
     found = NAME.match(path.name)
     assert found is not None, path
     return int(found.group(1))
@@ -63,9 +64,10 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder by their names, oldest first, whole or not; none where there is no such folder.
+    """Returns the paths in a folder that are named like checkpoints, oldest first, whole or not.
 
-    Raises UserError where the folder is a link that leads nowhere, OSError where it cannot be listed.
+    The list is empty if the folder does not exist. Raises UserError if the folder is a link to a missing target, and
+    OSError if it cannot be listed.
     """
     try:
         names = os.listdir(folder)
@@ -79,9 +81,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def inspect(path: Path, names: Iterable[str] | None = None, rank: int = 0, world_size: int = 1) -> Finding:
-    """Compare a checkpoint with its checksums.json: names and sizes of all files, contents of some.
+    """Compares a checkpoint with its checksums.json: the sizes of all files, and the contents of some.
 
-    names: the files whose contents are read; None: those that fall to `rank` of `world_size`.
+    names: files whose contents are read. None: the share of the files that `rank` of `world_size` ranks reads.
     """
     name = MANIFEST
     try:
@@ -113,19 +115,19 @@ def inspect(path: Path, names: Iterable[str] | None = None, rank: int = 0, world
 
 
 def intact(path: Path) -> bool:
-    """Whether a checkpoint's files are there with their sizes, as far as they can be seen; weights are not read."""
+    """Whether nothing is known to be wrong with a checkpoint. Checks sizes and small files; does not read weights."""
     return inspect(path, SMALL).condition is not Condition.BROKEN
 
 
 def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None where it is whole. Reads all of it in this process."""
+    """Returns what is wrong with a checkpoint, naming the file, or None if it is whole. Reads all files in this process."""
     return inspect(path).problem or None
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Raises OSError or, for what a writer would not have written, ValueError."""
+    """Returns the entries of checksums.json. Raises OSError, and ValueError if we cannot have written the file."""
     if not stat.S_ISREG(os.stat(path / MANIFEST).st_mode):
-        raise ValueError("it is not a file")  # a pipe would be waited for
+        raise ValueError("it is not a file")  # reading a pipe would block
     entries: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_bytes())
     if not isinstance(entries, dict):
         raise ValueError("it holds no table of files")
@@ -136,7 +138,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _missing(path: Path, entries: dict[str, dict[str, Any]]) -> str | None:
-    """A file that every checkpoint has and the manifest does not name. Raises ValueError for a broken state.json."""
+    """Returns a required file that checksums.json does not name, or None. Raises ValueError if state.json is broken."""
     for name in ("state.json", "config.yaml"):
         if name not in entries:
             return name
@@ -152,10 +154,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path, option: str = "checkpoint", newest: bool = False, quiet: bool = False) -> Path:
-    """A checkpoint folder, given itself or its run's folder (the newest one there that is `intact`).
+    """Returns a checkpoint: `path` itself, or the newest `intact` checkpoint if `path` is a run's folder.
 
-    Says which broken ones it passes over, unless `quiet`; with `newest` it passes over none. Raises UserError naming the
-    option.
+    Broken checkpoints are skipped, and logged unless `quiet`. With `newest`, only the newest checkpoint is considered.
+    Raises UserError, naming `option`, if there is no such checkpoint.
     """
     if patiently(lambda: is_checkpoint(path), path):
         return path
@@ -164,7 +166,7 @@ def find_checkpoint(path: Path, option: str = "checkpoint", newest: bool = False
     while True:
         found = patiently(lambda: list_checkpoints(folder), folder)
         if not found or found == before:
-            break  # else a run that trains has saved and deleted meanwhile
+            break  # if the list has changed, a training run has saved and deleted meanwhile: look again
         before, problem = found, ""
         for checkpoint in reversed(found):
             finding = inspect(checkpoint, SMALL)
@@ -182,7 +184,7 @@ def find_checkpoint(path: Path, option: str = "checkpoint", newest: bool = False
 
 
 def saved_config(checkpoint: Path) -> Config:
-    """The configuration with which a checkpoint was trained. Raises UserError."""
+    """Returns the configuration with which a checkpoint was trained. Raises UserError if it cannot be read."""
     try:
         return read_yaml(checkpoint / "config.yaml")
     except OSError as error:
@@ -190,6 +192,6 @@ def saved_config(checkpoint: Path) -> Config:
 
 
 def check_empty(out: Path) -> None:
-    """Raise UserError where the folder that out= names holds something."""
+    """Raises UserError if `out`, the folder that the option out= names, exists and is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out={out} exists and is not empty")

@@ -1,4 +1,4 @@
-"""A run's folder in use: locked, its newest whole checkpoint known to all ranks, broken ones put aside."""
+"""Takes a run's folder into use: locks it, finds the newest whole checkpoint and puts broken ones aside."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ from ssscale.train.whole import from_main, newest_whole, put_aside, record_first
 
 
 class RunFolder:
-    """A run's folder while a process trains there: locked, with the checkpoint that the run goes on from.
+    """The folder of a run that trains: locked, and with the checkpoint from which the run continues (`choice`).
 
-    Made by all ranks together. A folder that exists is locked before anything in it is read, and nothing but the lock is
-    written before `take`. Raises UserError where the folder is not the configuration's run, is in use, or has lost its
-    checkpoints.
+    All ranks construct it together. An existing folder is locked before its newest checkpoint is chosen. Nothing but the
+    lock is written before `take`. Raises UserError if the folder belongs to another configuration, is in use, or has lost
+    its checkpoints.
     """
 
     def __init__(self, path: Path, config: Config, groups: Groups, slurm_job: str | None = None) -> None:
@@ -33,7 +33,7 @@ class RunFolder:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Release the lock where something inside fails."""
+        """Releases the lock if the body raises."""
         try:
             yield
         except BaseException:
@@ -41,7 +41,7 @@ class RunFolder:
             raise
 
     def _lock(self, create: bool) -> None:
-        dist.barrier()  # no rank writes before all have checked
+        dist.barrier()  # no rank writes before all ranks have checked the folder
 
         def acquire() -> None:
             if self.lock is None and (create or self.path.is_dir()):
@@ -53,7 +53,10 @@ class RunFolder:
         self._on_main(acquire)
 
     def take(self, config: Config) -> None:
-        """Begin to write: record the merged configuration, put broken checkpoints aside. Raises UserError."""
+        """Begins to write to the folder: saves the merged configuration and puts broken checkpoints aside.
+
+        Raises UserError if the folder is in use or cannot be written.
+        """
         self._lock(create=True)
 
         def take() -> None:
@@ -66,7 +69,7 @@ class RunFolder:
         self._on_main(take)
 
     def _on_main(self, write: Callable[[], None]) -> None:
-        """Call `write` on the main rank; where it fails, all ranks raise the same UserError."""
+        """Calls `write` on the main rank. If it fails, all ranks raise the same UserError."""
         problem = ""
         if self.groups.is_main:
             try:
@@ -81,7 +84,7 @@ class RunFolder:
             raise UserError(problem)
 
     def find_again(self) -> Path | None:
-        """The newest whole checkpoint as it is now; broken ones are put aside. Raises UserError."""
+        """Returns the checkpoint that is now the newest whole one, or None, and puts broken ones aside. Raises UserError."""
         self.choice = newest_whole(self.path, self.groups)
         self._on_main(lambda: put_aside(self.choice.broken))
         return self.choice.path
@@ -92,8 +95,8 @@ class RunFolder:
 
 
 def try_to_write(folder: Path) -> None:
-    """Raise OSError now where no checkpoint could be written later."""
+    """Raises OSError if no folder can be made in `folder`, so that a run does not fail at its first save."""
     folder.mkdir(exist_ok=True)
-    trial = folder / ".trial.partial"  # which the next start removes, as all that is not committed
+    trial = folder / ".trial.partial"  # the next start removes it, like every uncommitted save
     trial.mkdir(exist_ok=True)
     trial.rmdir()

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: its rate, and the phases of a step."""
+"""Measures the speed of training and the time of each phase of a step."""
 
 import statistics
 import time
@@ -12,30 +12,30 @@ import torch
 
 
 class Stopwatch:
-    """Tokens a second of training, without what was paused (evaluation, checkpoints)."""
+    """Measures training speed in tokens per second, without pauses (evaluation, checkpoints)."""
 
     def __init__(self, tokens: int) -> None:
         self.start, self.tokens = time.perf_counter(), tokens
         self.last = self.start
-        self.quiet: deque[float] = deque(maxlen=20)  # seconds of the newest steps without a save beside them
-        self.busy: list[float] = []  # of those beside the newest save
+        self.quiet: deque[float] = deque(maxlen=20)  # seconds of recent steps during which nothing was saved
+        self.busy: list[float] = []  # seconds of the steps during the newest save
 
     def step(self, saving: bool) -> None:
-        """A step has ended; whether a checkpoint was being written."""
+        """Records the end of a step. saving: whether a checkpoint was being written."""
         now = time.perf_counter()
         (self.busy.append if saving else self.quiet.append)(now - self.last)
         self.last = now
 
     def dip(self) -> float | None:
-        """The share of the rate that was lost while the newest checkpoint was written; None where no step tells."""
+        """Returns the fraction of speed that was lost while the newest checkpoint was written; None if no step was timed."""
         busy, self.busy = self.busy, []
         if not busy or not self.quiet:
             return None
-        # One long step is a loss too, so the mean of the busy ones; a quiet one may have had to compile.
+        # The mean of the busy steps counts a single long step; the median of the others ignores one that compiled.
         return 1 - statistics.median(self.quiet) / statistics.fmean(busy)
 
     def lap(self, tokens: int) -> float:
-        """The rate since the last lap, given the tokens trained in all."""
+        """Returns the tokens per second since the last lap. tokens: trained by the run in total."""
         now = time.perf_counter()
         rate = (tokens - self.tokens) / (now - self.start)
         self.start, self.tokens = now, tokens
@@ -51,10 +51,10 @@ class Stopwatch:
 
 
 class Phases:
-    """Seconds per step by phase, on the GPU's own clock where there is one.
+    """Measures the seconds per step of each phase, with the GPU's clock if there is a GPU.
 
-    `communication` is the reduction after backward; what ZeRO 2 and 3 reduce meanwhile counts as backward. `data` is
-    the wait for the loader, `agreement` the one small reduction over all ranks that a step begins with.
+    `communication` is the reduction after backward. What ZeRO 2 and 3 reduce during backward counts as backward. `data` is
+    the wait for the loader. `agreement` is the small reduction over all ranks with which a step begins.
     """
 
     def __init__(self, cuda: bool, step: int) -> None:
@@ -69,7 +69,7 @@ class Phases:
         self.marks.append((phase, moment))
 
     def lap(self, step: int) -> dict[str, float]:
-        """`seconds/phase` per step since the last lap."""
+        """Returns the seconds per step since the last lap as `seconds/PHASE`. step: number of the last step."""
         if self.cuda and self.marks:
             self.marks[-1][1].synchronize()
         seconds: Counter[str] = Counter()

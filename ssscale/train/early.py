@@ -1,4 +1,4 @@
-"""What can be seen of a run before torch is imported: its folder, its data, the weights that it begins from."""
+"""Checks of a run before torch is imported: its folder, its data and the weights from which it starts."""
 
 import os
 from contextlib import suppress
@@ -13,14 +13,14 @@ from ssscale.train.stages import Plan
 
 
 def check_run(config: Config) -> None:
-    """Raise UserError where a run cannot start. `config` has passed `validate`; nothing is written or downloaded.
+    """Raises UserError if a run cannot start. `config` has passed `validate`. Nothing is written or downloaded.
 
-    Of the data folders the one that the run reads first is checked, which may lack later stages' folders for now.
+    Only the data folder that the run reads first is checked, because those of later stages may not exist yet.
     """
     folder, plan = Path(config.folder), Plan(config)
     check_folder(folder, config)
     saved: list[Path] = []
-    with suppress(OSError, UserError):  # what is wrong with them, or with one rank's view, the ranks find together
+    with suppress(OSError, UserError):  # the ranks report such problems together later
         saved = list_checkpoints(folder / "checkpoints")
     if config.init_from is not None and not saved and not os.path.lexists(folder / FIRST_SAVE):
         find_checkpoint(Path(config.init_from), "init_from", newest=True)
@@ -37,9 +37,10 @@ def check_run(config: Config) -> None:
 
 
 def check_data(config: Config, path: str | None = None, split: str = "train", hint: str | None = None) -> list[str]:
-    """The sources of the data folder (`path`, or the run's); none known of a remote one, which is left for later.
+    """Checks a data folder and returns its sources. path: the folder; None is the run's.
 
-    Raises UserError where the folder is missing or does not fit the run.
+    A remote folder is not checked here, and the result is empty. Raises UserError if the folder is missing or does not
+    fit the run.
     """
     data, folder = config.data, path or config.data.path
     if "://" in folder or (path is None and data.cache is not None):

@@ -1,8 +1,8 @@
-"""What a run needs of each GPU, by arithmetic: no torch, no GPU.
+"""Estimates the memory per GPU and the duration of a run by arithmetic, without torch and without a GPU.
 
-The model is DeepSpeed's mixed precision: weights in bf16, gradients accumulated in fp32, and on each data-parallel rank
-its share of fp32 master weights and of the optimizer's states (`ssscale.optim.base`). Under `precision=fp32` weights take
-4 bytes. Activations are what autograd keeps of compiled blocks, as counted with saved-tensor hooks on our own decoder.
+Memory follows DeepSpeed's mixed precision: weights in bf16, gradients accumulated in fp32, and on each data-parallel rank a
+share of the fp32 master weights and of the optimizer's states (`ssscale.optim.base`). With `precision=fp32` weights take
+4 bytes. Activations are the tensors that autograd saves in compiled blocks, counted with saved-tensor hooks on our decoder.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -14,13 +14,13 @@ from ssscale.model.mixers.base import Sizes
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 
-MASTER_BYTES = 4  # of a weight in fp32
-REDUCE_BUCKET = 500_000_000  # elements that DeepSpeed's ZeRO 2 and 3 gather before they reduce them
+MASTER_BYTES = 4  # per fp32 master weight
+REDUCE_BUCKET = 500_000_000  # gradient elements that DeepSpeed's ZeRO 2 and 3 collect before they reduce them
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the peak of a step. The CUDA context, NCCL and fragmentation (1 to 3 GiB) are not in it."""
+    """Bytes on one GPU at the peak of a step, without the CUDA context, NCCL and fragmentation (1 to 3 GiB)."""
 
     weights: float
     gradients: float
@@ -35,6 +35,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Estimate:
+    """FLOPs count forward and backward. N parameters, L layers, d = num_heads · head_dim, S tokens per row."""
+
     parameters: int
     flops_per_token: float  # 6N + 12·L·d·S
     flops_per_token_causal: float  # 6N + 6·L·d·S
@@ -47,7 +49,11 @@ class Estimate:
 
 
 def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) -> Estimate:
-    """`mfu` counts 6N + 12·L·d·S FLOPs a token, as published figures mostly do. `config` has passed `validate`."""
+    """Estimates parameters, FLOPs, memory and duration of a run. `config` has passed `validate`.
+
+    mfu: fraction of the peak at 6N + 12·L·d·S FLOPs per token, as most published figures count it.
+    peak: FLOP/s of one GPU.
+    """
     length = config.data.length
     flops = flops_per_token(config.model, length, causal_half=False)
     plan = Plan(config)
@@ -67,21 +73,21 @@ def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) ->
 
 
 def memory_per_gpu(config: Config, gpus: int) -> Memory:
-    """Bytes by part at the end of a forward pass, when all activations live.
+    """Estimates the bytes on one GPU at the end of a forward pass, when all activations are alive.
 
-    N' = parameters of one tensor-parallel rank, D = data · context ranks, w = 2 bytes (bf16; 4 in fp32), o = the bytes of the
-    optimizer's states (8 for AdamW):
+    N' = parameters of one tensor-parallel rank, D = data · context ranks, w = 2 bytes (bf16; 4 in fp32), o = bytes of
+    optimizer state per parameter (8 for AdamW):
 
     | ZeRO | weights | gradients | optimizer |
     |---|---|---|---|
     | 0 | w·N' | w·N' | o·N' (fp32: the weights are the master) |
-    | 1 | w·N' | 4·N' + w·(largest matrix, on its way to the sum) | (4 + o)·N'/D |
+    | 1 | w·N' | 4·N' + w·(largest matrix, before it is added to the sum) | (4 + o)·N'/D |
     | 2 | w·N' | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
     | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
-    ranks = gpus // tensor  # that hold the same weights: data and context ranks
+    ranks = gpus // tensor  # data · context ranks, which hold the same weights
     width = weight_bytes(config)
     parts = parameters_by_part(model, config.data.length)
     n = (parts["embedding"] + parts["matrices"]) / tensor + parts["vectors"]
@@ -101,14 +107,14 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
 
 
 def check_memory(config: Config, gpus: int, room: int) -> None:
-    """Raise UserError where no stage can be trained in `room` bytes on each of so many GPUs, or processes without one.
+    """Raises UserError if a stage cannot be trained with `room` bytes on each of `gpus` GPUs (or processes on CPUs).
 
-    The arithmetic leaves out what it cannot know and may be wrong by a little, so it refuses what cannot be right: more than
-    `room` for weights, gradients and optimizer, or twice as much in all.
+    The estimate is incomplete and can be slightly wrong. So it refuses only what certainly fails: more than `room` for
+    weights, gradients and optimizer, or more than twice `room` in total.
     """
     for own in Plan(config).configs:
         if isinstance(own.train.microbatch, Auto):
-            own = replace(own, train=replace(own.train, microbatch=1))  # what `auto` is at least
+            own = replace(own, train=replace(own.train, microbatch=1))  # the least that `auto` can choose
         memory = memory_per_gpu(own, gpus)
         kept = memory.weights + memory.gradients + memory.optimizer
         if kept > room or memory.total > 2 * room:
@@ -121,7 +127,7 @@ def check_memory(config: Config, gpus: int, room: int) -> None:
 
 
 def check_weights(config: Config, width: int, room: int) -> None:
-    """Raise UserError where a rank's weights of `width` bytes each, with the table of positions, are more than `room`."""
+    """Raises UserError if a rank's weights (`width` bytes each) and position tables need more than `room` bytes."""
     model, length = config.model, config.data.length
     tables = model.place.table_bytes(model.head_size, length)
     needed = width * count_parameters(model, length) / config.parallel.tensor + tables
@@ -137,18 +143,19 @@ def weight_bytes(config: Config) -> int:
 
 
 def activation_bytes_per_token(config: Config) -> float:
-    """Bytes that one token of a microbatch leaves on one GPU for the backward pass, all layers together.
+    """Estimates the bytes per token of a microbatch that one GPU keeps for the backward pass, over all L layers.
 
-    With w bytes an element, N and K query and key/value heads of H dimensions, hidden size D and ffn size F:
+    w bytes per element, N query and K key/value heads of H dimensions, hidden size D, ffn size F, by `train.recompute`:
 
-    none:      L · w·(4D + (N + 2K)·H + N·H + 3F): both norms' inputs and outputs; q, k, v as one matrix; the mixer's
-               output; gate, up and their product; and what the mixer keeps besides (`Mixer.kept_bytes`); without
-               torch.compile w·F more
-    selective: L · w·(2D + (2N + 2K)·H + 2F): the block's input, matrix products and mixing only (which includes what the
-               mixer keeps), and one block of `none`; without torch.compile w·D more, the last product
-    full:      L · w·D: the blocks' inputs, and one block of `none`
+    none:      L · w·(4D + (N + 2K)·H + N·H + 3F): inputs and outputs of both norms; q, k, v as one matrix; the output of
+               the mixer; gate, up and their product. Also what the mixer keeps besides (`Mixer.kept_bytes`), and w·F per
+               layer without torch.compile.
+    selective: L · w·(2D + (2N + 2K)·H + 2F): the input of the block, matrix products and the output of the mixer. Also
+               what the mixer of each layer keeps besides, w·D per layer (the last product) without torch.compile, and one
+               block of `none`.
+    full:      L · w·D: the inputs of the blocks, and one block of `none`.
 
-    Tensor parallelism splits heads and F, sequence parallelism also D.
+    Tensor parallelism divides the heads and F by its size, and sequence parallelism also D.
     """
     model, parallel = config.model, config.parallel
     w, tensor = weight_bytes(config), parallel.tensor
@@ -185,10 +192,10 @@ def activation_bytes_per_token(config: Config) -> float:
 
 
 def logit_bytes(config: Config) -> float:
-    """Bytes an entry of [tokens, vocabulary / TP] at the peak: the logits and their gradient in w bytes each.
+    """Estimates the bytes per element of the logits [T, V / tensor] at the peak: w bytes each for logits and gradient.
 
-    The vocabulary-parallel cross entropy keeps exp(logits) in fp32 beside them; without torch.compile an fp32 copy of
-    the logits and their log-softmax live too.
+    The vocabulary-parallel cross entropy also keeps exp(logits) in fp32. Without torch.compile there are also an fp32 copy
+    of the logits and their log-softmax.
     """
     fp32 = 4 if config.parallel.tensor > 1 else 8 if config.compile_on_gpu is Compile.none else 0
     return 2 * weight_bytes(config) + fp32

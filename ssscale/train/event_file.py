@@ -1,4 +1,4 @@
-"""TensorBoard's event file, written so that a full disk ends nothing."""
+"""Writes TensorBoard's event file in such a way that a full disk does not end the run."""
 
 import io
 import itertools
@@ -18,10 +18,10 @@ _numbers = itertools.count()
 
 
 class EventFile:
-    """Scalars by step. TensorBoard's own writer ends with the first error of the disk, in a thread of its own."""
+    """Writes scalars by step. It replaces TensorBoard's writer, whose thread ends with the first error of the disk."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """first_step: TensorBoard forgets what earlier files have from this step on."""
+        """first_step: TensorBoard ignores what earlier files hold from this step on."""
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self._file = Appender(folder / name)
         self._write(Event(file_version="brain.Event:2"))

@@ -1,4 +1,4 @@
-"""What goes wrong in a run: its record in events.jsonl, and what running out of memory means."""
+"""Faults of a run: the record in events.jsonl, and the message after running out of GPU memory."""
 
 import json
 import time
@@ -17,11 +17,11 @@ GIB = 2**30
 
 
 class Rollback(Exception):  # noqa: N818 - an order, not a mistake
-    """Losses stay NaN or Inf: go back to the last checkpoint."""
+    """Raised if gradients stay NaN or Inf, to go back to the last checkpoint."""
 
 
 def open_events(folder: Path) -> Appender:
-    """The run's events.jsonl, which no resuming cuts back."""
+    """Opens the run's events.jsonl. Unlike metrics.jsonl, it keeps all its lines when the run resumes."""
     return Appender(folder / "events.jsonl")
 
 
@@ -30,7 +30,7 @@ def write_event(events: Appender, event: dict[str, Any]) -> None:
 
 
 def out_of_memory(error: Exception, at: str, where: "Where") -> Stop | None:
-    """The end that running out of GPU memory means, None for any other error. at: the rank and the step."""
+    """Returns the Stop for a CUDA out-of-memory error, or None for any other error. at: the rank and step, for the message."""
     if not isinstance(error, torch.OutOfMemoryError):
         return None
     now = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

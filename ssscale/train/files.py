@@ -1,4 +1,4 @@
-"""Reading and writing files of a run; needs no torch."""
+"""Reads and writes the files of a run. Imports no torch."""
 
 import itertools
 import logging
@@ -14,13 +14,13 @@ from ssscale.errors import UserError
 
 logger = logging.getLogger("ssscale")
 
-CHUNK = 2**26  # bytes read at once
+CHUNK = 2**26  # bytes per read or write
 
 T = TypeVar("T")
 
 
 def checksum(file: Path) -> str:
-    """XXH3-128 of a file, in hexadecimal digits."""
+    """Returns the XXH3-128 of a file in hexadecimal digits. Raises OSError."""
     digest = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as opened:
         while chunk := opened.read(CHUNK):
@@ -29,7 +29,7 @@ def checksum(file: Path) -> str:
 
 
 def write_file(path: Path, chunks: list[memoryview]) -> dict[str, Any]:
-    """Write and flush a file; its size and checksum."""
+    """Writes a file and flushes it to disk. Returns its size `bytes` and checksum `xxh3`. Raises OSError."""
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "wb", buffering=0) as file:
         for chunk in chunks:
@@ -42,7 +42,7 @@ def write_file(path: Path, chunks: list[memoryview]) -> dict[str, Any]:
 
 
 def move_folder_aside(path: Path) -> None:
-    """Free the name of one of the run's files where a folder has taken it; the folder keeps what it holds. Raises OSError."""
+    """Renames a folder that has the name of one of the run's files. Its contents stay as they are. Raises OSError."""
     if not path.is_dir():
         return
     aside = next(
@@ -63,7 +63,10 @@ def fsync_folder(path: Path) -> None:
 
 
 def retry_seconds() -> float:
-    """How long something unreadable is tried again: SSSCALE_READ_RETRY_S, 30 seconds where it is not set."""
+    """Returns for how many seconds reading is retried: SSSCALE_READ_RETRY_S, or 30 if it is not set.
+
+    Raises UserError if the variable is not a number of seconds.
+    """
     text = os.environ.get("SSSCALE_READ_RETRY_S", "30")
     try:
         seconds = float(text)
@@ -75,7 +78,10 @@ def retry_seconds() -> float:
 
 
 def patiently(call: Callable[[], T], what: Path) -> T:
-    """call(), again while it raises OSError. Raises UserError when it still does after `retry_seconds`."""
+    """Returns call(), which is retried while it raises OSError. what: the path for messages.
+
+    Raises UserError if it still fails after `retry_seconds`.
+    """
     end = time.monotonic() + retry_seconds()
     for wait in waits():
         try:
@@ -89,5 +95,5 @@ def patiently(call: Callable[[], T], what: Path) -> T:
 
 
 def waits() -> Iterable[float]:
-    """Seconds between one attempt to read and the next."""
+    """Returns the seconds to wait before each further attempt to read."""
     return itertools.chain((0.5, 1.0, 2.0, 4.0), itertools.repeat(8.0))

@@ -1,4 +1,4 @@
-"""One run at a time writes to a run folder."""
+"""A lock that lets only one run at a time write to a run folder."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SILENT_S = 3 * HEARTBEAT_S
 
 
 def _machine() -> str:
-    """Host, its boot and the process-id namespace: within these a process id says which process is meant."""
+    """Returns the host, its boot id and the process-id namespace, within which a process id is unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -27,10 +27,9 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> float | None:
-    """When a living process began, in clock ticks since the boot, which setting the clock does not change.
+    """Returns the start time of a living process in clock ticks since boot, which setting the clock does not change.
 
-    None where there is no such process, or only what its parent has not yet asked about. Without /proc it is psutil's time
-    in seconds since 1970.
+    None if there is no such process or it is a zombie. Without /proc, the result is psutil's time in seconds since 1970.
     """
     if not Path("/proc/self/stat").is_file():
         try:
@@ -41,16 +40,16 @@ def _started(pid: int) -> float | None:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    values = text.rpartition(b")")[2].split()  # the name before it may hold anything
+    values = text.rpartition(b")")[2].split()  # split after the name, which can contain any character
     return None if values[0] in (b"Z", b"X") else int(values[19])  # fields 3 and 22 of proc(5)
 
 
 class RunLock:
-    """`run.lock` in a run folder: JSON of who trains there, touched every HEARTBEAT_S seconds by a thread.
+    """The file `run.lock` in a run folder: JSON that names its owner. A thread touches it every HEARTBEAT_S seconds.
 
-    A lock is stale, and taken over, when its process is gone (same boot of the same host), when it belongs to an earlier
-    start of this same Slurm job, or when nobody has touched it for SILENT_S seconds (otherwise, also where the file is
-    broken). No clocks are compared.
+    A stale lock is taken over. If the owner ran on this machine since its last boot, the lock is stale when the process is
+    gone. If it belongs to an earlier start of the same Slurm job, it is stale. In all other cases, also if the file is
+    broken, it is stale when it has not been touched for SILENT_S seconds, so that no clocks of machines are compared.
     """
 
     def __init__(self, folder: Path, slurm_job: str | None) -> None:
@@ -65,7 +64,10 @@ class RunLock:
         self._released = threading.Event()
 
     def acquire(self) -> None:
-        """Raises UserError, naming host and process, where another run is alive; OSError where nothing can be written."""
+        """Takes the lock.
+
+        Raises UserError, naming host and process, if another run holds it, and OSError if it cannot be written.
+        """
         while not self._create():
             content = self._content()
             if content is None:
@@ -85,13 +87,13 @@ class RunLock:
 
     def release(self) -> None:
         self._released.set()
-        with suppress(OSError):  # a lock that cannot be removed is stale as soon as the process is gone
+        with suppress(OSError):  # a lock that stays is stale once this process is gone
             content = self._content()
             if content is not None and self._parse(content) == self.owner:
                 self.path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
-        """Put our lock there, whole from the first moment, unless there is one."""
+        """Creates the lock unless there is one. A hard link makes it appear with its whole content at once."""
         ours = self.path.with_name(f"run.lock.{self.owner['host']}.{self.owner['pid']}")
         ours.write_text(json.dumps(self.owner))
         try:
@@ -109,7 +111,7 @@ class RunLock:
             return None
 
     def _parse(self, content: bytes) -> dict[str, Any] | None:
-        """Who holds the lock; None where the file is broken."""
+        """Returns the owner in a lock file; None if the file is broken."""
         try:
             owner = json.loads(content)
         except (ValueError, RecursionError):
@@ -122,7 +124,7 @@ class RunLock:
             started = _started(other["pid"])
             return started is not None and started == other["started"]
         if other is not None and other["slurm_job"] is not None and other["slurm_job"] == self.owner["slurm_job"]:
-            return False  # Slurm starts a job again only after its earlier start has ended
+            return False  # Slurm restarts a job only after its earlier start has ended
         before = self._touched()
         end = time.monotonic() + SILENT_S
         while time.monotonic() < end:
@@ -138,7 +140,7 @@ class RunLock:
             return 0.0
 
     def _remove(self, content: bytes) -> None:
-        """Remove a stale lock; if another start has replaced it meanwhile, give that one back."""
+        """Removes a stale lock. If another start has replaced it meanwhile, that lock is put back."""
         aside = self.path.with_name(f"run.lock.stale.{self.owner['host']}.{self.owner['pid']}")
         try:
             os.replace(self.path, aside)
@@ -153,4 +155,4 @@ class RunLock:
             try:
                 os.utime(self.path)
             except OSError:
-                continue  # the file system may answer again
+                continue  # the file system may recover

@@ -1,4 +1,4 @@
-"""The training loop: stages, steps and what is due after them."""
+"""The training loop: the stages of a run, their steps, and the hooks that are due after a step."""
 
 import logging
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ logger = logging.getLogger("ssscale")
 
 
 def train(run: Run) -> None:
-    """Train to the last step; returns at once for a finished run.
+    """Trains to the last step. Returns at once if the run is finished.
 
-    Raises Stop where the run ends before its last step, and UserError where that step cannot be saved.
+    Raises Stop if the run ends before its last step, and UserError if the last step cannot be saved.
     """
     with run.going_on():
         if run.plan.total_steps == 0 and run.place.choice.path is None:
-            run.saving.save_beginning(run)  # the weights that the run begins with are what was asked for
+            run.saving.save_beginning(run)  # a run of no steps saves its initial weights
         while not run.finished:
             try:
                 with run.metrics.open(run.state.step):
@@ -39,7 +39,7 @@ def _train(run: Run) -> None:
 
 
 def _advance(run: Run, batches: Sequence[Batch]) -> None:
-    """One step and what is due after it."""
+    """Trains one step and calls the hooks around it."""
     run.mark("agreement")
     agreed = agree(run, batches)
     run.measure_memory()

@@ -1,4 +1,4 @@
-"""Metrics of a run: JSON lines, TensorBoard and the terminal, on the main rank."""
+"""Writes the metrics of a run to JSON lines, TensorBoard and the terminal, on the main rank."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger("ssscale")
 
 
 class Metrics:
-    """Writes `metrics.jsonl`, `tensorboard/` and one line for each record while it is open; silent on all but the main rank."""
+    """Writes each record to `metrics.jsonl`, `tensorboard/` and the terminal while it is open. Only the main rank writes."""
 
     def __init__(self, folder: Path, total_steps: int, is_main: bool, use_wandb: bool = False) -> None:
         self.folder, self.total_steps, self.is_main, self.use_wandb = folder, total_steps, is_main, use_wandb
@@ -36,7 +36,10 @@ class Metrics:
 
     @contextmanager
     def open(self, first_step: int) -> Iterator[None]:
-        """Go on after `first_step`; what the file has of later steps is cut off. Raises UserError."""
+        """Opens the outputs to continue after `first_step`, and removes records of later steps from the file.
+
+        Raises UserError if the file cannot be cut back.
+        """
         if not self.is_main:
             yield
             return
@@ -48,14 +51,15 @@ class Metrics:
             self.outputs = None
 
     def advance(self, step: int) -> None:
-        """Move the progress bar."""
+        """Moves the progress bar."""
         if self.outputs is not None:
             self.outputs.progress.update(self.outputs.task, completed=step)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record; its `step` places it. Numbers go to TensorBoard, everything to the file, the short ones to the terminal.
+        """Writes a record, which must have a `step`.
 
-        `time` (seconds since 1970) is added in the file.
+        TensorBoard gets its numbers. The file gets all of it, and `time` in seconds since 1970. The terminal gets the
+        values that are neither lists nor named `SECTION/NAME`.
         """
         if self.outputs is not None:
             self.outputs.write(record)
@@ -96,7 +100,7 @@ class _Outputs:
         self.tensorboard.write(_scalars(record), record["step"])
         self.newest = max(self.newest, record["step"])
         if self.wandb is not None:
-            self.wandb.log(record, step=self.newest)  # it takes no step twice; a save belongs to an earlier one
+            self.wandb.log(record, step=self.newest)  # wandb rejects the earlier step of a save
         shown = {
             name: value
             for name, value in record.items()
@@ -104,19 +108,19 @@ class _Outputs:
         }
         if shown.keys() - {"step", "tokens"}:
             line = "  ".join(f"{name} {_short(value)}" for name, value in shown.items())
-            with suppress(OSError):  # the log of the job may lie on the full disk too
+            with suppress(OSError):  # the output of the job may be on the full disk too
                 self.progress.console.print(line, highlight=False)
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record by name, lists by layer."""
+    """Returns the numbers of a record by name. A list gives one number per layer, with the mean over heads."""
     found: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, int | float) and name != "step":
             found[name] = value
         elif isinstance(value, list):
             for layer, entry in enumerate(value):
-                if entry is None:  # the layer's mixer has no such number
+                if entry is None:  # the mixer of this layer has no such value
                     continue
                 found[f"{name}/layer{layer:02d}"] = statistics.fmean(entry) if isinstance(entry, list) else entry
     return found
@@ -131,18 +135,24 @@ def _wandb(folder: Path) -> Any:
 
 
 def losses_by_position(sums: Tensor, prefix: str) -> dict[str, float]:
-    """`prefix/first position` → nats a token, from `sums_by_position` (ssscale/data/batch.py) over all ranks."""
+    """Returns the mean loss in nats per token by position, named `prefix/from_FIRST` by a bucket's first position.
+
+    sums: `sums_by_position` (ssscale/data/batch.py) over all ranks, [2, num_buckets]. Empty buckets are left out.
+    """
     return losses_by_source(sums, [f"from_{2**bits // 2:06d}" for bits in range(sums.shape[1])], prefix)
 
 
 def mean_loss(sums: Tensor) -> float:
-    """Nats a token over all sources; NaN where there was no target."""
+    """Returns the mean loss in nats per token over all sources; NaN if there is no target. sums: `sums_by_source`."""
     total, targets = sums.sum(1).tolist()
     return total / targets if targets else math.nan
 
 
 def losses_by_source(sums: Tensor, names: Sequence[str], prefix: str) -> dict[str, float]:
-    """`prefix/source` → nats a token, from `sums_by_source` over all ranks; a source without targets is left out."""
+    """Returns the mean loss in nats per token by source, named `prefix/SOURCE`.
+
+    sums: `sums_by_source` over all ranks, [2, num_sources]. Sources without targets are left out.
+    """
     pairs = zip(names, sums.T.tolist())
     return {f"{prefix}/{name}": loss / targets for name, (loss, targets) in pairs if targets}
 
@@ -156,7 +166,7 @@ def step_record(
     lr: float,
     grad_norm: float | None,
 ) -> dict[str, Any]:
-    """What a logged step says. sums: `sums_by_source` over all ranks; names: of the sources."""
+    """Returns the record of a logged step. sums: `sums_by_source` over all ranks, in nats; names: the sources."""
     stage = config.train.stages[stage_at(config.train.stages, tokens)[0]].name
     return {
         "step": step,
@@ -170,7 +180,10 @@ def step_record(
 
 
 def speed(rate: float, config: Config, groups: Groups) -> dict[str, float]:
-    """Tokens a second of all ranks; on GPUs also MFU in both conventions, and the peak of memory."""
+    """Returns the metrics of speed. rate: tokens per second of all ranks.
+
+    On GPUs they include `mfu` (6N + 12·L·d·S FLOPs per token), `mfu_causal` (6N + 6·L·d·S) and the peak memory in GiB.
+    """
     found = {"tokens_per_second": rate}
     if groups.device.type == "cuda":
         peak = PEAK_FLOPS * groups.world_size

@@ -1,7 +1,7 @@
-"""`train.microbatch=auto`: the most rows per forward pass that a GPU holds, by the estimate of its memory.
+"""`train.microbatch=auto` chooses the most rows per forward pass that fit on a GPU, by the estimate of its memory.
 
-Samples, their order and the sum over a step do not depend on the microbatch, so it is chosen at every start: a run may go on
-with another number of ranks or on other GPUs. Importing this file imports no torch.
+Samples, their order and the sum over a step do not depend on the microbatch. So it is chosen at every start, and a run can
+continue on another number of ranks or on other GPUs. Importing this file imports no torch.
 """
 
 import logging
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ssscale")
 
 GIB = 2**30
-H100_MEMORY = 79 * GIB  # bytes that CUDA reports of an 80 GB H100
-RESERVED = 3 * GIB  # CUDA's context, NCCL and fragmentation, which the estimate leaves out
-MOST_TOKENS = 65_536  # per rank and forward pass: the largest that was measured, and more is no faster
+H100_MEMORY = 79 * GIB  # bytes that CUDA reports for an 80 GB H100
+RESERVED = 3 * GIB  # for CUDA's context, NCCL and fragmentation, which the estimate leaves out
+MOST_TOKENS = 65_536  # per rank and forward pass, the largest value that was measured; more is no faster
 MARGIN = 1.05  # the largest measured peak is 1.034 of its estimate (docs/results/training_speed.md)
 
 
 def with_microbatch(config: Config, batch_size: int, world_size: int, memory: float = H100_MEMORY) -> Config:
-    """One stage's configuration with `auto` as a number of rows, for steps of `batch_size` rows over all ranks.
+    """Returns the configuration of a stage with `auto` replaced by a number of rows.
 
-    The largest divisor of the rows per data-parallel rank that makes at most MOST_TOKENS tokens and whose estimate fits
-    `memory`, bytes of one GPU; the smallest one where none fits. Raises UserError where no divisor suits sequence
-    parallelism. `config` has passed `check_world`.
+    batch_size: rows per step over all ranks. memory: bytes of one GPU. `config` has passed `check_world`.
+    The result is the largest divisor of the rows per data-parallel rank that gives at most MOST_TOKENS tokens and whose
+    estimate fits into `memory`. If none fits, it is the smallest divisor. Raises UserError if sequence parallelism cannot
+    divide the tokens of any divisor.
     """
     if not isinstance(config.train.microbatch, Auto):
         return config
@@ -48,18 +49,18 @@ def with_microbatch(config: Config, batch_size: int, world_size: int, memory: fl
 
 
 def fits(config: Config, world_size: int, memory: float = H100_MEMORY) -> bool:
-    """Whether the estimate of a configuration with a number as microbatch leaves room on a GPU of `memory` bytes."""
+    """Whether the estimated memory fits on a GPU of `memory` bytes. The microbatch must be a number."""
     return MARGIN * memory_per_gpu(config, world_size).total + RESERVED <= memory
 
 
 def divides_tokens(config: Config) -> bool:
-    """Whether sequence parallelism can split a microbatch's tokens."""
+    """Whether sequence parallelism, if it is on, can divide the tokens of a microbatch."""
     parallel = config.parallel
     return parallel.tensor == 1 or not parallel.sequence or _tokens(config) % parallel.tensor == 0
 
 
 def _tokens(config: Config) -> int:
-    """Of a microbatch on one rank."""
+    """Returns the tokens of a microbatch on one rank."""
     return config.train.microbatch_rows * config.data.length // config.parallel.context
 
 
@@ -68,7 +69,7 @@ def _with(config: Config, rows: int) -> Config:
 
 
 class StageConfigs:
-    """The configurations of a run's stages on its GPUs, `auto` as a number. Every choice is logged once."""
+    """The configurations of a run's stages, with `auto` replaced by a number for its GPUs. Logs each choice once."""
 
     def __init__(self, plan: Plan, groups: "Groups") -> None:
         self.plan, self.world_size = plan, groups.world_size
@@ -102,7 +103,7 @@ class StageConfigs:
 
 
 def _smallest_gpu(groups: "Groups") -> float:
-    """Bytes of the smallest GPU of all ranks; those of an 80 GB H100 on CPUs."""
+    """Returns the bytes of the smallest GPU of all ranks. On CPUs, those of an 80 GB H100."""
     import torch
     import torch.distributed as dist
 

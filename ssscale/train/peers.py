@@ -1,9 +1,9 @@
-"""How a rank that fails tells the others why, and which failures mean that another rank is gone.
+"""Tells the other ranks why a rank failed, and decides which errors mean that another rank is gone.
 
-A rank whose peer has left finds a closed connection and nothing else. So every rank that fails says so in a file of the
-run folder, and a rank that has lost a connection looks there first: an error of another rank is what has happened, and
-its exit code is theirs too. Only a rank that has left without a word (a node that crashed, kill -9) is *gone*, for which
-the same command is started again. What happens again at the same step is no accident and ends the job.
+A rank whose peer has left only sees a closed connection. So every rank that fails writes the reason to a file in the run
+folder, and a rank that has lost a connection reads these files first. If another rank reported an error, that error is the
+cause, and all ranks end with its exit code. A rank that left without a report (a crashed node, kill -9) is *gone*, and the
+same command is started again. If the same thing happens repeatedly at the same step, the job ends.
 """
 
 import faulthandler
@@ -26,14 +26,15 @@ from ssscale.parallel.groups import Groups
 from ssscale.train.faults import Rollback, out_of_memory
 from ssscale.train.whole import from_main
 
-GATHER_S = 3.0  # in which the others say why they have failed
-GLOO = re.compile(r"gloo/transport/\w+/\w+\.cc:\d+\]")  # gloo's errors have no type of their own: where they come from
-# How often the same may happen at the same step: ranks that all found an error, or one that left without a word.
+GATHER_S = 3.0  # seconds to wait for the reports of other ranks
+GLOO = re.compile(r"gloo/transport/\w+/\w+\.cc:\d+\]")  # in gloo's errors, which have no type of their own
+# How many times the same may happen at the same step: an error that all ranks report, or a rank that leaves without a
+# report.
 SAME_ERROR, SAME_LOSS = 2, 4
 
 
 class Where(NamedTuple):
-    """What a rank was doing. held: bytes of GPU memory allocated between two steps."""
+    """What a rank was doing when it failed. held: bytes of GPU memory that stay allocated between steps."""
 
     config: Config
     step: int
@@ -42,26 +43,29 @@ class Where(NamedTuple):
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error is of the connections between ranks, by its type; of gloo's RuntimeErrors, by their origin."""
+    """Whether an error comes from a connection between ranks.
+
+    It is recognized by its type, or, for gloo's RuntimeErrors, by the source file in the message.
+    """
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(GLOO.search(str(error))))
 
 
 class Peers:
-    """The ranks of a run, this one included. All of them make it together."""
+    """The ranks of a run and their reports of failures. All ranks construct it together."""
 
     def __init__(self, folder: Path, groups: Groups) -> None:
         self.folder, self.groups = folder / "stacks", groups
-        self.start = from_main(uuid.uuid4().hex, groups)  # reports of an earlier start are not of this one
+        self.start = from_main(uuid.uuid4().hex, groups)  # tells reports of this start from those of earlier ones
         self.crashes: IO[str] | None = None
         self.is_open = False
 
     def open(self) -> None:
-        """The folder is the run's: reports may be written there, and what a crash of the interpreter leaves."""
+        """Allows reports to be written, now that the folder is the run's, and records crashes of the interpreter there."""
         self.is_open = True
         with suppress(OSError):
             self.folder.mkdir(exist_ok=True)
             if not faulthandler.is_enabled():
-                self.crashes = open(self._crash(self.groups.rank), "w")  # noqa: SIM115 - open as long as the process is
+                self.crashes = open(self._crash(self.groups.rank), "w")  # noqa: SIM115 - stays open until `close`
                 self.crashes.write(f"{self.start}\n")
                 self.crashes.flush()
                 faulthandler.enable(self.crashes)
@@ -73,13 +77,16 @@ class Peers:
             self.crashes = None
             with suppress(OSError):
                 self._crash(self.groups.rank).unlink()
-                self.folder.rmdir()  # where nothing else is in it
+                self.folder.rmdir()  # fails if the folder is not empty
 
     @contextmanager
     def telling(self, where: Callable[[], Where]) -> Iterator[None]:
-        """Tell the others of an error inside. Raises Stop for what is not the user's mistake."""
+        """Reports an error of the body to the other ranks. Raises Stop for errors that the user did not cause.
+
+        where: called at an error, to say what this rank was doing.
+        """
         if self.is_open:
-            self.open()  # its file of crashes, which was closed at the end of the start
+            self.open()  # opens the file of crashes again, which the first `telling` has closed
         try:
             yield
         except Rollback:
@@ -93,7 +100,10 @@ class Peers:
             self.close()
 
     def _ended(self, error: Exception, where: Where) -> Exception:
-        """The end that an error means for this rank; the error itself where the run's folder is not its own yet."""
+        """Reports an error and returns the exception with which this rank ends.
+
+        Unexpected errors are returned unchanged as long as the folder is not the run's own.
+        """
         at = f"rank {self.groups.rank}, step {where.step}, {where.phase}"
         if isinstance(error, Stop | UserError):
             code = error.code if isinstance(error, Stop) else 2
@@ -125,7 +135,7 @@ class Peers:
         for rank in silent:
             if self._crashed(rank):
                 return Stop(f"{at}: rank {rank} has crashed: its stacks are in {self._crash(rank)}", FAILED)
-        # Where a rank has left without a word, phase and text depend on when the others notice.
+        # If a rank left without a report, phase and message depend on when the others notice, so they are not compared.
         same = [where.step, silent] if silent else [where.step, where.phase, re.sub(r"\d+", "", first)]
         times = self._times(same)
         if times >= (SAME_LOSS if silent else SAME_ERROR):
@@ -137,7 +147,7 @@ class Peers:
         return Stop(f"{at}: another rank is gone ({first}); the same command goes on", STALLED)
 
     def _times(self, same: list[Any]) -> int:
-        """How many starts in a row have ended in the same way on this rank, this one counted."""
+        """Returns how many starts in a row, including this one, have ended in the same way on this rank."""
         file = self.folder / f"lost-rank-{self.groups.rank:05d}.json"
         before: Any = _read_json(file)
         times = 1
@@ -151,7 +161,10 @@ class Peers:
         self._write(self._failure(self.groups.rank), report)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """The reports of all ranks, this one's too, as far as they come in time."""
+        """Returns the reports by rank, including this rank's own, that arrive within GATHER_S seconds.
+
+        Stops waiting as soon as one report is not about a lost connection.
+        """
         end = time.monotonic() + GATHER_S
         while True:
             found = {}
@@ -165,7 +178,7 @@ class Peers:
             time.sleep(0.1)
 
     def _write(self, file: Path, content: dict[str, Any]) -> None:
-        """Nothing where the disk is full: the others then take this rank for gone."""
+        """Writes a report. Errors of the disk are ignored; the other ranks then take this rank for gone."""
         if not self.is_open:
             return
         with suppress(OSError):

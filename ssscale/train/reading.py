@@ -1,4 +1,4 @@
-"""Reading a checkpoint of a run that may be training: it stays until it is read, or one sentence says that it is gone."""
+"""Reads a checkpoint of a run that may be training. The checkpoint is kept until it is read, or an error says it is gone."""
 
 import fcntl
 import logging
@@ -31,16 +31,16 @@ class Gone(Exception):  # noqa: N818 - what happened, not a mistake
 
 
 class _Hold:
-    """A shared lock on a checkpoint's checksums.json, which its run tries to lock alone before it deletes.
+    """A shared lock on a checkpoint's checksums.json. The run deletes a checkpoint only if it gets an exclusive lock.
 
-    The kernel ends it with the process. Where a file system has no locks, `check` still notices the deletion.
+    The kernel releases the lock when the process ends. If the file system has no locks, `check` still detects a deletion.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises Gone, or OSError where the file cannot be read."""
+        """Raises Gone if there is no such file, and OSError if it cannot be read."""
         self.path = path
         try:
-            self.descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)  # never waits for a pipe
+            self.descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not block
         except FileNotFoundError:
             raise Gone from None
         with suppress(OSError):
@@ -52,7 +52,7 @@ class _Hold:
             raise
 
     def check(self) -> None:
-        """Raises Gone where the path no longer leads to the file that was opened."""
+        """Raises Gone if the path no longer leads to the file that was opened."""
         try:
             same = os.path.samestat(os.stat(self.path / MANIFEST), os.fstat(self.descriptor))
         except OSError:  # ESTALE: deleted on another machine
@@ -66,7 +66,10 @@ class _Hold:
 
 @contextmanager
 def unread(path: Path) -> Iterator[bool]:
-    """Whether nobody reads the checkpoint. While True nobody begins to, either, except where there are no locks."""
+    """Yields whether no process reads the checkpoint. While the body runs, none can start to.
+
+    On a file system without locks it always yields True.
+    """
     try:
         descriptor = os.open(path / MANIFEST, os.O_RDWR)
     except OSError:
@@ -79,7 +82,7 @@ def unread(path: Path) -> Iterator[bool]:
         except BlockingIOError:
             free = False
         except OSError:
-            pass  # no locks here
+            pass  # the file system has no locks
         yield free
     finally:
         os.close(descriptor)
@@ -87,18 +90,18 @@ def unread(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def reading(given: Path, groups: Groups, option: str = "checkpoint", newest: bool = False) -> Iterator[Path]:
-    """A checkpoint, or a run's newest whole one, that is whole for all that is read inside; all ranks call it alike.
+    """Yields a whole checkpoint, which the run does not delete while the body runs. All ranks call it together.
 
-    Its files have been compared with its checksums; a broken one is named and, in a run, the one before it taken, or with
-    `newest` none. Raises UserError naming the option where there is none, and where the checkpoint was deleted while it
-    was read.
+    given: a checkpoint, or a run's folder, whose newest whole checkpoint is taken. With `newest`, only the newest
+    checkpoint is considered. The files have been compared with their checksums, and broken checkpoints are logged.
+    Raises UserError, naming `option`, if there is no whole checkpoint, and UserError if it was deleted while it was read.
     """
     hold = _open(given, groups, option, newest)
     try:
         try:
             yield hold.path
         except (UserError, OSError, SafetensorError):
-            hold.check()  # else what was said is true
+            hold.check()  # if the checkpoint is gone, that is the cause of the error
             raise
         hold.check()
     except Gone as gone:
@@ -108,14 +111,14 @@ def reading(given: Path, groups: Groups, option: str = "checkpoint", newest: boo
 
 
 def _open(given: Path, groups: Groups, option: str, newest: bool) -> _Hold:
-    """The checkpoint that `reading` takes, locked and compared with its checksums."""
+    """Returns the checkpoint that `reading` yields, locked and compared with its checksums."""
     before: list[Path] | None = None
     problems: list[str] = []
     while True:
         alone = from_main("yes" if _on_all(lambda: is_checkpoint(given), given, groups) else "", groups)
         found = [given] if alone else list_together(given, groups)
         if not found or found == before:
-            break  # else a run that trains has saved and deleted meanwhile
+            break  # if the list has changed, a training run has saved and deleted meanwhile: look again
         before, problems = found, []
         for path in found[-1:] if newest else found[::-1]:
             hold = _hold_together(path, groups)
@@ -133,7 +136,7 @@ def _open(given: Path, groups: Groups, option: str, newest: bool) -> _Hold:
 
 
 def _on_all(call: Callable[[], T], path: Path, groups: Groups) -> T:
-    """call() on this rank. Raises UserError on every rank where one of them cannot read what it reads."""
+    """Returns call() of this rank. Raises UserError on all ranks if one of them cannot read `path`."""
     mine, answer = Finding(), None
     try:
         answer = patiently(call, path)
@@ -148,7 +151,7 @@ def _on_all(call: Callable[[], T], path: Path, groups: Groups) -> T:
 
 
 def _hold_together(path: Path, groups: Groups) -> _Hold | None:
-    """None where the checkpoint is gone on a rank."""
+    """Locks a checkpoint on all ranks. Returns None, on all of them, if it is gone for one."""
 
     def hold() -> _Hold | None:
         try:
@@ -166,7 +169,7 @@ def _hold_together(path: Path, groups: Groups) -> _Hold | None:
 
 
 def _inspect_held(hold: _Hold, groups: Groups) -> str | None:
-    """What is wrong with a checkpoint, which is let go then."""
+    """Returns what is wrong with a checkpoint and releases its lock, or returns None if it is whole."""
     problem: str | None = "not read"
     try:
         problem = inspect_together(hold.path, groups)

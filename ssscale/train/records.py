@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON record per line."""
+"""Reads metrics.jsonl, which has one JSON record per line, and cuts it back to a step."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ logger = logging.getLogger("ssscale")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file. What is not one is left out: a damaged line, or a last one that a crash cut short."""
+    """Returns the records of a metrics file, without damaged lines and without a last line that a crash cut short."""
     data = path.read_bytes() if path.is_file() else b""
     return [record for line in data.split(b"\n") if (record := _parse(line)) is not None]
 
@@ -26,9 +26,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the records after a step: the run resumes there and will write them again, each once.
+    """Removes the records after a step, because a run that resumes there writes them again.
 
-    Lines that cannot be read are moved to metrics.damaged.jsonl beside it, a folder of its name is moved aside. Raises OSError.
+    Lines that cannot be read are moved to metrics.damaged.jsonl in the same folder. If `path` is a folder, it is renamed.
+    Raises OSError.
     """
     move_folder_aside(path)
     data = path.read_bytes() if path.is_file() else b""
@@ -47,7 +48,7 @@ def keep_until(path: Path, step: int) -> None:
             os.fsync(file.fileno())
     if data == kept:
         return
-    if data.startswith(kept):  # the usual case, which takes no room on a full disk
+    if data.startswith(kept):  # the usual case; truncating needs no space on a full disk
         with open(path, "r+b") as file:
             file.truncate(len(kept))
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""What lives across the steps of a run: it opens, resumes, changes stages, rolls back and stops here."""
+"""The state of a run across its steps: how it opens, resumes, changes stages, rolls back and stops."""
 
 import gc
 import logging
@@ -39,49 +39,55 @@ from ssscale.train.watchdog import Watchdog
 
 logger = logging.getLogger("ssscale")
 
-MAX_ROLLBACKS = 3  # to one checkpoint
+MAX_ROLLBACKS = 3  # to the same checkpoint
 
 
 class Source(Protocol):
-    """Where batches come from: the rows of one data folder, or examples."""
+    """Where the batches come from: the rows of one data folder, or examples for fine-tuning."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Of what `Batch.sources` numbers."""
+        """Names of the sources, in the order in which `Batch.sources` counts them."""
 
     @property
     def fingerprint(self) -> str:
-        """Of what is read: a run goes on with the same."""
+        """Identifies the data. A run must resume with the same fingerprint."""
 
     @property
     def vocab_size(self) -> int | None:
-        """Entries of the tokenizer, where they are known."""
+        """Number of entries of the tokenizer; None if it is not known."""
 
     def steps(self, config: Config, part: Part, state: TrainState) -> Iterator[Sequence[Batch]]:
-        """This rank's microbatches of each step that is left of a part."""
+        """Yields this rank's microbatches of each step of `part` that comes after `state`."""
 
     def divisor(self, num_targets: int) -> int:
-        """What the summed losses of a step are divided by. num_targets: its tokens with a target, over all ranks."""
+        """Returns the number by which the summed losses of a step are divided. num_targets: its targets over all ranks."""
 
     def counts(self, samples: int) -> Mapping[str, int]:
-        """What metrics say of the first `samples` samples."""
+        """Returns metrics about the first `samples` samples, such as the tokens of each source."""
 
     def rows(self, samples: range) -> Mapping[str, Sequence[int]]:
-        """The rows by source that these samples are."""
+        """Returns the rows of these samples by source, for events.jsonl."""
 
     def files(self) -> Mapping[str, str]:
-        """What a checkpoint keeps beside the weights: file names and texts."""
+        """Returns text files that a checkpoint keeps beside the weights, by name."""
 
 
 class OpenSource(Protocol):
     def __call__(self, config: Config, plan: Plan, state: TrainState, trained_on: str | None) -> Source:
-        """Open what a stage reads. trained_on: its fingerprint in the checkpoint that is gone on with. Raises UserError."""
+        """Opens the data of a stage.
+
+        trained_on: the fingerprint of this data in the checkpoint from which the run resumes; None skips the check.
+        Raises UserError if the data cannot be opened, does not fit the run, or has changed.
+        """
 
 
 class Run:
-    """A run: built from its configuration, resumed from its newest checkpoint. `ssscale.train.loop.train` trains it.
+    """A run, built from its configuration and its newest checkpoint. `ssscale.train.loop.train` trains it.
 
-    config: of the stage that is trained; given: as the user gave it. last: the newest step, None after a start or a rollback.
+    config: the configuration of the current stage. given: the configuration of the whole run.
+    state: the progress after the last step. last: the result of the last step; None after a start and after a rollback.
+    Raises UserError if the run cannot start.
     """
 
     def __init__(
@@ -95,12 +101,15 @@ class Run:
         slurm_job: str | None = None,
         init_key: str = "init_from",
     ) -> None:
-        """hooks: beside checkpoints. init_key: what `config.init_from` is called in sentences."""
+        """hooks: called in their order, before the hook that saves checkpoints. signals: requests to stop.
+
+        init_key: the name of `config.init_from` in messages.
+        """
         self.started = time.perf_counter()
         self.given, self.groups, self.signals, self.init_key = config, groups, signals, init_key
         self.folder, self.plan, self.open_source = Path(config.folder), Plan(config), open_source
         self.last: Done | None = None
-        self.memory = 0  # bytes of the GPU's that stay allocated between two steps
+        self.memory = 0  # bytes that stay allocated on the GPU between two steps
         self.peers = Peers(self.folder, groups)
         self.place = RunFolder(self.folder, config, groups, slurm_job)
         self.watchdog = Watchdog(self.folder, groups.rank, groups.world_size, config.train.watchdog)
@@ -128,13 +137,13 @@ class Run:
         return self.state.step >= self.plan.total_steps
 
     def mark(self, phase: str) -> None:
-        """A phase of the step begins."""
+        """Records that a phase of the step begins, for the watchdog and the clocks."""
         self.watchdog.mark(phase)
         self.phases.mark(phase)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """While the run trains: the watchdog watches, and what ends a rank is told to the others."""
+        """Runs the watchdog while the body trains, and reports an error to the other ranks. Releases the folder at the end."""
         self.watchdog.start()
         with self.peers.telling(lambda: Where(self.config, self.state.step + 1, self.watchdog.phase, self.memory)):
             try:
@@ -152,7 +161,7 @@ class Run:
         self.memory = torch.cuda.memory_allocated() if self.groups.device.type == "cuda" else 0
 
     def complete(self, done: Done) -> None:
-        """A step has ended."""
+        """Updates the progress of the run after a step."""
         state = self.state
         self.last = done
         self.state = replace(
@@ -174,7 +183,10 @@ class Run:
         self.mark("data")
 
     def enter(self, part: Part) -> None:
-        """Make ready for a part of the plan; a stage with another model is built again from a checkpoint of this one."""
+        """Prepares the run for a `Part` of its plan. A stage with another model is built from a checkpoint of the current one.
+
+        Raises UserError if that checkpoint cannot be saved, or if the data of the stage cannot be opened.
+        """
         before, self.part, self.config = self.config, part, self.configs.of(part)
         if self.config.data != before.data:
             self.source = self.open_source(self.config, self.plan, self.state, None)
@@ -190,7 +202,10 @@ class Run:
         self.engine.set_batch_size(part.batch_size, self.config.train.microbatch_rows)
 
     def roll_back(self) -> None:
-        """Go back to the last checkpoint and pass over the rows that were read since. Raises Stop."""
+        """Goes back to the last checkpoint, and leaves out the rows that were read since then.
+
+        Raises Stop if there is no checkpoint, or if the run has gone back to it MAX_ROLLBACKS times.
+        """
         step = self.state.step
         if self.saving.writer.active:
             self.saving.writer.wait()
@@ -199,7 +214,7 @@ class Run:
             raise Stop(f"losses are NaN up to step {step} and there is no checkpoint to go back to", DIVERGED)
         reader = CheckpointReader(found)
         state, passed = reader.state, self.state.skipped
-        if passed and passed[-1][0] == state.step:  # from memory: the main rank may have written its file already
+        if passed and passed[-1][0] == state.step:  # from memory, as the main rank may have changed the file
             state = replace(state, skipped=passed)
         times = sum(at == state.step for at, _ in state.skipped)
         if times == MAX_ROLLBACKS:
@@ -220,7 +235,7 @@ class Run:
         self._rebuild(reader)
 
     def stop(self) -> NoReturn:
-        """Save the last step, if it is not saved, and leave."""
+        """Saves the last step unless it is saved already, and raises Stop."""
         saved = self.saving.save_now(self)
         reason = self.signals.received.name if self.signals and self.signals.received else "a signal to another rank"
         if not saved:
@@ -229,7 +244,7 @@ class Run:
         raise Stop(f"{reason}; step {self.state.step} is saved, the same command goes on", SAVED)
 
     def _rebuild(self, reader: CheckpointReader) -> None:
-        """The engine again, from a checkpoint."""
+        """Frees the engine and builds it again from a checkpoint."""
         self.saving.saved_step = reader.state.step
         del self.engine
         gc.collect()

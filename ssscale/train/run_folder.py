@@ -1,6 +1,6 @@
-"""The folder of a run: who may write to it, and whether a configuration continues what lies there.
+"""The files of a run folder, and whether a configuration can continue the run in it.
 
-Needs no torch: `check_folder` answers before it is imported. `ssscale.train.claim` takes a folder.
+Imports no torch, so that `check_folder` can run before torch is imported. `ssscale.train.claim` takes a folder into use.
 """
 
 import json
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ssscale")
 
-# A run cannot change these between a stop and its continuation: its weights or its data order would not fit.
+# A run must resume with the same values of these keys. Otherwise its weights or the order of its data would not match.
 FIXED = ("model", "data.length", "data.one_document", "data.shuffle_seed", "train.batch_size", "train.seed")
 
-OURS = ("run.lock", "config.yaml.tmp", "slurm-")  # all that a start killed before config.yaml, or its job, leaves
+# All that a start, or its Slurm job, leaves in the folder if it is killed before config.yaml is written.
+OURS = ("run.lock", "config.yaml.tmp", "slurm-")
 
 
 def _value(config: Config, key: str) -> object:
@@ -46,7 +47,7 @@ def _first_difference(old: object, new: object, key: str) -> str | None:
 
 
 def check_folder(folder: Path, config: Config) -> None:
-    """Raise UserError where `config` cannot continue what lies in the folder. Writes nothing."""
+    """Raises UserError if `config` cannot continue the run in the folder, or start one there. Writes nothing."""
     try:
         _check_folder(folder, config)
     except OSError as error:
@@ -67,19 +68,22 @@ def _check_folder(folder: Path, config: Config) -> None:
         )
     except UserError as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, IsADirectoryError):
-            raise error.__cause__ from None  # what cannot be read for the moment may be right
+            raise error.__cause__ from None  # a file that cannot be read at the moment may be intact
         problem = str(error)
     if problem and not _continues_checkpoint(folder, config):
         raise UserError(problem)
 
 
 def _difference(old: Config, new: Config) -> str | None:
-    """The first key in which a run cannot have changed from one start to the next."""
+    """Returns a description of the first key of FIXED whose value differs, or None."""
     return next(filter(None, (_first_difference(_value(old, key), _value(new, key), key) for key in FIXED)), None)
 
 
 def _continues_checkpoint(folder: Path, config: Config) -> bool:
-    """Whether `config` continues the newest checkpoint: its copy of the configuration has a checksum, the run's has none."""
+    """Whether `config` continues the newest whole checkpoint.
+
+    Its copy of the configuration is more reliable than that of the run, because it has a checksum.
+    """
     for path in reversed(list_checkpoints(folder / "checkpoints")):
         if inspect(path, SMALL).condition is Condition.WHOLE:
             plan = Plan(config)
@@ -88,7 +92,7 @@ def _continues_checkpoint(folder: Path, config: Config) -> bool:
 
 
 def record_config(folder: Path, config: Config) -> None:
-    """Write the merged configuration to a folder that is locked. Raises OSError."""
+    """Writes the merged configuration to a run folder, which must be locked. Raises OSError."""
     temporary = folder / "config.yaml.tmp"
     move_folder_aside(temporary)
     write_file(temporary, [memoryview(to_yaml(config).encode())])
@@ -97,9 +101,10 @@ def record_config(folder: Path, config: Config) -> None:
 
 
 def write_rollback(folder: Path, state: "TrainState") -> None:
-    """Remember which rows a run passes over from now on, until a later checkpoint does.
+    """Saves which rows the run leaves out after a rollback, until its next checkpoint saves them.
 
-    On a full disk that is said and training goes on: a run that is stopped before its next save rolls back once more.
+    If the file cannot be written, an error is logged and training continues. If the run is then stopped before its next
+    save, it has to roll back again.
     """
     file = folder / "rollback.json"
     text = json.dumps({"step": state.step, "skipped": state.skipped})
@@ -111,7 +116,10 @@ def write_rollback(folder: Path, state: "TrainState") -> None:
 
 
 def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
-    """The state of a checkpoint, with the rows that were passed over after it was written."""
+    """Returns the state of a checkpoint, with the rows to leave out that `write_rollback` has saved for it.
+
+    Raises UserError if rollback.json is broken or cannot be read.
+    """
     file = folder / "rollback.json"
     if not file.is_file():
         return state

@@ -1,4 +1,4 @@
-"""Checkpoints are copied to host memory and written in the background while training goes on."""
+"""Writes checkpoints: copies the state to host memory, and writes it in the background while training continues."""
 
 import json
 import logging
@@ -32,7 +32,11 @@ DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 @dataclass(frozen=True)
 class Retention:
-    """Checkpoints that stay: the newest `last`, every one at a multiple of `every` steps, the one of lowest valid loss."""
+    """Which checkpoints are kept.
+
+    last: the newest ones. every: those at a multiple of this many steps; 0: none of these. best: whether the one with the
+    lowest validation loss is kept.
+    """
 
     last: int = 2
     every: int = 0
@@ -41,8 +45,8 @@ class Retention:
     def doomed(self, found: list[Path]) -> list[Path]:
         """Returns the checkpoints to delete, oldest first.
 
-        found: a run's checkpoints, oldest first, the last one just committed. One that has lost its state.json or its
-        checksums.json is not counted among those that stay, and is not deleted either.
+        found: the checkpoints of a run, oldest first. The last one has just been committed. A checkpoint that has lost its
+        state.json or its checksums.json is not deleted, and does not count towards `last`.
         """
         losses = {path: loss for path in found if (loss := _valid_loss(path)) is not None}
         stay = set(list(losses)[-self.last :])
@@ -54,7 +58,7 @@ class Retention:
 
 
 def _valid_loss(path: Path) -> float | None:
-    """A checkpoint's validation loss, infinite where it has none; None where the checkpoint cannot be counted."""
+    """Returns the validation loss of a checkpoint, infinity if it has none, or None if its files are missing or broken."""
     try:
         loss = json.loads((path / "state.json").read_bytes())["valid_loss"]
         if not (path / MANIFEST).is_file():
@@ -66,7 +70,10 @@ def _valid_loss(path: Path) -> float | None:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a committed save cost: seconds that training stood still, seconds and bytes of this rank's writing."""
+    """The cost of a committed save.
+
+    blocked_s: seconds for which training was blocked. written_s, bytes: what this rank needed for writing its files.
+    """
 
     step: int
     blocked_s: float
@@ -78,14 +85,14 @@ class Saved:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time. All ranks call its methods alike, except `done` and `failed`.
+    """Writes checkpoints, one at a time. All ranks must call its methods together, except for `done` and `failed`.
 
-    `start` blocks while the state is copied to page-locked memory, a thread then writes and flushes this rank's files;
-    once `done` holds on every rank, `finish` commits the folder by a rename. What is not committed is never read.
+    `start` blocks while the state is copied to page-locked memory. A thread then writes this rank's files and flushes them.
+    Once `done` is true on all ranks, `finish` commits the folder with a rename. Uncommitted files are never read.
     """
 
     def __init__(self, folder: Path, groups: Groups, retention: Retention, run: Path | None = None) -> None:
-        """run: the run's folder, where the first commit is put on record."""
+        """folder: of the checkpoints. run: the run's folder, in which the first commit is recorded; None: it is not."""
         self.folder, self.groups, self.retention, self.run = folder, groups, retention, run
         self.buffer, self.locked = torch.empty(0, dtype=torch.uint8), False
         self.thread: threading.Thread | None = None
@@ -96,16 +103,16 @@ class CheckpointWriter:
         if groups.is_main:
             for left in folder.glob("step-*.partial"):
                 shutil.rmtree(left, ignore_errors=True)
-        dist.barrier()  # nobody writes before that
+        dist.barrier()  # no rank writes before the main rank has cleaned up
 
     @property
     def final(self) -> Path:
-        """The folder of the newest snapshot's checkpoint."""
+        """Folder of the newest snapshot's checkpoint after it is committed."""
         return checkpoint_path(self.folder, self.state.step)
 
     @property
     def partial(self) -> Path:
-        """Its folder until it is committed."""
+        """Folder of the newest snapshot's checkpoint until it is committed."""
         return self.final.with_name(f"{self.final.name}.partial")
 
     @property
@@ -114,7 +121,7 @@ class CheckpointWriter:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's files are written, or will not be."""
+        """Whether this rank has written its files or has failed to."""
         return self.thread is not None and not self.thread.is_alive()
 
     @property
@@ -122,7 +129,7 @@ class CheckpointWriter:
         return self.done and self.error is not None
 
     def prepare(self, engine: Engine) -> None:
-        """Lock pages for the snapshots beside the first steps, as it takes seconds for tens of GB."""
+        """Allocates page-locked memory for snapshots during the first steps, because that takes seconds for tens of GB."""
         if self.groups.device.type != "cuda":
             return
         self._pinned()
@@ -134,18 +141,18 @@ class CheckpointWriter:
         self.pinning.start()
 
     def reserve(self, size: int) -> None:
-        """Make room for a snapshot of `size` bytes, page-locked where there is a GPU."""
+        """Allocates a buffer for a snapshot of `size` bytes. It is page-locked if there is a GPU."""
         if len(self.buffer) >= size:
             return
         cuda = self.groups.device.type == "cuda"
         if cuda:
-            torch.cuda.set_device(self.groups.device)  # a new thread begins at device 0, and would take memory there
+            torch.cuda.set_device(self.groups.device)  # a new thread starts on device 0 and would allocate memory there
         if cuda and self.locked:
             torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
-        self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
         self.buffer = torch.empty(size, dtype=torch.uint8)
         if cuda:
-            # Not pin_memory=True, which rounds up to a power of two.
+            # pin_memory=True would round the size up to a power of two.
             status = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)
             self.locked = int(status) == 0
             if not self.locked:
@@ -153,13 +160,13 @@ class CheckpointWriter:
                 logger.warning("rank %d: %.1f GB cannot be page-locked (%s): saves block longer", *sizes)
 
     def _pinned(self) -> None:
-        """Wait for `prepare`."""
+        """Waits for the thread of `prepare`."""
         if self.pinning is not None:
             self.pinning.join()
             self.pinning = None
 
     def start(self, engine: Engine, state: TrainState, files: dict[str, str]) -> None:
-        """Copy the state and begin to write it. files: further text files by name."""
+        """Copies the state and starts to write it. files: additional text files by name, which the main rank writes."""
         assert self.thread is None, "finish() the one before"
         began = time.perf_counter()
         self.state, self.error = state, None
@@ -174,7 +181,10 @@ class CheckpointWriter:
         self.thread.start()
 
     def finish(self, whole: bool) -> Saved | None:
-        """Commit what all ranks have written, or give it up where one failed."""
+        """Commits the checkpoint, or discards it if `whole` is false, and deletes old checkpoints.
+
+        whole: whether all ranks have written their files. Returns None if nothing was committed.
+        """
         began = time.perf_counter()
         assert self.thread is not None
         self.thread.join()
@@ -188,7 +198,7 @@ class CheckpointWriter:
                 whole = False
                 logger.error("%s could not be committed: %s", self.partial, error)
         committed = torch.tensor([whole], dtype=torch.int32)
-        dist.broadcast(committed, 0)  # no rank takes for saved what the main rank could not commit
+        dist.broadcast(committed, 0)  # all ranks must know whether the main rank could commit
         if self.groups.is_main and not committed:
             shutil.rmtree(self.partial, ignore_errors=True)
             logger.error("step %d is not saved: the checkpoints before it stay, training goes on", self.state.step)
@@ -198,7 +208,7 @@ class CheckpointWriter:
         return Saved(self.state.step, self.blocked_s, self.written_s, self.size) if committed else None
 
     def wait(self) -> Saved | None:
-        """Finish at once, all ranks together. None where it could not be written."""
+        """Waits until all ranks have written, and finishes. Returns None if the checkpoint could not be written."""
         assert self.thread is not None
         began = time.perf_counter()
         self.thread.join()
@@ -206,11 +216,11 @@ class CheckpointWriter:
         dist.all_reduce(failed)
         self.blocked_s += time.perf_counter() - began
         saved = self.finish(not failed)
-        dist.barrier()  # every rank may read it now
+        dist.barrier()  # from here on every rank can read the checkpoint
         return saved
 
     def _snapshot(self, engine: Engine) -> tuple[bytes, dict[str, Any]]:
-        """Fill the buffer. Returns the header of the safetensors file and what its pieces are."""
+        """Copies the state into the buffer. Returns the header of the safetensors file and the index of its pieces."""
         pieces, index = collect(engine, self.groups)
         self.size = sum(tensor.nbytes for tensor in pieces.values())
         self._pinned()
@@ -253,13 +263,13 @@ class CheckpointWriter:
         assert len(entries) >= 2 * self.groups.world_size, sorted(entries)
         write_file(self.partial / MANIFEST, [memoryview(json.dumps(entries, indent=1).encode())])
         fsync_folder(self.partial)
-        if self.final.exists():  # somebody's: a broken one has been put aside when the run began
+        if self.final.exists():  # not from this run: broken ones were put aside at the start
             os.replace(self.final, self.final.with_name(f"{self.final.name}.old.partial"))
         os.replace(self.partial, self.final)
         fsync_folder(self.folder)
 
     def _tidy(self) -> None:
-        """After a commit: put the run's first one on record, and delete what need not stay. Failing here harms nothing."""
+        """Records the first commit of the run and deletes old checkpoints. Errors are only logged."""
         try:
             if self.run is not None:
                 record_first_save(self.run, self.state.step)
@@ -272,7 +282,7 @@ class CheckpointWriter:
                 with unread(path) as free:
                     if free:
                         doomed.append(path.with_name(f"{path.name}.partial"))
-                        os.replace(path, doomed[-1])  # no half-deleted folder is ever taken for a whole checkpoint
+                        os.replace(path, doomed[-1])  # renamed first, so that a partly deleted checkpoint is never read
                     else:
                         logger.info("%s is being read: it stays until the next save", path)
         except (OSError, UserError) as error:
@@ -287,13 +297,13 @@ def _remove(folders: list[Path]) -> None:
 
 
 def rng_states() -> dict[str, Tensor]:
-    """torch's random number generators of this rank, as bytes."""
+    """Returns the states of torch's random number generators on this rank, uint8."""
     states = {"cpu": torch.get_rng_state()}
     return states | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
 
 
 def collect(engine: Engine, groups: Groups) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """This rank's pieces, flat, where they are, and what each of them is."""
+    """Returns the flat tensors that this rank writes, by key and on their device, and their index (rank-00000.json)."""
     weights = dict(engine.module.named_parameters())
     pieces: dict[str, Tensor] = {}
     entries: list[dict[str, Any]] = []
@@ -322,7 +332,7 @@ def collect(engine: Engine, groups: Groups) -> tuple[dict[str, Tensor], dict[str
 def save_checkpoint(
     folder: Path, engine: Engine, groups: Groups, state: TrainState, files: dict[str, str] | None = None
 ) -> None:
-    """Write a checkpoint and wait for it."""
+    """Writes a checkpoint, commits it and waits until it is done. All ranks call it together."""
     writer = CheckpointWriter(folder, groups, Retention())
     writer.start(engine, state, files or {})
     writer.wait()

@@ -1,8 +1,8 @@
 """The learning rate as a pure function of tokens.
 
-One convention, everywhere: `tokens` counts what the run has trained when the step *ends*, so the first step of a warmup
-of W steps runs at 1/W of the peak, step W at the peak, and the last step of a decay at its floor. A step belongs to the
-stage in which it ends; the last step of a run may end beyond the last stage and counts as its end.
+Everywhere, `tokens` is the number of tokens that the run has trained when the step *ends*. So the first step of a warmup of
+W steps runs at 1/W of the peak, step W runs at the peak, and the last step of a decay runs at its floor. A step belongs to
+the stage in which it ends. If the last step of a run ends beyond the last stage, it counts as the end of that stage.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,16 @@ from ssscale.train.schedules.base import Stretch
 
 
 def learning_rate(stages: Sequence[StageConfig], batch_size: int, tokens: int) -> float:
-    """The learning rate of the step that ends at `tokens` of the whole run; `batch_size` in rows, for `power`."""
+    """Returns the learning rate of the step that ends at `tokens` of the run.
+
+    batch_size: rows per step at the beginning of the run, which `power` uses.
+    """
     index, into = stage_at(stages, tokens)
     return stage_learning_rate(stages, batch_size, index, into)
 
 
 def stage_at(stages: Sequence[StageConfig], tokens: int) -> tuple[int, int]:
-    """(index of the stage, tokens into it) of the step that ends at `tokens`."""
+    """Returns (index of the stage, tokens since its beginning) for the step that ends at `tokens` of the run."""
     into = tokens
     for index, stage in enumerate(stages):
         if into <= stage.tokens:
@@ -33,12 +36,15 @@ def total_tokens(stages: Sequence[StageConfig]) -> int:
 
 
 def batch_rows(stages: Sequence[StageConfig], batch_size: int, index: int) -> int:
-    """Rows a step in stage `index` of a run that begins with `batch_size`."""
+    """Returns the rows per step in stage `index` of a run that begins with `batch_size`, without batch warmups."""
     return next((stage.batch_size for stage in reversed(stages[: index + 1]) if stage.batch_size), batch_size)
 
 
 def stage_learning_rate(stages: Sequence[StageConfig], batch_size: int, index: int, into: int) -> float:
-    """The learning rate `into` tokens of stage `index` (0 ≤ into ≤ its tokens); ssscale/train/schedules has the formulas."""
+    """Returns the learning rate after `into` tokens of stage `index`, 0 ≤ into ≤ stage.tokens.
+
+    ssscale/train/schedules has the formulas. The warmup is linear from 0.
+    """
     stage = stages[index]
     config, schedule = stage.schedule, SCHEDULES[stage.schedule.kind]()
     before = None

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: SIGUSR1 (Slurm's early warning), SIGTERM and SIGINT."""
+"""Handles the signals that ask a run to stop: SIGUSR1 (Slurm's early warning), SIGTERM and SIGINT."""
 
 import os
 import signal
@@ -12,11 +12,11 @@ SAME_SIGNAL_S = 1.0
 
 
 class StopSignals:
-    """While it is entered, a signal only sets `received`; the training loop saves and stops between two steps.
+    """A context manager in which a signal only sets `received`. The training loop then saves and stops between two steps.
 
-    A second SIGTERM or SIGINT leaves at once: checkpoints are committed by a rename, so nothing whole is lost. Within
-    SAME_SIGNAL_S it counts as the first (launchers pass signals on that the process has got itself), and SIGUSR1 never
-    is the second: a scheduler that warns with it sends SIGTERM some time later, while the save may still be running.
+    A second SIGTERM or SIGINT ends the process at once. No whole checkpoint is lost, because checkpoints are committed with
+    a rename. Signals within SAME_SIGNAL_S seconds count as one, because launchers forward signals that the process has
+    received itself. SIGUSR1 does not count: a scheduler that warns with it sends SIGTERM later, possibly during the save.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a launcher has had them wait for this
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the launcher has blocked them until now
         return self
 
     def __exit__(
@@ -37,13 +37,13 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self.received is not None and error is not None and not isinstance(error, Stop):
-            # The run fails, so it cannot save: what was asked happens now, before anything else is said.
+            # The run has failed and cannot save, so the signal takes its default effect now, before any message.
             signal.signal(self.received, signal.SIG_DFL)
             os.kill(os.getpid(), self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            return  # a forked loader worker: its parent ends it
+            return  # this is a forked loader worker, which its parent ends
         now = time.monotonic()
         self.received = self.received or signal.Signals(number)
         if number == signal.SIGUSR1:

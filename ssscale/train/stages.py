@@ -1,7 +1,7 @@
-"""The plan of a run: which stage, batch size, length and rows each of its steps has. A pure function of the configuration.
+"""The plan of a run: the stage, batch size, row length and rows of each step. It depends only on the configuration.
 
-A step belongs to the stage in which it ends, and the last step of the run may end beyond the last stage. Where a stage or
-a batch warmup changes the size of a step, the tokens before it must be whole steps.
+A step belongs to the stage in which it ends, and the last step of the run may end beyond the last stage. If a stage or a
+batch warmup changes the tokens per step, the tokens before it must be a whole number of steps.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,21 @@ CHANGEABLE = {
     "mixers",
     "mixer",
     "position",
-}  # keys of `model` that leave its weights as they are, or say how they begin
+}  # keys of `model` that keep its weights, or define how new ones start
 
 
 @dataclass(frozen=True)
 class Part:
-    """Steps of one stage and one batch size, one behind the other.
+    """Consecutive steps of one stage with one batch size.
 
-    first_sample counts rows of the stage's data folder that the parts before it take from there.
+    batch_size: rows per step over all ranks. length: tokens per row.
+    first_sample: rows that earlier parts take from the same data folder.
     """
 
     stage: int
     batch_size: int
     length: int
-    first_step: int  # steps before it
+    first_step: int  # number of steps before this part
     num_steps: int
     first_sample: int
 
@@ -43,14 +44,20 @@ class Part:
 
 
 def begun_model(before: ModelConfig, after: ModelConfig, length: int) -> ModelConfig:
-    """`after` with options for the mixers that begin from others of `before`, trained on rows of `length`: `Mixer.begun`."""
+    """Returns `after` with initial options (`Mixer.begun`) for mixers that replace other mixers of `before`.
+
+    length: tokens per row in the training of `before`.
+    """
     pairs = zip(before.layer_mixers, after.layer_mixers, strict=True)
     begun = {new.name: new.begun(after, length) for old, new in pairs if new.begins_from == old.name != new.name}
     return replace(after, mixer=replace(after.mixer, **begun))
 
 
 def stage_config(config: Config, index: int) -> Config:
-    """The configuration as stage `index` trains it: a stage's changes hold from it on."""
+    """Returns the configuration that stage `index` trains with. The changes of a stage also apply to all later stages.
+
+    Raises UserError if a stage changes a key of the model that must stay the same.
+    """
     model, data, train = config.model, config.data, config.train
     for number, stage in enumerate(train.stages[: index + 1]):
         if stage.model is not None:
@@ -60,7 +67,7 @@ def stage_config(config: Config, index: int) -> Config:
                     f"{key}.{name}: a stage can change mixers, their options and position, not the model's sizes"
                 )
             new = changed_model(model, stage.model, key)
-            # What the stage says itself goes before what a mixer begins with.
+            # Options of the stage itself override those of `Mixer.begun`.
             model = changed_model(begun_model(model, new, data.length), stage.model, key)
         if stage.length is not None:
             data = replace(data, length=stage.length)
@@ -74,15 +81,18 @@ def stage_config(config: Config, index: int) -> Config:
 
 
 class Plan:
-    """The parts of a run in order. Raises UserError where a stage's tokens are not whole steps and have to be."""
+    """The plan of a run.
+
+    Raises UserError if the tokens of a stage must be a whole number of steps and are not.
+    """
 
     def __init__(self, config: Config) -> None:
         self.configs = [stage_config(config, index) for index in range(len(config.train.stages))]
         self.models = [own.model for own in self.configs]
         self.parts: list[Part] = []
         step = tokens = end = 0
-        before = True  # whether the steps so far are their stages' tokens exactly
-        taken: dict[str, int] = {}  # rows by data folder
+        before = True  # whether the steps so far add up exactly to the tokens of their stages
+        taken: dict[str, int] = {}  # rows taken so far, by data folder
         for index, stage in enumerate(config.train.stages):
             own = self.configs[index]
             end += stage.tokens
@@ -97,7 +107,10 @@ class Plan:
         self.total_steps = step if config.train.max_steps is None else min(step, config.train.max_steps)
 
     def _sizes(self, own: Config, stage: StageConfig, index: int, tokens: int) -> list[tuple[int, int, bool]]:
-        """(batch size, steps, whether these steps are the tokens exactly) of a stage that has `tokens` left to train."""
+        """Returns (batch size, steps, exact) for each batch size of a stage that has `tokens` left to train.
+
+        exact: whether the steps add up exactly to the tokens.
+        """
         sizes = []
         for warmup in stage.batch_warmup:
             count, rest = divmod(warmup.tokens, warmup.batch_size * own.data.length)
@@ -125,20 +138,23 @@ class Plan:
         )
 
     def at(self, step: int) -> Part:
-        """The part that the step after `step` steps belongs to; the last part at the end of the run."""
+        """Returns the `Part` to which the step after `step` steps belongs. At the end of the run, it is the last one."""
         return next((part for part in self.parts if step < part.last_step), self.parts[-1])
 
     @cached_property
     def total_tokens(self) -> int:
-        """Tokens that the steps train, a last step beyond the budget included, `max_steps` not."""
+        """Tokens of all steps, including those of the last step beyond the last stage. `max_steps` is ignored."""
         return sum(part.num_steps * part.tokens_per_step for part in self.parts)
 
     def tokens(self, step: int) -> int:
-        """Tokens trained after `step` steps."""
+        """Returns the tokens that the run has trained after `step` steps."""
         return sum(max(0, min(step - part.first_step, part.num_steps)) * part.tokens_per_step for part in self.parts)
 
     def mixes(self, path: str, skipped: Sequence[tuple[int, int]] = ()) -> list[tuple[int, dict[str, float] | None]]:
-        """(first row, mix) of each stage that reads the data folder. skipped: (step, rows passed over after it)."""
+        """Returns (first sample, mix) of each stage that reads the data folder `path`, for `Order`.
+
+        skipped: pairs (step, rows that are left out after it).
+        """
         found: dict[int, tuple[int, dict[str, float] | None]] = {}
         for part in self.parts:
             own = self.configs[part.stage]
@@ -148,18 +164,18 @@ class Plan:
         return list(found.values())
 
     def rows_between(self, first: int, last: int) -> int:
-        """Rows that the steps after `first` up to `last` read of the data folder in use at `first`."""
+        """Returns the rows that the steps after `first` up to `last` read from the data folder in use at `first`."""
         path = self.configs[self.at(first).stage].data.path
         parts = (part for part in self.parts if self.configs[part.stage].data.path == path)
         return sum(max(0, min(last, part.last_step) - max(first, part.first_step)) * part.batch_size for part in parts)
 
     def next_sample(self, step: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
-        """The row of its data folder with which the step after `step` steps begins."""
+        """Returns the sample of its data folder with which the step after `step` steps begins. skipped: see `mixes`."""
         part = self.at(step)
         path = self.configs[part.stage].data.path
         return part.first_sample + (step - part.first_step) * part.batch_size + self._passed(path, skipped, step + 1)
 
     def _passed(self, path: str, skipped: Sequence[tuple[int, int]], before: int) -> int:
-        """Rows of a data folder that were passed over ahead of step `before`."""
+        """Returns the rows of a data folder that were left out after steps below `before`."""
         here = (rows for at, rows in skipped if at < before and self.configs[self.at(at).stage].data.path == path)
         return sum(here)

@@ -1,4 +1,4 @@
-"""One optimizer step: what all ranks agree on before it, microbatches through the engine, and what came of it."""
+"""One optimizer step: the agreement of all ranks before it, and the microbatches through the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know alike before a step."""
+    """What all ranks know before a step. It is equal on all of them."""
 
-    num_targets: int  # tokens with a target of the step to come, over all ranks
+    num_targets: int  # tokens with a target in the coming step, over all ranks
     stop: bool  # whether any rank was asked to stop
-    written: bool  # whether every rank has written its files of a checkpoint, or given up
-    failed: bool  # whether any rank has given up
-    last_loss: float  # Σ losses of the step before, over all ranks: tensor_size times the loss in nats
+    written: bool  # whether every rank has written its files of a checkpoint or has failed to
+    failed: bool  # whether any rank has failed to write them
+    last_loss: float  # tensor_size times the Σ losses of the step before, in nats
 
 
 @dataclass(frozen=True)
 class Done:
-    """A step that has ended on this rank."""
+    """The result of a step on this rank."""
 
     batches: Sequence[Batch]
     num_targets: int  # over all ranks
     lr: float
     sums: Tensor  # `sums_by_source` of this rank
     terms: dict[str, Tensor]  # Σ of each of the model's terms over this rank's tokens, float64
-    loss: float  # Σ losses of this rank
+    loss: float  # Σ losses of this rank's tokens, in nats
     grad_norm: float | None
-    skipped: bool  # its gradients had NaN or Inf: it has changed nothing
+    skipped: bool  # whether the weights did not change because gradients had NaN or Inf
 
 
 def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
-    """One sum over all ranks. It changes nothing."""
+    """Exchanges what ranks must know before a step, with one sum over all ranks. Does not change the run."""
     asked = run.signals is not None and run.signals.received is not None
     targets = sum(batch.num_targets for batch in batches)
     writer, loss = run.saving.writer, 0.0 if run.last is None else run.last.loss
@@ -59,17 +59,20 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
 
 
 def train_step(run: "Run", batches: Sequence[Batch], num_targets: int) -> Done:
-    """Forward and backward of this rank's microbatches, then one step of the optimizer."""
+    """Runs forward and backward of this rank's microbatches, then one step of the optimizer.
+
+    num_targets: tokens with a target over all ranks.
+    """
     groups, train = run.groups, run.config.train
     sums = torch.zeros(2, len(run.source.names), dtype=torch.float64, device=groups.device)
     terms = {name: torch.zeros((), dtype=torch.float64, device=groups.device) for name in run.engine.module.terms}
     divisor = run.source.divisor(num_targets)
     for batch in batches:
-        batch = take_share(batch, groups).to(groups.device, non_blocking=True)  # page-locked by the loader
+        batch = take_share(batch, groups).to(groups.device, non_blocking=True)  # the loader has page-locked it
         passed = run.engine.forward_backward(batch.tokens, batch.layout, batch.labels, divisor, batch.rows)
         sums += sums_by_source(passed.losses, batch, len(run.source.names))
         terms = {name: total + passed.terms[name] for name, total in terms.items()}
     lr = learning_rate(train.stages, run.given.train.batch_size, run.state.tokens + run.part.tokens_per_step)
     result = run.engine.step(lr)
-    # The step has ended, as its gradient norm is known: reading the sum waits for nothing.
+    # Reading the sum does not wait: the engine has already waited for the gradient norm.
     return Done(batches, num_targets, lr, sums, terms, float(sums[0].sum()), result.grad_norm, result.skipped)

@@ -1,4 +1,4 @@
-"""From a checkpoint of one model to the beginning of another: the same weights, or mixers that begin from others."""
+"""Initializes a model from a checkpoint of the same model or of a model with other mixers."""
 
 import logging
 
@@ -19,10 +19,10 @@ logger = logging.getLogger("ssscale")
 
 @torch.no_grad()
 def load_switched(reader: CheckpointReader, model: nn.Module, target: ModelConfig, groups: Groups) -> None:
-    """Fill a model's weights from a checkpoint of the same model, or of one from whose mixers this one's can begin.
+    """Fills a model's weights from a checkpoint of the same model, or of one whose mixers its own mixers can begin from.
 
-    What is new starts where `Mixer.begun` says, which changes the logits least. An option that is no weight (SSMax's fixed s)
-    is the target's own, as ever. Raises UserError where the models differ otherwise.
+    New weights start with the values that `Mixer.begun` gives, which change the logits the least. Options that are not
+    weights (such as SSMax's fixed s) are those of `target`. Raises UserError if the models differ in any other way.
     """
     source = saved_config(reader.path)
     for old, new in zip(source.model.layer_mixers, target.layer_mixers):

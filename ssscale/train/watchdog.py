@@ -1,4 +1,4 @@
-"""A thread beside every rank that ends a run which stands still, and says which rank holds it up."""
+"""A thread in every rank that ends a run without progress, and reports which rank holds it up."""
 
 import faulthandler
 import json
@@ -16,20 +16,20 @@ from ssscale.errors import STALLED
 logger = logging.getLogger("ssscale")
 
 PHASES = ("data", "agreement", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint")
-GATHER_S = 5.0
+GATHER_S = 5.0  # seconds to wait for the files of other ranks
 
 
 class Watchdog:
-    """From its start on, every `mark` must come within `timeout` seconds of the one before.
+    """Ends the process if more than `timeout` seconds pass between two calls of `mark`; 0 disables it.
 
-    Else each rank writes where it is and the stacks of all its threads to stacks/rank-00000.txt in the run folder, the
-    lowest rank that could do so says which ranks are behind or silent, and all leave with exit code STALLED.
+    Each rank then writes its step, its phase and the stacks of all threads to stacks/rank-00000.txt in the run folder. The
+    lowest rank that could write says which ranks are behind or silent. All ranks exit with code STALLED.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, timeout: float) -> None:
         self.folder, self.rank, self.world_size, self.timeout = folder / "stacks", rank, world_size, timeout
         self.step, self.phase, self.marked = 0, "start", time.monotonic()
-        self.marks = 0  # within the step
+        self.marks = 0  # since the step began
         self._ended = threading.Event()
         self.file = self.folder / f"rank-{rank:05d}.txt"
 
@@ -54,7 +54,7 @@ class Watchdog:
             if time.monotonic() - self.marked > self.timeout:
                 try:
                     self._report()
-                except OSError as error:  # a full disk takes no stacks
+                except OSError as error:  # for example, the disk is full
                     text = (
                         f"no progress for {self.timeout:g} s at step {self.step}: rank {self.rank} is in {self.phase}"
                     )
@@ -76,7 +76,7 @@ class Watchdog:
         found = self._read()
         if self.rank == min(found, default=self.rank):
             print(f"stopped: {self.verdict(found)}; stacks are in {self.folder}", file=sys.stderr, flush=True)
-        time.sleep(1.0)  # for the sentence to come before any launcher's
+        time.sleep(1.0)  # so that the message comes before those of the launcher
 
     def _read(self) -> dict[int, dict[str, Any]]:
         found = {}
@@ -87,7 +87,7 @@ class Watchdog:
         return found
 
     def verdict(self, found: dict[int, dict[str, Any]]) -> str:
-        """One sentence: who is silent, who is behind."""
+        """Returns one sentence that says which ranks are silent and which are behind. found: the ranks' places by rank."""
         silent = [rank for rank in range(self.world_size) if rank not in found]
         text = f"no progress for {self.timeout:g} s at step {self.step}"
         if silent:

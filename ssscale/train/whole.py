@@ -1,9 +1,9 @@
-"""Which checkpoints of a run are whole, which are broken, and which cannot be read for the moment.
+"""Decides which checkpoints of a run are whole, which are broken, and which cannot be read at the moment.
 
-Resuming, evaluating, exporting and deleting ask here. A checkpoint is *broken* where its files differ from its
-checksums.json on every rank: it is named, passed over and, once the run goes on, put aside. It is *unreadable* where the
-system refuses to read it (EIO, ESTALE, EACCES, ...) or where ranks see different files: that may pass, so it is tried again
-for a while and then the command ends. Nothing is renamed or passed over for that reason.
+Resuming, evaluation, export and deletion use it. A checkpoint is *broken* if every rank finds that its files differ from
+its checksums.json. Broken checkpoints are logged and skipped, and put aside once the run continues. A checkpoint is
+*unreadable* if the system cannot read it (EIO, ESTALE, EACCES, ...) or if ranks see different files. This may be temporary,
+so reading is retried for a while, and then the command ends. An unreadable checkpoint is neither renamed nor skipped.
 """
 
 import itertools
@@ -37,17 +37,17 @@ logger = logging.getLogger("ssscale")
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest whole checkpoint of a run, None where it has not saved yet, and the broken ones that are newer."""
+    """path: the newest whole checkpoint of a run; None if it has not saved yet. broken: the broken ones after it."""
 
     path: Path | None
     broken: tuple[Path, ...] = ()
 
 
 def newest_whole(run: Path, groups: Groups) -> Choice:
-    """The newest whole checkpoint of a run, found by all ranks together; broken ones are named.
+    """Finds the newest whole checkpoint of a run and logs the broken ones. All ranks call it together.
 
-    Raises UserError on every rank where the checkpoints cannot be read, where none of them is whole, and where there is
-    none although the run has saved one before.
+    Raises UserError on all ranks if the checkpoints cannot be read, if none of them is whole, or if there are none
+    although the run has saved before.
     """
     broken: list[Path] = []
     problem = None
@@ -69,7 +69,7 @@ def _how_to_begin_again(run: Path) -> str:
 
 
 def list_together(run: Path, groups: Groups) -> list[Path]:
-    """The checkpoints as the main rank sees them."""
+    """Returns the checkpoints that the main rank sees, oldest first. Raises UserError on all ranks."""
     folder, answer = run / "checkpoints", ""
     if groups.is_main:
         try:
@@ -88,16 +88,16 @@ def list_together(run: Path, groups: Groups) -> list[Path]:
 
 
 def inspect_together(path: Path, groups: Groups) -> str | None:
-    """What is wrong with a checkpoint, None where it is whole: the same answer on all ranks, each of which reads a share.
+    """Returns what is wrong with a checkpoint, or None if it is whole. The result is the same on all ranks.
 
-    Raises UserError on every rank where one of them cannot read it, or sees other files than the others, for
-    `retry_seconds`.
+    Each rank reads a share of the files. Raises UserError on all ranks if, for `retry_seconds`, one of them cannot read
+    its share or the ranks see different files.
     """
     end = time.monotonic() + retry_seconds()
     for wait in waits():
         found = share(inspect(path, rank=groups.rank, world_size=groups.world_size), groups)
         if max(finding.condition for finding in found) is Condition.BROKEN:
-            # The view of one machine may be old or its memory bad: all ranks look at what one of them found.
+            # One machine may have a stale view or bad memory, so all ranks check the files that any of them found broken.
             names = {finding.file for finding in found if finding.condition is Condition.BROKEN}
             found = share(inspect(path, names), groups)
         conditions = {finding.condition for finding in found}
@@ -118,14 +118,14 @@ def inspect_together(path: Path, groups: Groups) -> str | None:
 
 
 def share(mine: Finding, groups: Groups) -> list[Finding]:
-    """Every rank's finding."""
+    """Returns the findings of all ranks, with their hosts."""
     answers = gather_json([int(mine.condition), mine.problem, mine.file, socket.gethostname()])
     return [Finding(Condition(condition), *texts) for condition, *texts in answers]
 
 
 def from_main(text: str, groups: Groups) -> str:
-    """The main rank's text on all ranks."""
-    data = bytearray(text.encode(errors="backslashreplace"))  # a path need not be UTF-8
+    """Returns the main rank's text on all ranks."""
+    data = bytearray(text.encode(errors="backslashreplace"))  # the text may contain a path that is not UTF-8
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0)
     if not int(size):
@@ -136,9 +136,9 @@ def from_main(text: str, groups: Groups) -> str:
 
 
 def put_aside(checkpoints: Iterable[Path]) -> None:
-    """Rename broken checkpoints, so that they are never counted or chosen again; the caller holds the run's lock.
+    """Renames broken checkpoints, so that they are never counted or chosen again. The caller must hold the run's lock.
 
-    Raises OSError. A later save deletes them (`superseded`).
+    A later save deletes them (`superseded`). Raises OSError.
     """
     for path in checkpoints:
         names = (
@@ -150,14 +150,14 @@ def put_aside(checkpoints: Iterable[Path]) -> None:
 
 
 def superseded(folder: Path, step: int) -> list[Path]:
-    """The checkpoints that were put aside and are not newer than `step`."""
+    """Returns the checkpoints that were put aside and are not newer than `step`."""
     return [path for path in folder.glob("step-*.broken*") if step_of(path) <= step]
 
 
 def record_first_save(run: Path, step: int) -> None:
-    """Put on record, once, that the run has committed a checkpoint: without one it never begins again by itself.
+    """Records that the run has committed a checkpoint, unless this is recorded already. Raises OSError.
 
-    Raises OSError.
+    If all checkpoints are lost later, the run then stops with an error instead of silently starting from the beginning.
     """
     if os.path.lexists(run / FIRST_SAVE):
         return

@@ -1,1 +1,1 @@
-"""What happens beside the steps of a run, one file each."""
+"""Hooks: what a run does besides its steps, one file per purpose."""

@@ -1,4 +1,4 @@
-"""What a run does beside its steps. `ssscale.train.loop` calls the hooks of a run in their order."""
+"""The interface of hooks, through which a run does more than its steps. `ssscale.train.loop` calls them in their order."""
 
 from typing import TYPE_CHECKING
 
@@ -8,21 +8,26 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """A hook overrides what it needs. `run.state` is that of the last step that has ended; all ranks call alike.
+    """Base class of the hooks. A hook overrides the methods that it needs. All ranks call them together.
 
-    every: steps between its turns; it also has one after the last step. 0: it has none of these. at: a single step after
-    which it has a turn.
+    `run.state` describes the run after the last step that has ended.
+
+    every: the hook acts after every `every`-th step, and after the last step of the run. 0: it does not.
+    at: the hook acts after this one step. None: it does not.
     """
 
     every: int = 0
     at: int | None = None
 
     def agreed(self, run: "Run", agreed: "Agreed") -> None:
-        """Before each step, once all ranks know what they must know alike."""
+        """Called before each step, after all ranks have agreed on `agreed`."""
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether it has its turn after this step."""
+        """Whether the hook acts after step `step`."""
         return step == self.at or (self.every > 0 and (step % self.every == 0 or step == total_steps))
 
     def act(self, run: "Run", done: "Done") -> None:
-        """Its turn. Raises Stop, or Rollback for going back to the last checkpoint."""
+        """Called after each step for which `is_due` is true. done: the result of the step.
+
+        May raise Stop to end the run, or Rollback to go back to the last checkpoint.
+        """

@@ -1,4 +1,4 @@
-"""`train.save_every`: checkpoints, written while training goes on."""
+"""`train.save_every`: saves checkpoints while training continues."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Checkpointing(Hook):
-    """Starts saves and commits them once all ranks have written. saved_step: the newest step that is saved."""
+    """Starts saves, and commits them once all ranks have written. saved_step: the newest step that is saved."""
 
     def __init__(self, folder: Path, config: Config, groups: Groups, saved_step: int) -> None:
-        """folder: the run's. All ranks make it together."""
+        """folder: of the run. All ranks construct it together."""
         train = config.train
         self.every, self.background = train.save_every, train.save_background
         self.folder, self.saved_step = folder, saved_step
@@ -37,7 +37,7 @@ class Checkpointing(Hook):
             self.save(run, wait=not self.background)
 
     def save(self, run: "Run", wait: bool = False) -> None:
-        """Write a checkpoint of the last step, in the background unless told to wait."""
+        """Writes a checkpoint of the last step, in the background unless `wait` is true."""
         if self.writer.active:
             self._note(run, self.writer.wait())
         self.writer.start(run.engine, run.state, {"config.yaml": to_yaml(run.config), **run.source.files()})
@@ -45,7 +45,7 @@ class Checkpointing(Hook):
             self._note(run, self.writer.wait())
 
     def save_now(self, run: "Run") -> bool:
-        """Make sure that the last step is saved; False where it cannot be."""
+        """Saves the last step unless it is saved already. Returns False if that fails."""
         if self.writer.active:
             self._note(run, self.writer.wait())
         if run.state.step != self.saved_step:
@@ -53,13 +53,13 @@ class Checkpointing(Hook):
         return run.state.step == self.saved_step
 
     def save_beginning(self, run: "Run") -> None:
-        """The weights that a run begins with, for one that has no steps. Raises UserError."""
+        """Saves the initial weights of a run that has no steps. Raises UserError if that fails."""
         self.saved_step = -1
         if not self.save_now(run):
             raise UserError(f"the weights could not be saved in {self.folder}: make room there")
 
     def finish(self, run: "Run") -> None:
-        """Wait for the last save. Raises UserError where the last step could not be saved."""
+        """Waits for the last save. Raises UserError if the last step could not be saved."""
         if self.writer.active:
             self._note(run, self.writer.wait())
         if self.every and self.saved_step != run.state.step:

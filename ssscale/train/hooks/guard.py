@@ -1,4 +1,4 @@
-"""What must hold of the weights whatever the layout: copies are alike in every bit, and a gradient reaches each of them."""
+"""Checks that must hold in every layout: copies of a weight are equal in every bit, and gradients reach all weights."""
 
 import logging
 from collections import Counter
@@ -22,7 +22,7 @@ logger = logging.getLogger("ssscale")
 
 
 class Reached(Hook):
-    """After the first step of a run: weights that no gradient has reached are named."""
+    """Warns after the first step of a run about weights that no gradient has reached."""
 
     at = 1
 
@@ -32,7 +32,7 @@ class Reached(Hook):
 
 
 class Guard(Hook):
-    """`train.guard_every`: `check_copies`."""
+    """`train.guard_every`: compares the copies of weights (`check_copies`)."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -42,10 +42,10 @@ class Guard(Hook):
 
 
 def check_copies(engine: Engine, groups: Groups, step: int) -> None:
-    """Raise Stop on all ranks, naming a weight and the ranks, where copies of a weight differ in any bit.
+    """Raises Stop on all ranks, naming a weight and the ranks, if copies of a weight differ in any bit.
 
-    Each weight is read once and summed as 64-bit integers, which a changed bit changes; the sums (8 bytes a weight) are
-    compared on the CPU.
+    Each weight is read once and summed as 64-bit integers. Flipping a bit changes the sum. The sums (8 bytes per weight)
+    are compared on the CPU.
     """
     names, sums, owners = [], [], []
     for name, weight, owner in engine.copies():
@@ -58,7 +58,7 @@ def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     every = [torch.empty_like(mine) for _ in range(groups.world_size)]
     dist.all_gather(every, mine)
     for number, name in enumerate(names):
-        found: dict[int, dict[int, int]] = {}  # by owner, each rank's sum
+        found: dict[int, dict[int, int]] = {}  # by owner, the sum of each rank
         for rank, (theirs, theirs_of) in enumerate(torch.stack(every)[:, :, number].tolist()):
             found.setdefault(theirs_of, {})[rank] = theirs
         for copies in found.values():
@@ -67,7 +67,7 @@ def check_copies(engine: Engine, groups: Groups, step: int) -> None:
 
 
 def bit_sum(weight: Tensor) -> Tensor:
-    """The 64-bit words of a tensor, added modulo 2^64. A scalar, int64."""
+    """Returns the sum of the 64-bit words of a tensor modulo 2^64, an int64 scalar."""
     data = weight.detach().flatten().view(torch.uint8)
     if len(data) % 8 or data.storage_offset() % 8:
         data = torch.nn.functional.pad(data, (0, -len(data) % 8)).clone()
@@ -75,7 +75,7 @@ def bit_sum(weight: Tensor) -> Tensor:
 
 
 def without_gradient(engine: Engine, groups: Groups) -> list[str]:
-    """The weights whose gradients have all been exactly 0 so far, on every rank: the optimizer's momentum is."""
+    """Returns the weights whose gradients have been exactly 0 on all ranks so far, as the optimizer's momentum tells."""
     names = [name for name, _ in engine.module.named_parameters()]
     largest = torch.zeros(len(names), device=groups.device)
     places = {name: largest[place] for place, name in enumerate(names)}
@@ -102,6 +102,6 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
 
 
 def listed(things: Sequence[object]) -> str:
-    """The first eight, and how many more there are."""
+    """Joins the first eight things, and says how many more there are."""
     shown = ", ".join(map(str, things[:8]))
     return shown if len(things) <= 8 else f"{shown} and {len(things) - 8} more"

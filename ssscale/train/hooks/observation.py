@@ -1,4 +1,4 @@
-"""What mixers do inside the model."""
+"""`train.observe_every`: logs what the mixers do inside the model."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Observation(Hook):
-    """`train.observe_every`: what `observe` finds on the first microbatch of the step."""
+    """Logs what `observe` finds on the first microbatch of the step."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -32,11 +32,11 @@ class Observation(Hook):
 
 
 def observe(model: nn.Module, batch: Batch, groups: Groups) -> dict[str, Any]:
-    """What the mixers observe, one value a layer (None where the layer's mixer has none), all tensor-parallel ranks together.
+    """Returns what the mixers observe, by name: a list with one entry per layer, None if its mixer has no such value.
 
-    Learned numbers by head: [layers][heads] (`Mixer.observed_weights`). What they see of a batch (`Mixer.look`) runs the
-    microbatch once more, without gradients and torch.compile, and is left out under context parallelism, where no rank may
-    have room for whole rows.
+    Learned numbers (`Mixer.observed_weights`) come as [layers][heads], for the heads of all tensor-parallel ranks. For
+    observations of a batch (`Mixer.look`), the microbatch runs again without gradients and torch.compile. They are left
+    out under context parallelism, where no rank may have memory for whole rows.
     """
     began = time.perf_counter()
     layers: list[Attention] = [block.attention for block in model.blocks]
@@ -56,7 +56,7 @@ def observe(model: nn.Module, batch: Batch, groups: Groups) -> dict[str, Any]:
 def _look_at_all(
     model: nn.Module, layers: list[Attention], batch: Batch, groups: Groups
 ) -> dict[str, list[float | None]]:
-    """name → a value for each layer, from a forward pass."""
+    """Returns the values of `Mixer.look` in a forward pass, by name, one per layer."""
     looking = [layer for layer in layers if layer.mixer.observes]
     seen: dict[Attention, Tensor] = {}
 

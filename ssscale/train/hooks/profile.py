@@ -1,4 +1,4 @@
-"""`train.profile`: torch's trace of one step."""
+"""`train.profile`: traces one step with torch's profiler."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ logger = logging.getLogger("ssscale")
 
 
 class Profile(Hook):
-    """The main rank's trace of step `at`, and on a GPU a snapshot of its memory, in the run's folder profile/."""
+    """Writes a trace of step `at`, and on a GPU a snapshot of its memory, to profile/ in the run folder (main rank only)."""
 
     def __init__(self, step: int | None) -> None:
         self.at = step

@@ -1,4 +1,4 @@
-"""A run's metrics at `train.log_every`: loss, learning rate, gradient norm, speed, and where the time of a step goes."""
+"""`train.log_every`: logs loss, learning rate, gradient norm, speed and the time of each phase."""
 
 from typing import TYPE_CHECKING
 
@@ -28,4 +28,4 @@ class Records(Hook):
         record |= run.source.counts(state.samples)
         record |= speed(run.watch.lap(state.tokens), run.config, run.groups)
         run.metrics.write(record | run.phases.lap(state.step))
-        run.events.write(b"")  # what a full disk may not have taken
+        run.events.write(b"")  # retries events that could not be written to a full disk

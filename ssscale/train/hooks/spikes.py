@@ -1,4 +1,4 @@
-"""Losses that stand out, and steps whose gradients are NaN or Inf."""
+"""Detects loss spikes, and steps whose gradients are NaN or Inf."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ logger = logging.getLogger("ssscale")
 
 
 class Spikes(Hook):
-    """`train.spike_z`: a loss that stands out is noted in events.jsonl, with the rows that made it."""
+    """`train.spike_z`: records a loss spike in events.jsonl, with the rows of the step."""
 
     def __init__(self, threshold: float) -> None:
         self.detector = SpikeDetector(threshold)
@@ -34,7 +34,7 @@ class Spikes(Hook):
 
 
 class Skips(Hook):
-    """`train.max_skipped`: so many steps in a row with NaN or Inf, on all ranks alike, are a Rollback."""
+    """`train.max_skipped`: raises Rollback on all ranks after this many steps in a row with NaN or Inf gradients."""
 
     every = 1
 
@@ -56,9 +56,10 @@ class Skips(Hook):
 
 
 class SpikeDetector:
-    """z = (loss − median) / (1.4826 · MAD) of the last `window` losses: robust, as spikes in the window do not widen it.
+    """z = (loss − median) / (1.4826 · MAD) over the last `window` losses   (Iglewicz & Hoaglin, 1993)
 
-    (Iglewicz & Hoaglin 1993.) The deviation counts as at least 0.1 % of the median, as equal losses would have none.
+    MAD is the median absolute deviation, which spikes in the window hardly affect. 1.4826 · MAD is taken as at least 0.1 %
+    of the median, because it is 0 for equal losses. No loss is a spike before `least` losses are known.
     """
 
     def __init__(self, threshold: float, window: int = 100, least: int = 20) -> None:
@@ -66,7 +67,7 @@ class SpikeDetector:
         self.losses: deque[float] = deque(maxlen=window)
 
     def score(self, loss: float) -> float | None:
-        """z where it is above the threshold, else None; the loss joins the window."""
+        """Returns z if it is above the threshold, else None, and adds a finite loss to the window."""
         found = None
         if not math.isfinite(loss):
             return None

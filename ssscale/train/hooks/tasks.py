@@ -1,4 +1,4 @@
-"""`train.tasks`: evaluated as training goes on."""
+"""`train.tasks`: evaluates tasks during training."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 class Tasks(Hook):
     def __init__(self, every: int, evaluate: "Callable[[Run], dict[str, float]]") -> None:
-        """evaluate: returns metrics of the weights as they are; it changes nothing of the run."""
+        """evaluate: returns metrics of the current weights. It must not change the run."""
         self.every, self.evaluate = every, evaluate
 
     def act(self, run: "Run", done: "Done") -> None:

@@ -1,4 +1,4 @@
-"""The validation loss of a run."""
+"""`train.eval_every`: the validation loss of a run."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Validation(Hook):
-    """`train.eval_every`: the losses on the validation split of the data that is trained on; checkpoints keep their mean."""
+    """Logs losses on the validation split of the current training data. Checkpoints keep the mean loss."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -37,7 +37,10 @@ class Validation(Hook):
 
 @torch.no_grad()
 def validation_losses(model: nn.Module, data: PackedData, config: Config, groups: Groups) -> dict[str, float]:
-    """Mean loss in nats a token over `eval_rows` rows of the validation split, in all, by source and by position."""
+    """Returns mean losses in nats per token over `train.eval_rows` rows: overall, by source and by position.
+
+    data: the validation split. All ranks call it together, and the result is equal on all of them.
+    """
     length = config.data.length
     sums = torch.zeros(2, len(data.names), dtype=torch.float64, device=groups.device)
     positions = torch.zeros(2, (length - 1).bit_length() + 1, dtype=torch.float64, device=groups.device)

@@ -1,1 +1,1 @@
-"""Learning-rate schedules, each registered under its name; `ssscale.train.schedule` places them in a run's stages."""
+"""Learning-rate schedules, each registered under its name. `ssscale.train.schedule` applies them to a run's stages."""

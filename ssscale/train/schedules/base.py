@@ -1,4 +1,4 @@
-"""What a schedule declares."""
+"""The interface of a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Where a step lies: `into` of a stage's `length` tokens, of which the run had trained `start` before; `rows` a step.
+    """The position of a step in a run.
 
-    before: the learning rate at which the stage before ended; None: there is none.
+    start: tokens that the run trained before this stage. into: tokens of this stage at the end of the step.
+    length: tokens of this stage. rows: rows per step.
+    before: the learning rate at the end of the stage before; None for the first stage.
     """
 
     start: int
@@ -24,12 +26,15 @@ class Stretch:
 
 
 class Schedule:
-    """`name` is filled in by the registration. The warmup, linear to where the schedule is then, is around it."""
+    """Base class of the schedules. The registration fills in `name`.
+
+    `rate` does not include the warmup, which rises linearly to the value of `rate` at its end.
+    """
 
     name: ClassVar[str]
-    decays: ClassVar[bool] = False  # over `decay_tokens` at the end of the stage
-    follows: ClassVar[bool] = False  # from where the stage before ended, without warmup, over the whole stage
+    decays: ClassVar[bool] = False  # whether it decays over the last `decay_tokens` of the stage
+    follows: ClassVar[bool] = False  # whether it fills its stage, from the rate at which the stage before ended
 
     def rate(self, config: ScheduleConfig, at: Stretch) -> float:
-        """The learning rate behind the warmup."""
+        """Returns the learning rate at a position after the warmup."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Constant, cosine, WSD, Power, and a decay that follows another stage."""
+"""The schedules: constant, cosine, WSD, Power, and a decay that continues the stage before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Constant(Schedule):
 
 @SCHEDULES.register("cosine")
 class Cosine(Schedule):
-    """f + (1−f)·(1 + cos πx)/2, x from 0 at the end of the warmup to 1 at the end of the stage   (arXiv:1608.03983)."""
+    """η = η_max · (f + (1−f)·(1 + cos πx)/2), x from 0 after the warmup to 1 at the end of the stage   (arXiv:1608.03983)."""
 
     def rate(self, config: ScheduleConfig, at: Stretch) -> float:
         rest = at.length - config.warmup_tokens
@@ -30,7 +30,7 @@ class Cosine(Schedule):
 
 @SCHEDULES.register("wsd")
 class WSD(Schedule):
-    """Constant, then `decay_factor` over the last tokens   (MiniCPM, arXiv:2404.06395)."""
+    """η_max, multiplied by `decay_factor` over the last `decay_tokens`   (MiniCPM, arXiv:2404.06395)."""
 
     decays = True
 
@@ -40,7 +40,11 @@ class WSD(Schedule):
 
 @SCHEDULES.register("power")
 class Power(Schedule):
-    """η(n) = min(η_max, β·a·n^b), held and multiplied by `decay_factor` over the last tokens   (Power, arXiv:2408.13359)."""
+    """η(n) = min(η_max, β·a·n^b)   (arXiv:2408.13359)
+
+    n: tokens of the run; β: rows per step. Over the last `decay_tokens`, η keeps its value at their beginning and is
+    multiplied by `decay_factor`.
+    """
 
     decays = True
 
@@ -52,7 +56,7 @@ class Power(Schedule):
 
 @SCHEDULES.register("decay")
 class Decay(Schedule):
-    """`decay_factor` over the whole stage, from where the stage before ended."""
+    """The last learning rate of the stage before, multiplied by `decay_factor` over the whole stage."""
 
     follows = True
 
@@ -69,22 +73,23 @@ def _decayed(lr: float, config: ScheduleConfig, at: Stretch) -> float:
 
 
 def power_learning_rate(tokens: int, batch_size: int, cap: float, a: float, b: float) -> float:
-    """η(n) = min(η_max, β·a·n^b) with n tokens of the whole run and β rows a batch   (Power, arXiv:2408.13359)."""
+    """Returns η(n) = min(cap, β·a·n^b) for n tokens of the run and β rows per step   (arXiv:2408.13359)."""
     return cap if tokens <= 0 else min(cap, batch_size * a * float(tokens) ** b)
 
 
 def cosine_factor(x: float, floor: float) -> float:
+    """Returns f + (1−f)·(1 + cos πx)/2 with f = floor: from 1 at x = 0 to f at x = 1."""
     return floor + (1 - floor) * (1 + math.cos(math.pi * x)) / 2
 
 
 def decay_factor(shape: DecayShape, x: float, floor: float) -> float:
-    """From 1 at x = 0 to exactly `floor` f at x = 1: the decay of WSD (MiniCPM, arXiv:2404.06395), Power and stage 2.
+    """Returns a factor that falls from 1 at x = 0 to exactly f = floor at x = 1, for WSD, Power and `Decay`.
 
     exponential: e/(e−1)·(1−f)·exp(−x) + (f·e−1)/(e−1)
     linear:      1 − (1−f)·x
     sqrt:        1 − (1−f)·√x   (1−sqrt, arXiv:2405.18392)
     """
-    # The ends are returned as they are: rounding would leave 1e-17 instead of a floor of 0.
+    # The ends are exact, because rounding would give 1e-17 instead of a floor of 0.
     if x <= 0:
         return 1.0
     if x >= 1:
