@@ -5,4 +5,4 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 del sys.modules["launch"]
-import launch  # the package replaces this module
+import launch  # noqa: E402, F401 - the package replaces this module
