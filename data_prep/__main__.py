@@ -1,4 +1,6 @@
-"""`python -m data_prep pack | merge | train-tokenizer | verify | stats | show`: raw text to packed shards (docs/data.md)."""
+"""`python -m data_prep pack | merge | train-tokenizer | verify | stats | show`: packs raw text to shards
+(docs/data.md).
+"""
 
 import argparse
 import dataclasses
@@ -17,9 +19,9 @@ FAILED = 70  # EX_SOFTWARE
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. 0: done; 130: interrupted.
+    """Runs a command and returns the exit code: 0 done, 2 bad input, 70 unexpected error, 130 interrupted.
 
-    With one sentence on stderr 2: bad input; 70: an error that nobody foresaw.
+    For 2 and 70, one sentence is printed to stderr.
     """
     console = Console()
     args = argparse.Namespace()
@@ -30,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # a full disk, a folder that may not be written
+    except OSError as error:  # for example a full disk, or a folder without write permission
         where = error.filename or getattr(args, "out", "data_prep")
         print(f"error: {error.strerror or error}: {where}", file=sys.stderr)
         return 2

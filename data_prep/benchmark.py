@@ -1,12 +1,12 @@
-"""Programs that convert the same text, timed in turn: `python -m data_prep.benchmark --help`.
+"""Times programs that convert the same text, in turn: `python -m data_prep.benchmark --help`.
 
     python -m data_prep.benchmark --input text.jsonl \\
         ours='python -m data_prep pack --workers 1 --tokenizer t.json --source a={input} --out {out}' \\
         other='python convert.py {input} {out}'
 
-Every command runs on the input and on its first documents alone. The difference is what the text costs without the start
-of the program. Figures are medians of rounds in which all commands take turns, so that a machine that slows down slows
-all of them. CPU seconds (user and system, of the process and its children) are what one core would take.
+Every command runs on the whole input, and on its first documents alone. The difference is the cost of the text without
+the start of the program. Figures are medians over rounds. In each round all commands take turns, so that changes in the
+speed of the machine affect all of them. CPU seconds are user and system time of the process and its children.
 """
 
 import argparse
@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-FEW = 60  # documents, which are enough for a row
+FEW = 60  # documents; enough for one row
 
 
 def run(command: str, file: str, folder: str) -> tuple[float, float]:
-    """(CPU seconds, wall seconds) of a command."""
+    """Runs a command. Returns (CPU seconds, wall seconds)."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         filled = command.format(input=file, out=f"{out}/out")

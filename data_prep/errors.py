@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this. The command prints its sentence and exits with code 2."""
+"""The exception for mistakes that the user can correct. The command prints its message and exits with code 2."""
 
 
 class DataError(Exception):

@@ -1,4 +1,4 @@
-"""`stats` and `show`: what a data folder holds, for people."""
+"""The commands `stats` and `show`, which present a data folder to people."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ BAR = 40
 
 
 def summary(manifest: dict[str, Any], console: Console) -> None:
-    """A few words a split and source."""
+    """Prints one line per split and source."""
     for split, sources in manifest["splits"].items():
         for source, counts in sources.items():
             if not counts["documents"]:
@@ -31,7 +31,7 @@ def summary(manifest: dict[str, Any], console: Console) -> None:
 
 
 def stats(folder: str, console: Console, figure: str | None = None) -> None:
-    """The summary, what was dropped and why, and a histogram of the documents' lengths; also as a picture, `figure`."""
+    """Prints the summary, what was dropped and why, and a histogram of document lengths, also drawn to `figure`."""
     manifest = read_manifest(folder)
     summary(manifest, console)
     found = {}
@@ -49,7 +49,7 @@ def stats(folder: str, console: Console, figure: str | None = None) -> None:
 
 
 def _document_lengths(folder: str, split: str, source: str) -> np.ndarray:
-    """Tokens of each document that lie in rows."""
+    """Returns the number of tokens of each document that are in rows."""
     parts = [(sample["documents"], sample["lengths"]) for sample in _rows(folder, split, source)]
     _, document = np.unique(np.concatenate([documents for documents, _ in parts]), return_inverse=True)
     return np.bincount(document, np.concatenate([lengths for _, lengths in parts])).astype(np.int64)
@@ -68,7 +68,7 @@ def _histogram(lengths: np.ndarray, counts: dict[str, Any], name: str, console: 
 
 
 def _draw(lengths: dict[str, np.ndarray], row: int, file: str) -> None:
-    """Tokens by the length of the document they belong to, stacked by source, on a logarithmic axis."""
+    """Draws tokens by the length of their document, stacked by source, on a logarithmic axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -88,7 +88,7 @@ def _draw(lengths: dict[str, np.ndarray], row: int, file: str) -> None:
 
 
 def show(folder: str, split: str, source: str | None, row: int, console: Console) -> None:
-    """A row decoded, with the boundaries of its parts."""
+    """Prints a decoded row with the boundaries of its documents."""
     manifest = read_manifest(folder)
     sources = manifest["splits"].get(split)
     if sources is None:

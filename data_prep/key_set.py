@@ -1,14 +1,15 @@
-"""A growing set of 64-bit keys in 16 bytes a key, for finding duplicates among very many documents."""
+"""A growing set of 64-bit keys for finding duplicates among very many documents, in 16 to 32 bytes per key."""
 
 import numpy as np
 
-FILLED = 0.5  # of the table, at most
+FILLED = 0.5  # largest filled share of the table
 
 
 class KeySet:
-    """Open addressing with linear probing in one numpy array, for many keys at a time. Key 0 stands for an empty place.
+    """A hash set with open addressing and linear probing in one numpy array. It handles many keys per call.
 
-    Two texts share a key by chance with probability documents² / 2^65: 0.03 for a thousand million documents.
+    Key 0 marks an empty slot. Some two texts share a key by chance with probability documents² / 2^65: 0.03 for 10⁹
+    documents.
     """
 
     def __init__(self) -> None:
@@ -16,7 +17,7 @@ class KeySet:
         self._count = 0
 
     def add(self, keys: np.ndarray) -> np.ndarray:
-        """Whether each key is new: neither in the set nor earlier among `keys`."""
+        """Adds keys. Returns for each whether it is new: neither in the set nor earlier in `keys`."""
         keys = np.where(keys == 0, 1, keys).astype(np.uint64)
         while self._count + len(keys) > FILLED * len(self._table):
             old = self._table[self._table != 0]
@@ -29,7 +30,7 @@ class KeySet:
         return new
 
     def _insert(self, keys: np.ndarray) -> np.ndarray:
-        """Insert different keys; whether each was absent."""
+        """Inserts distinct keys. Returns for each whether it was absent."""
         mask = np.uint64(len(self._table) - 1)
         absent = np.zeros(len(keys), bool)
         waiting = np.arange(len(keys))
@@ -37,7 +38,7 @@ class KeySet:
         while len(waiting):
             found = self._table[places]
             free = found == 0
-            # Of several keys that want the same free place the last one gets it; the others try the next.
+            # If several keys want the same free slot, the last one gets it and the others try the next.
             self._table[places[free]] = keys[waiting[free]]
             won = free & (self._table[places] == keys[waiting])
             absent[waiting[won]] = True

@@ -1,4 +1,4 @@
-"""Reads the samples of MDS shards (mosaicml-streaming), one shard after the other, every hash checked."""
+"""Reads samples from MDS shards (mosaicml-streaming), one shard at a time, and checks every hash."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,7 +14,7 @@ Sample = dict[str, Any]
 
 
 def read_shard(folder: Path, shard: dict[str, Any]) -> Iterator[Sample]:
-    """The samples of a shard, given its entry in index.json. Raises DataError naming the shard if it is broken."""
+    """Yields the samples of a shard, given its entry in index.json. Raises DataError naming a damaged shard."""
     path = folder / (shard["zip_data"] or shard["raw_data"])["basename"]
     try:
         raw, reader = _open(folder, shard)
@@ -44,7 +44,7 @@ def _open(folder: Path, shard: dict[str, Any]) -> tuple[bytes, Any]:
     if shard["zip_data"]:
         try:
             data = decompress(shard["compression"], data)
-        except Exception as error:  # each compression's library raises its own
+        except Exception as error:  # each compression library raises its own exceptions
             raise ValueError(str(error)) from error
     if len(data) != shard["raw_data"]["bytes"]:
         raise ValueError(f"{len(data):,} bytes, {shard['raw_data']['bytes']:,} in the index")

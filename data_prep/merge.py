@@ -1,4 +1,7 @@
-"""`merge`: the folders that tasks have made (`pack --task I/N`) to one. Shards are linked, not read or written anew."""
+"""The command `merge`, which combines the folders of all tasks (`pack --task I/N`) into one.
+
+Shards are linked; they are neither read nor written again.
+"""
 
 import json
 import os
@@ -16,9 +19,10 @@ Manifest = dict[str, Any]
 
 
 def merge(parts: list[str], out: str, progress: Progress) -> Manifest:
-    """Make the data folder `out`, in the order of the tasks. The hashes of the shards are those of the parts' manifests.
+    """Makes the data folder `out` from the parts, in the order of their tasks. Returns its manifest.
 
-    Raises DataError unless the parts are all tasks of one conversion, each once and whole.
+    The hashes of the shards are taken from the manifests of the parts. Raises DataError unless the parts are all tasks
+    of one conversion, each complete and present once.
     """
     check_free(Path(out))
     ordered = _ordered({part: read_manifest(part) for part in parts})
@@ -43,7 +47,7 @@ def merge(parts: list[str], out: str, progress: Progress) -> Manifest:
 
 
 def _ordered(manifests: dict[str, Manifest]) -> dict[str, Manifest]:
-    """By task. Raises DataError if one is missing, there twice, or of another conversion."""
+    """Sorts the manifests by task. Raises DataError if a task is missing, duplicate, or from another conversion."""
     tasks: dict[int, str] = {}
     first = next(iter(manifests))
     for part, manifest in manifests.items():
@@ -68,14 +72,14 @@ def _ordered(manifests: dict[str, Manifest]) -> dict[str, Manifest]:
 
 
 def _link(manifests: dict[str, Manifest], out: Path, split: str, source: str, progress: Progress) -> dict[str, str]:
-    """Link a source's shards under new numbers and write their index. Gives their sha256."""
+    """Links the shards of a source under new numbers and writes their index. Returns their sha256 by name."""
     name = f"{split}/{source}"
     target = out / name
     entries: list[dict[str, Any]] = []
     known: dict[str, str] = {}
     for part, manifest in manifests.items():
         index = manifest["files"].get(f"{name}/{INDEX}")
-        if index is None:  # no rows
+        if index is None:  # the part has no rows of this source
             continue
         if file_sha256(Path(part) / name / INDEX) != index["sha256"]:
             raise DataError(f"{part}/{name}/{INDEX} is corrupt: its sha256 is not the manifest's")
@@ -108,12 +112,12 @@ def _tokenizer(part: str) -> Path:
 def _link_or_copy(file: Path, target: Path) -> None:
     try:
         os.link(file, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or one without hard links
         shutil.copyfile(file, target)
 
 
 def _sum(values: list[Any]) -> Any:
-    """Numbers added, in dictionaries of the same or other keys."""
+    """Adds numbers, or dictionaries of numbers key by key. Their keys may differ."""
     if not isinstance(values[0], dict):
         return sum(values)
     keys = dict.fromkeys(key for value in values for key in value)

@@ -1,8 +1,8 @@
-"""Documents to rows of exactly `length` tokens, without padding; only what cannot fill a last row is dropped.
+"""Packing of documents to rows of exactly `length` tokens, without padding.
 
-`concat`: documents one behind the other, cut every `length` tokens (concatenate-and-split).
-`best-fit`: a document is cut only where it is longer than a row; the parts are packed best-fit decreasing
-(arXiv:2404.10830). Rows that stay open are then closed by cutting the parts of the emptiest ones.
+Only tokens that cannot fill a last row are dropped. `concat` concatenates documents and cuts every `length` tokens
+(concatenate-and-split). `best-fit` cuts only documents that are longer than a row, and packs the parts best-fit
+decreasing (arXiv:2404.10830). Gaps that remain are filled with cut parts of the emptiest rows.
 """
 
 import random
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Part(NamedTuple):
-    """Tokens `offset` and following of a document."""
+    """A contiguous part of a document that starts at token `offset`."""
 
     document: int
     offset: int
@@ -33,7 +33,7 @@ def _size(parts: list[Part]) -> int:
 
 @dataclass
 class Counts:
-    """Token accounting: tokens_in = tokens_out + sum(tokens_dropped.values())."""
+    """Token counts. They satisfy tokens_in = tokens_out + sum(tokens_dropped.values())."""
 
     documents: int = 0
     bytes: int = 0
@@ -47,14 +47,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Held:
-    """What a packer has taken in and not given out. values: plain JSON; parts: with their tokens."""
+    """The state of a packer between rows. values: plain JSON. parts: the pending parts with their tokens."""
 
     values: dict[str, Any]
     parts: list[Part]
 
 
 class Packer:
-    """Base: counts what goes in and out. `add` documents, then `finish`; both give the rows that are complete."""
+    """The base class, which counts tokens. `add` documents, then `finish`; both yield the rows that are complete."""
 
     def __init__(self, length: int):
         self.length = length
@@ -75,12 +75,15 @@ class Packer:
             self.counts.tokens_dropped["last row not full"] = dropped
 
     def held(self) -> Held:
-        """What `restore` needs to go on with in another process."""
+        """Returns the state with which `restore` continues in another process."""
         values, parts = self._held()
         return Held({"counts": asdict(self.counts), **values}, parts)
 
     def restore(self, held: Held) -> None:
-        """Go on with what another packer of the same settings has held. Raises LookupError, TypeError or ValueError."""
+        """Continues from the state of a packer with the same settings.
+
+        Raises LookupError, TypeError or ValueError if the state is broken.
+        """
         self.counts = Counts(**held.values["counts"])
         self._restore(held)
 
@@ -104,7 +107,7 @@ class Packer:
 
 
 class ConcatPacker(Packer):
-    """Concatenate-and-split."""
+    """Concatenates documents and cuts every `length` tokens."""
 
     def __init__(self, length: int):
         super().__init__(length)
@@ -134,9 +137,9 @@ class ConcatPacker(Packer):
 
 
 class BestFitPacker(Packer):
-    """Best-fit decreasing over a buffer of documents, which bounds the memory; rows leave in a shuffled order.
+    """Best-fit decreasing over a buffer of documents, which limits the memory. Rows leave the buffer in shuffled order.
 
-    The shuffle is because packing sorts by length, and a reader shuffles among neighbouring rows only.
+    Packing sorts by length, and a reader shuffles only among neighbouring rows, so the rows are shuffled here.
     """
 
     def __init__(self, length: int, buffer_tokens: int, seed: str):
@@ -184,15 +187,15 @@ class BestFitPacker(Packer):
 
 
 def best_fit(parts: list[Part], length: int) -> list[Row]:
-    """Best-fit decreasing: the longest part first, each into the fullest row that still holds it."""
+    """Packs parts best-fit decreasing: the longest part first, each into the fullest row that has room for it."""
     rows: list[Row] = []
-    with_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the room left in them
-    rooms = 0  # bit r is set where with_room[r] is not empty
+    with_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows, by their free tokens
+    rooms = 0  # bit r is set if with_room[r] is not empty
     for part in sorted(parts, key=lambda part: -len(part.tokens)):
         size = len(part.tokens)
         fitting = rooms >> size
         if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1  # the lowest set bit: the tightest fit
+            room = size + (fitting & -fitting).bit_length() - 1  # the lowest set bit is the tightest fit
             row = with_room[room].pop()
             if not with_room[room]:
                 rooms ^= 1 << room
@@ -207,7 +210,7 @@ def best_fit(parts: list[Part], length: int) -> list[Row]:
 
 
 def close_rows(rows: list[Row], length: int) -> tuple[list[Row], list[Part]]:
-    """Fill the gaps of the fullest rows with the parts of the emptiest. Gives full rows, and parts of less than one."""
+    """Fills the gaps of the fullest rows with parts of the emptiest. Returns full rows, and the parts left over."""
     sizes = [sum(len(part.tokens) for part in row) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: (-sizes[index], index))
     closed: list[Row] = []

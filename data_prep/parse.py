@@ -1,4 +1,4 @@
-"""Raw documents to texts: UTF-8, records, filters. Errors name file and line."""
+"""Parsing of raw documents to texts: decoding, records and filters. Errors name file and line."""
 
 import dataclasses
 import json
@@ -13,17 +13,17 @@ BROKEN, EMPTY, FILTERED, DUPLICATE = "broken", "empty", "filtered", "duplicate"
 
 
 def document_key(text: bytes) -> int:
-    """64 bits of the text's hash; equal texts fall into the same split."""
+    """Returns 64 bits of the text's hash. It decides the split, so equal texts fall into the same one."""
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)
 class Parser:
-    """Texts of a batch.
+    """Parses the documents of a batch to texts.
 
-    field: a record's text. where: column (or `column.key` of what it holds) → what it must be: a value, a list of
-    values, or {min: a, max: b} (both included, either may be absent); other records are left out. min_chars, max_chars:
-    of a text, both included.
+    field: the record field with the text. where: column (or `column.key` inside it) → the required value, a list of
+    allowed values, or {min: a, max: b} (inclusive, both optional); other records are left out. min_chars, max_chars:
+    inclusive limits of a text's length. skip_broken: count broken documents instead of raising.
     """
 
     field: str = "text"
@@ -34,13 +34,13 @@ class Parser:
 
     @property
     def columns(self) -> Columns:
-        """What is read of a table."""
+        """The columns to read from a table."""
         return list(dict.fromkeys([self.field, *(name.partition(".")[0] for name in self.where)]))
 
     def __call__(self, batch: RawBatch) -> tuple[list[str], dict[str, int]]:
-        """A text a document, "" for those left out, and how many were left out for which reason.
+        """Returns one text per document, "" if it is left out, and the number of documents left out by reason.
 
-        Raises DataError for what is broken, unless skip_broken counts it.
+        Raises DataError for a broken document unless skip_broken is set.
         """
         texts = []
         dropped = {BROKEN: 0, EMPTY: 0, FILTERED: 0}
@@ -75,7 +75,7 @@ class Parser:
             else:
                 value = self._json(str(document, "utf-8"), where)
             if value is not None:
-                value.encode()  # "\ud800" is valid JSON and no Unicode text
+                value.encode()  # "\ud800" is valid JSON but not valid Unicode
         except UnicodeError as error:
             raise DataError(f"{where} is not valid UTF-8: {error}") from error
         return value
@@ -94,7 +94,7 @@ class Parser:
         return self._field(record, where)
 
     def _field(self, record: dict[str, Any], where: str) -> str | None:
-        """The record's text, or None if it is filtered out."""
+        """Returns the text of a record, or None if it is filtered out."""
         if not all(_holds(_value(record, name), wanted) for name, wanted in self.where.items()):
             return None
         text = record[self.field]

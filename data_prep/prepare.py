@@ -1,4 +1,4 @@
-"""`pack`: sources → tokens → rows → shards, in one pass and bounded memory."""
+"""The command `pack`: converts sources to tokens, rows and shards, in one pass with bounded memory."""
 
 import time
 from collections import deque
@@ -23,19 +23,17 @@ from data_prep.write_shards import MANIFEST, TOKENIZER, ShardFolder, check_free,
 
 SPLITS = ("train", "valid")
 SAVE_EVERY = 30.0  # seconds
-DOCUMENTS_OF_A_TASK = 1 << 40  # document numbers of different tasks never meet
+DOCUMENTS_OF_A_TASK = 1 << 40  # keeps the document numbers of different tasks apart
 
-Inputs = list[
-    tuple[str, Input]
-]  # of a source, each with the split of its documents, if their hash decides nothing else
+Inputs = list[tuple[str, Input]]  # of a source, with the default split of their documents
 
 
 def prepare(
     settings: Settings, out: str, workers: int, progress: Progress, save_every: float = SAVE_EVERY
 ) -> tuple[dict[str, Any], bool]:
-    """Make the data folder `out`. Gives its manifest, and whether it was made now: what is there already is kept.
+    """Makes the data folder `out`. Returns its manifest, and whether it was made now rather than kept.
 
-    Raises DataError if `out` holds something else, also data of other settings or other input.
+    Raises DataError if `out` holds something else, such as data from other settings or inputs.
     """
     inputs = {source: _inputs(settings, source) for source in settings.sources}
     plan = {"settings": settings.to_dict(), "inputs": {source: _sizes(found) for source, found in inputs.items()}}
@@ -96,7 +94,7 @@ def _inputs(settings: Settings, source: str) -> Inputs:
 
 
 def _share(inputs: list[Input], task: int, tasks: int) -> list[Input]:
-    """A task's part of the inputs: neighbours, so that the parts' order is the whole's, of about equal size."""
+    """Returns about an equal share of the inputs: contiguous ones, so that all tasks in order give the whole."""
     total = sum(item.bytes for item in inputs)
     mine, before = [], 0
     for item in inputs:
@@ -107,7 +105,7 @@ def _share(inputs: list[Input], task: int, tasks: int) -> list[Input]:
 
 
 def _sizes(inputs: Inputs) -> dict[str, dict[str, int]]:
-    """Number and size of the input files by split, which tell a changed input from the one that was read."""
+    """Returns number and size of the input files by split. A difference shows that the input has changed."""
     return {
         split: {
             "files": sum(item.files for kind, item in inputs if kind == split),
@@ -118,7 +116,7 @@ def _sizes(inputs: Inputs) -> dict[str, dict[str, int]]:
 
 
 class _Conversion:
-    """Packs one source after the other, from where `state` stands."""
+    """Packs the sources in sequence, starting from `state`."""
 
     def __init__(
         self,
@@ -136,7 +134,7 @@ class _Conversion:
         self.saved = time.monotonic()
 
     def pack(self, source: str, inputs: Inputs) -> None:
-        """Write a source's shards and note its counts."""
+        """Writes the shards of a source and records its counts."""
         settings, state = self.settings, self.state
         state.packers = {split: self._packer(split, source) for split in SPLITS}
         for split, held in state.held.items():
@@ -179,7 +177,7 @@ class _Conversion:
         self.saved = time.monotonic()
 
     def _batches(self, source: str, inputs: Inputs, positions: deque[tuple[int, int]]) -> Iterator[RawBatch]:
-        """The batches that are not packed yet; `positions` gets each one's."""
+        """Yields the batches that are not packed yet. Their positions are appended to `positions`."""
         columns = self.settings.parser(source).columns
         boundaries = Boundaries(self.info.bos_id, self.info.eos_id)
         done = self.state.position
@@ -202,7 +200,7 @@ class _Conversion:
         return BestFitPacker(settings.length, settings.buffer_tokens, seed)
 
     def _rows(self, source: str, default: str, batch: Encoded) -> Iterator[tuple[str, Row]]:
-        """The rows that a batch completes, each with its split."""
+        """Yields the rows that a batch completes, each with its split."""
         settings, packers = self.settings, self.state.packers
         first = self.state.documents + (settings.task_numbers[0] * DOCUMENTS_OF_A_TASK if settings.task else 0)
         kept = batch.lengths > 0

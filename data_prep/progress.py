@@ -1,4 +1,4 @@
-"""A progress bar with tokens/s and the time left, on a terminal; silence elsewhere."""
+"""A progress bar with tokens/s and the time left. It is silent unless stderr is a terminal."""
 
 from types import TracebackType
 
@@ -8,7 +8,7 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """Counts bytes of a known total (for the time left) and tokens (for the speed)."""
+    """Counts bytes, whose total is known, for the time left, and tokens for the speed."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -35,7 +35,7 @@ class Progress:
         self._bar.stop()
 
     def start(self, description: str, total_bytes: int) -> None:
-        """Begin a new bar in place of the one before."""
+        """Replaces the current bar by a new one."""
         if self._task is not None:
             self._bar.remove_task(self._task)
         self._tokens = 0

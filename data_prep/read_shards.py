@@ -1,4 +1,4 @@
-"""Data folders as `verify`, `stats` and `show` see them: every byte checked, nothing written."""
+"""Reading of data folders for `verify`, `stats` and `show`. Every byte is checked, nothing is written."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from data_prep.write_shards import FORMAT, MANIFEST, VERSION, checksum
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """The manifest, checked against its own checksum."""
+    """Returns the manifest of a data folder. Raises DataError if it is missing or broken, also by its checksum."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         partial = Path(folder + ".partial").is_dir()
@@ -38,7 +38,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def shards(folder: str, split: str, source: str) -> list[dict[str, Any]]:
-    """The shards' entries in index.json, in order."""
+    """Returns the entries of the shards in index.json, in order. Raises DataError if the index is missing or broken."""
     path = Path(folder) / split / source / "index.json"
     try:
         found: list[dict[str, Any]] = json.loads(path.read_bytes())["shards"]
@@ -51,5 +51,5 @@ def shards(folder: str, split: str, source: str) -> list[dict[str, Any]]:
 
 
 def read_shard(folder: str, split: str, source: str, shard: dict[str, Any]) -> Iterator[Sample]:
-    """The rows of a shard. Raises DataError naming the shard if it cannot be decoded."""
+    """Yields the rows of a shard. Raises DataError naming the shard if it cannot be decoded."""
     return mds.read_shard(Path(folder) / split / source, shard)

@@ -1,4 +1,4 @@
-"""Readers of raw documents: JSON lines and text files (plain, gz, zst, xz), Parquet, Arrow, saved `datasets` folders."""
+"""Readers of raw documents: JSON lines and text files (plain, gz, zst, xz), Parquet, Arrow, `datasets` folders."""
 
 import glob
 import gzip
@@ -18,17 +18,17 @@ from data_prep.errors import DataError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_DOCUMENT = 1 << 26  # bytes; its tokenization takes some 30 times as much memory
+MAX_DOCUMENT = 1 << 26  # bytes; tokenization takes about 30 times as much memory
 
-Columns = list[str]  # the text's field, then those that filters look at
+Columns = list[str]  # the column of the text, then those of filters
 
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Documents of one file, in order, as they are found: lines of JSON, whole texts, records, or token ids.
+    """Unparsed documents of one file, in order: lines of JSON, whole texts, records, or token ids.
 
-    first: the number of the first line, row or document, counted from 1; 0 where a document is the whole file.
-    consumed: how many bytes of the input were read for them, for the progress bar.
+    first: the number of the first line, row or document, counted from 1; 0 if the document is the whole file.
+    consumed: bytes of the input that were read for the batch, for the progress bar.
     """
 
     kind: str  # json: bytes; text: bytes; record: dict of columns; tokens: array of ids
@@ -38,13 +38,13 @@ class RawBatch:
     consumed: int
 
     def where(self, index: int) -> str:
-        """A document's place, for messages."""
+        """Returns the location of a document, for messages."""
         unit = {"json": "line", "record": "row", "tokens": "document"}.get(self.kind)
         return f"{self.file} {unit} {self.first + index}" if self.first and unit else self.file
 
 
 def read_documents(name: str, documents: Iterable[bytes], batch_bytes: int) -> Iterator[RawBatch]:
-    """Texts that lie in no file of their own."""
+    """Yields batches of texts that have no file of their own."""
     batch: list[bytes] = []
     size = 0
     for document in documents:
@@ -58,14 +58,14 @@ def read_documents(name: str, documents: Iterable[bytes], batch_bytes: int) -> I
 
 
 def read_text(file: str, columns: Columns, batch_bytes: int) -> Iterator[RawBatch]:
-    """A text file: one document. What is longer than MAX_DOCUMENT is cut there, for the parser to refuse."""
+    """Reads a text file as one document. It is cut after MAX_DOCUMENT bytes; the parser then rejects it."""
     with _opened(file) as (stream, raw):
         document = stream.read(MAX_DOCUMENT + 1)
         yield RawBatch("text", file, 0, [document], raw.seek(0, io.SEEK_END))
 
 
 def read_json_lines(file: str, columns: Columns, batch_bytes: int) -> Iterator[RawBatch]:
-    """A line a record."""
+    """Reads one JSON record per line."""
     lines: list[bytes] = []
     first, size, seen = 1, 0, 0
     with _opened(file) as (stream, raw):
@@ -74,7 +74,7 @@ def read_json_lines(file: str, columns: Columns, batch_bytes: int) -> Iterator[R
             number += 1
             lines.append(line)
             size += len(line)
-            while len(line) > MAX_DOCUMENT and not line.endswith(b"\n"):  # the parser refuses it; go to its end
+            while len(line) > MAX_DOCUMENT and not line.endswith(b"\n"):  # the parser rejects it; skip its rest
                 line = stream.readline(MAX_DOCUMENT + 1)
             if size >= batch_bytes:
                 yield RawBatch("json", file, first, lines, raw.tell() - seen)
@@ -84,7 +84,7 @@ def read_json_lines(file: str, columns: Columns, batch_bytes: int) -> Iterator[R
 
 
 def read_parquet(file: str, columns: Columns, batch_bytes: int) -> Iterator[RawBatch]:
-    """A row a record, a few of a row group at a time."""
+    """Reads one record per row, a part of a row group at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -101,7 +101,7 @@ def read_parquet(file: str, columns: Columns, batch_bytes: int) -> Iterator[RawB
 
 
 def read_arrow(file: str, columns: Columns, batch_bytes: int) -> Iterator[RawBatch]:
-    """An Arrow file or stream; memory-mapped, so that only what is read takes memory."""
+    """Reads an Arrow file or stream. It is memory-mapped, so that only the current part takes memory."""
     import pyarrow as pa
 
     try:
@@ -122,7 +122,7 @@ def read_arrow(file: str, columns: Columns, batch_bytes: int) -> Iterator[RawBat
 
 
 def read_saved(folder: str, columns: Columns, batch_bytes: int) -> Iterator[RawBatch]:
-    """A folder of `datasets.Dataset.save_to_disk`, in its order (also of a shuffled or filtered one)."""
+    """Reads a folder of `datasets.Dataset.save_to_disk` in its order, which may be shuffled or filtered."""
     import datasets
     import pyarrow as pa
 
@@ -150,7 +150,7 @@ def _records(
         for name in columns:
             column = batch.column(name)
             if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-                column = column.cast(pa.large_binary())  # the workers decode, and say which row is not UTF-8
+                column = column.cast(pa.large_binary())  # the workers decode and report rows that are not UTF-8
             values[name] = column.to_pylist()
         records = [dict(zip(columns, row)) for row in zip(*values.values())]
         row += batch.num_rows
@@ -182,7 +182,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _opened(file: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """A file's decompressed stream and the raw file under it."""
+    """Opens a file. Yields its decompressed stream and the raw file under it. Raises DataError if it cannot be read."""
     try:
         raw = open(file, "rb")  # noqa: SIM115 (closed below)
     except OSError as error:
@@ -200,7 +200,7 @@ def _decompressed(file: str, raw: IO[bytes]) -> IO[bytes]:
     if file.endswith(".xz"):
         return cast(IO[bytes], lzma.LZMAFile(raw))
     if file.endswith(".zst"):
-        # 2 GiB: the window of `zstd --long=31`.
+        # The largest window, 2 GiB, is that of `zstd --long=31`.
         reader = zstandard.ZstdDecompressor(max_window_size=2**31).stream_reader(raw, read_across_frames=True)
         return io.BufferedReader(reader, buffer_size=1 << 20)
     return raw

@@ -1,6 +1,7 @@
-"""Where a conversion stands, saved now and then: after a kill the same command goes on from there to the same bytes.
+"""The state of a conversion, saved at intervals.
 
-.state is an .npz of numbers and text: reading it runs nothing, whoever wrote it.
+After a kill, the same command continues from it and gives the same bytes. The file .state is an .npz of numbers and
+text, so that reading it never runs code.
 """
 
 import io
@@ -27,16 +28,16 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass
 class State:
-    """Everything that the rest of a conversion depends on, after a batch of the source that is being packed."""
+    """Everything that the rest of a conversion depends on, after some batch of the current source."""
 
-    plan: dict[str, Any]  # what was asked for
+    plan: dict[str, Any]  # settings and inputs
     finished: dict[str, dict[str, Counts]] = field(default_factory=dict)  # source → split → counts
-    position: tuple[int, int] = (0, 0)  # input of the source, and how many batches of it are packed
-    documents: int = 0  # of the source, seen so far
+    position: tuple[int, int] = (0, 0)  # input of the source, and its number of packed batches
+    documents: int = 0  # documents of the source so far
     packers: dict[str, Packer] = field(default_factory=dict)  # by split
-    held: dict[str, Held] = field(default_factory=dict)  # what the packers of the run before held
-    unfinished: dict[str, Unfinished] = field(default_factory=dict)  # shards in the making, by split
-    num_keys: int = 0  # documents' keys in KEYS
+    held: dict[str, Held] = field(default_factory=dict)  # state of the previous run's packers
+    unfinished: dict[str, Unfinished] = field(default_factory=dict)  # unfinished shards by split
+    num_keys: int = 0  # number of keys in KEYS
 
     def save(self, folder: ShardFolder) -> None:
         self.unfinished = folder.unfinished()
@@ -69,7 +70,7 @@ def _pack_parts(split: str, parts: list[Part]) -> Arrays:
 
 
 def load_state(folder: ShardFolder, plan: dict[str, Any]) -> State | None:
-    """The state that a killed run left, if `plan` continues it. Raises DataError if it does not."""
+    """Returns the state that a killed run left, or None. Raises DataError if it is broken or does not fit `plan`."""
     file = folder.partial / STATE
     if not file.is_file():
         return None
@@ -90,7 +91,7 @@ def load_state(folder: ShardFolder, plan: dict[str, Any]) -> State | None:
 
 
 def _read(file: Path) -> State:
-    """Raises what the formats raise, and ValueError for values that no conversion has saved."""
+    """Reads a state. Raises the errors of the formats, and ValueError for values that no conversion saves."""
     with np.load(file, allow_pickle=False) as opened:
         arrays = {name: opened[name] for name in opened.files}
     values = json.loads(arrays["values"].tobytes())
@@ -142,14 +143,14 @@ def _counts(values: dict[str, Any]) -> Counts:
 
 
 def _continues(old: Any, new: Any) -> bool:
-    """Whether a run that asks for `new` may go on with what one that asked for `old` has done."""
+    """Whether a run with the plan `new` may continue one with the plan `old`."""
     if isinstance(old, dict) and new.get("skip_broken"):  # nothing was broken so far, or the old run skipped it too
         old = old | {"skip_broken": True}
-    return json.dumps(old) == json.dumps(new)  # the order of the sources counts too
+    return json.dumps(old) == json.dumps(new)  # the order of the sources matters too
 
 
 class Seen:
-    """The keys of all documents so far; on disk too, as the state would grow with them."""
+    """The keys of all documents so far. They have a file of their own, because the state would grow with them."""
 
     def __init__(self, folder: ShardFolder, num_keys: int):
         self.path = folder.partial / KEYS
@@ -164,7 +165,7 @@ class Seen:
         self.num_keys = num_keys
 
     def add(self, keys: np.ndarray) -> np.ndarray:
-        """Whether each document is the first of its text."""
+        """Adds keys. Returns for each document whether it is the first with its text."""
         new = self._set.add(keys)
         self._file.write(keys[new].astype(np.uint64).tobytes())
         self.num_keys += int(new.sum())

@@ -1,4 +1,4 @@
-"""What decides the output's bytes, from flags or a YAML file. The number of workers is not among it."""
+"""The settings that determine the output's bytes, from flags or YAML. The number of workers is not one of them."""
 
 import dataclasses
 import difflib
@@ -19,32 +19,33 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class Settings:
-    """sources and valid: name → paths, folders, globs or `stdlib:code`, `stdlib:docs`.
+    """The settings of a conversion.
 
-    Documents of `sources` go to validation by the hash of their text, `valid_fraction` of them, unless `valid` names
-    validation files of the same source. Exactly one of tokenizer and train_vocab_size is given.
+    sources, valid: name → paths, folders, globs or `stdlib:code`, `stdlib:docs`. `valid_fraction` of the documents of
+    `sources`, chosen by the hash of their text, go to validation, unless `valid` names validation files of the same
+    source. Exactly one of tokenizer and train_vocab_size must be given. Raises DataError for invalid settings.
     """
 
     sources: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     valid: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    length: int = 4096  # tokens a row
+    length: int = 4096  # tokens per row
     packing: str = "best-fit"
     tokenizer: str | None = None  # a tokenizer.json
     train_vocab_size: int | None = None  # train a tokenizer of this size on the sources instead
-    bos: str | None = None  # None: found among the tokenizer's special tokens
+    bos: str | None = None  # None: the first known pair among the tokenizer's tokens
     eos: str | None = None
-    vocab_size: int | None = None  # the model's; the tokenizer must not exceed it
-    field: str = "text"  # of a JSON record
-    where: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # source → values its records must have
+    vocab_size: int | None = None  # the model's size, which the tokenizer must not exceed
+    field: str = "text"  # field of a JSON record with the text
+    where: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # source → values that records must have
     min_chars: int = 0  # shorter texts are left out
-    max_chars: int | None = None  # longer ones too
-    deduplicate: bool = False  # of equal texts in all sources keep the first
+    max_chars: int | None = None  # longer texts are left out
+    deduplicate: bool = False  # keep only the first of equal texts, over all sources
     skip_broken: bool = False  # count broken documents instead of stopping at them
     valid_fraction: float = 0.01
-    buffer_tokens: int = 1 << 25  # that best-fit packs together
-    shard_bytes: int = 1 << 25  # of a shard before compression
-    seed: int = 0  # of the order of best-fit's rows
-    task: str | None = None  # "i/n": only the i-th of n parts of the input, i from 0; `merge` puts them together
+    buffer_tokens: int = 1 << 25  # tokens that best-fit packs together
+    shard_bytes: int = 1 << 25  # bytes of a shard before compression
+    seed: int = 0  # seed of the order of best-fit's rows
+    task: str | None = None  # "i/n": convert only the i-th of n parts of the input (i from 0), for `merge`
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -81,7 +82,7 @@ class Settings:
 
     @property
     def task_numbers(self) -> tuple[int, int]:
-        """Of `task`: (i, n)."""
+        """(i, n) from `task`. Raises DataError if it has another form."""
         match = TASK.fullmatch(self.task or "")
         if not match:
             raise DataError(f"task {self.task} must be i/n, such as 0/8")
@@ -92,7 +93,7 @@ class Settings:
         return Parser(self.field, where, self.min_chars, self.max_chars, self.skip_broken)
 
     def is_valid(self, source: str, key: int) -> bool:
-        """Whether a document of `sources` goes to the validation split by its hash."""
+        """Whether the hash of a document of `sources` sends it to the validation split."""
         return source not in self.valid and key < self.valid_fraction * 2.0**64
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class Settings:
 
 
 def from_yaml(file: str, overrides: dict[str, Any]) -> Settings:
-    """Settings from a file's keys, replaced by those of `overrides` that are not None."""
+    """Returns the settings of a YAML file, with those of `overrides` that are not None. Raises DataError."""
     try:
         values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
@@ -113,7 +114,7 @@ def from_yaml(file: str, overrides: dict[str, Any]) -> Settings:
 
 
 def from_dict(values: dict[str, Any], where: str) -> Settings:
-    """Settings from plain values; unknown keys and wrong types are errors that name them."""
+    """Returns settings from plain values. Raises DataError naming an unknown key or a wrong type."""
     fields = {
         f.name: f.type.__name__ if isinstance(f.type, type) else str(f.type) for f in dataclasses.fields(Settings)
     }

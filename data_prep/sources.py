@@ -1,7 +1,7 @@
-"""What a source's patterns name: files and folders of raw documents, in a stated order, and their documents in batches.
+"""Resolves the patterns of a source to files and folders of raw documents, and reads them in batches.
 
-What a reader yields is still bytes, records or token ids: workers parse and tokenize it, so that one reading process
-feeds many.
+Inputs are read in a defined order. Batches are still bytes, records or token ids: worker processes parse and tokenize
+them, so that one reading process can supply many workers.
 """
 
 import glob
@@ -32,7 +32,7 @@ BATCH_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Input:
-    """One thing to read. bytes: what its batches' `consumed` add up to."""
+    """One file or folder to read. bytes: the sum of `consumed` over its batches."""
 
     kind: str  # stdlib, json, text, parquet, arrow, saved (a folder of `datasets`), megatron, mds
     path: str
@@ -46,7 +46,7 @@ class Input:
     def read(
         self, columns: Columns, boundaries: Boundaries | None = None, batch_bytes: int = BATCH_BYTES
     ) -> Iterator[RawBatch]:
-        """The documents in batches of about `batch_bytes`. boundaries are needed where they are tokens already."""
+        """Yields the documents in batches of about `batch_bytes`. boundaries: required if the input holds tokens."""
         if self.kind == "stdlib":
             yield from read_documents(self.path, stdlib.documents(self.path), batch_bytes)
         elif self.holds_tokens:
@@ -69,7 +69,7 @@ READERS = {
 
 
 def find_inputs(pattern: str) -> list[Input]:
-    """What lies behind a path, a folder, a glob or `stdlib:NAME`, sorted by path. Raises DataError if there is none."""
+    """Returns the inputs of a path, folder, glob or `stdlib:NAME`, sorted by path. Raises DataError for none."""
     if pattern.startswith(stdlib.SCHEME):
         files = stdlib.files(pattern)
         return [Input("stdlib", pattern, sum(map(len, stdlib.documents(pattern))), len(files))]
@@ -77,7 +77,7 @@ def find_inputs(pattern: str) -> list[Input]:
         found = list(_walk(Path(pattern)))
     elif os.path.isfile(pattern):
         found = [_file(pattern, _kind(pattern) or "text")]
-    elif os.path.isfile(pattern + ".idx"):  # Megatron's prefix
+    elif os.path.isfile(pattern + ".idx"):  # a prefix, as Megatron uses
         found = [_file(pattern + ".idx", "megatron")]
     else:
         paths = [path for path in glob.glob(pattern, recursive=True) if _kind(path) != "megatron-data"]
@@ -101,7 +101,7 @@ def _walk(folder: Path) -> Iterator[Input]:
 
 
 def _whole_folder(folder: Path) -> Input | None:
-    """A folder that is one data set of another program."""
+    """Returns the input for a folder that is a data set of another program, or None."""
     if (folder / "dataset_dict.json").is_file():
         raise DataError(f"{folder} holds the splits of a data set: name the folder of one of them")
     for kind, marker, suffix in (("saved", "state.json", "*.arrow"), ("mds", "index.json", "*.mds*")):
@@ -124,7 +124,7 @@ def _file(path: str, kind: str) -> Input:
 
 
 def _kind(name: str) -> str | None:
-    """What a file's name says of its content; None for one that does not count as text."""
+    """Returns the kind of content that a file name indicates, or None if the file does not count as text."""
     if name.endswith((".parquet", ".arrow")):
         return name.rpartition(".")[2]
     if name.endswith(".idx"):

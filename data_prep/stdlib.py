@@ -1,12 +1,13 @@
-"""Real text that every machine with Python has: the standard library's code, and its documentation.
+"""Real text that exists on every machine with Python: code and documentation of the standard library.
 
-`stdlib:code`: one document a module of the standard library, docstrings taken out (they are the other source's).
-`stdlib:docs`: one document for the docstrings of each module, each topic of the language reference that `help()` shows,
-the interpreter's licence, and each README (METADATA) and licence text of the installed packages. Licences repeat one
-another: a paragraph that a text before it had is left out, so that no held-out document has its twin in training.
+`stdlib:code` has one document per module of the standard library, without docstrings, which belong to the other source.
+`stdlib:docs` has one document for the docstrings of each module, for each topic of the language reference that `help()`
+shows, for the interpreter's licence, and for each README (METADATA) and licence of the installed packages. Licences
+repeat one another, so paragraphs of an earlier text are left out. Otherwise held-out documents could have copies in the
+training data.
 
-Order: modules by path, then topics by name, then the licence, then packages by path. What is left out is data rather
-than text or would drown the rest: tests, idlelib, the character tables of `encodings`.
+Order: modules by path, topics by name, the licence, packages by path. Tests, idlelib and the character tables of
+`encodings` are left out: they are data rather than text, or would dominate the rest.
 """
 
 import ast
@@ -28,7 +29,7 @@ PACKAGE_TEXTS = ("METADATA", "LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS
 
 
 def files(pattern: str) -> list[str]:
-    """The files that `stdlib:code` or `stdlib:docs` reads."""
+    """Returns the files that `stdlib:code` or `stdlib:docs` reads. Raises DataError for another name."""
     name = pattern.removeprefix(SCHEME)
     if name not in NAMES:
         raise DataError(f"unknown source {pattern}: {SCHEME}code and {SCHEME}docs are known")
@@ -41,7 +42,7 @@ def files(pattern: str) -> list[str]:
 
 
 def documents(pattern: str) -> Iterator[bytes]:
-    """The documents of `stdlib:code` or `stdlib:docs`, as UTF-8."""
+    """Yields the documents of `stdlib:code` or `stdlib:docs` as UTF-8."""
     code = pattern.removeprefix(SCHEME) == "code"
     for path in _modules():
         without_docstrings, docstrings = _parts(path)
@@ -65,13 +66,13 @@ def _modules() -> list[Path]:
 
 @cache
 def _parts(path: Path) -> tuple[str, str]:
-    """A module's code without docstrings, and its docstrings."""
+    """Returns the code of a module without docstrings, and its docstrings."""
     source = path.read_text(encoding="utf-8", errors="replace")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old modules' invalid escapes
+            warnings.simplefilter("ignore")  # invalid escapes in old modules
             statements = list(_docstrings(ast.parse(source)))
-    except SyntaxError:  # a few modules are templates or of another version
+    except SyntaxError:  # a few modules are templates or of another Python version
         return "", ""
     lines = source.splitlines(keepends=True)
     texts = []
@@ -85,7 +86,7 @@ def _parts(path: Path) -> tuple[str, str]:
 
 
 def _docstrings(node: ast.AST) -> Iterator[ast.Expr]:
-    """The docstring statements of a module and of everything defined in it, in order. Expressions hold none."""
+    """Yields the docstring statements of a module and its definitions, in order. Expressions cannot contain any."""
     body = getattr(node, "body", [])
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         first = body[0] if body else None

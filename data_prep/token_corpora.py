@@ -1,7 +1,7 @@
 """Corpora that other programs have tokenized: Megatron's .bin/.idx, and llm-foundry's MDS of token arrays.
 
-Both are read as documents without their boundary tokens, which `tokenize.py` puts on as for text. The tokenizer must be
-the one that they were made with; only ids beyond its vocabulary can show that it is not.
+Both are read as documents without boundary tokens; `tokenize.py` adds these as for text. The tokenizer must be the one
+that made the corpus. Only ids beyond its vocabulary reveal a different one.
 """
 
 import json
@@ -18,14 +18,14 @@ from data_prep.mds import read_shard
 from data_prep.names import bad_shard_name
 from data_prep.readers import RawBatch
 
-MAX_TOKENS = 1 << 26  # of one document
+MAX_TOKENS = 1 << 26  # limit per document
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The ids that begin and end a document; often the same."""
+    """The ids that begin and end a document. They are often equal."""
 
     bos_id: int
     eos_id: int
@@ -37,7 +37,7 @@ class Boundaries:
 
 
 def read_megatron(index: str, boundaries: Boundaries, batch_bytes: int) -> Iterator[RawBatch]:
-    """Megatron's indexed data set: sequences of ids in .bin, in .idx which of them make a document."""
+    """Reads Megatron's indexed data set: .bin holds sequences of ids, .idx groups the sequences to documents."""
     name = index.removesuffix(".idx")
     dtype, lengths, pointers, documents = _read_index(index)
     data = np.memmap(name + ".bin", np.uint8, "r") if lengths.any() else np.empty(0, np.uint8)
@@ -59,7 +59,10 @@ def read_megatron(index: str, boundaries: Boundaries, batch_bytes: int) -> Itera
 
 
 def _read_index(file: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Token dtype; each sequence's length and byte in .bin; each document's first sequence, and the end of the last."""
+    """Returns the token dtype, length and byte offset in .bin of each sequence, and the bounds of documents.
+
+    The bounds are in sequences. Raises DataError if the index is broken.
+    """
     content = Path(file).read_bytes()
     try:
         if not content.startswith(MAGIC):
@@ -82,7 +85,7 @@ def _read_index(file: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray
 
 
 def read_mds(folder: str, boundaries: Boundaries, batch_bytes: int) -> Iterator[RawBatch]:
-    """llm-foundry's samples, one behind the other, as one stream of ids that is cut at the boundary tokens."""
+    """Reads llm-foundry's samples as one stream of ids and cuts it at the boundary tokens."""
     batch: list[np.ndarray] = []
     size, first, consumed, done = 0, 1, 0, 0
     for tokens, num_bytes in _documents(_samples(folder), boundaries, folder):
@@ -98,7 +101,7 @@ def read_mds(folder: str, boundaries: Boundaries, batch_bytes: int) -> Iterator[
 
 
 def _samples(folder: str) -> Iterator[tuple[np.ndarray, int]]:
-    """Each sample's ids, and the bytes of the shards up to its own."""
+    """Yields the ids of each sample, and the bytes of the shards up to and including its own."""
     index = Path(folder) / "index.json"
     try:
         shards: list[dict[str, Any]] = json.loads(index.read_bytes())["shards"]
@@ -112,7 +115,7 @@ def _samples(folder: str) -> Iterator[tuple[np.ndarray, int]]:
             consumed += (shard["zip_data"] or shard["raw_data"])["bytes"]
             for sample in read_shard(Path(folder), shard):
                 tokens = sample["tokens"]
-                # Older versions of llm-foundry wrote plain bytes of int64.
+                # Older versions of llm-foundry wrote raw bytes of int64.
                 yield np.frombuffer(tokens, np.int64) if isinstance(tokens, bytes) else tokens, consumed
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{index} is missing or broken: {error!r}") from error
@@ -121,7 +124,7 @@ def _samples(folder: str) -> Iterator[tuple[np.ndarray, int]]:
 def _documents(
     samples: Iterator[tuple[np.ndarray, int]], boundaries: Boundaries, folder: str
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """The stream of ids cut behind every EOS and before every BOS, without them."""
+    """Cuts the stream of ids after every EOS and before every BOS, and removes these tokens."""
     open_part: list[np.ndarray] = []
     consumed = 0
     for tokens, consumed in samples:

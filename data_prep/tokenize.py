@@ -1,4 +1,4 @@
-"""Text to token ids, in as many processes as wanted, in input order whatever their number."""
+"""Tokenization in any number of processes. The output has the order of the input."""
 
 import os
 from collections import deque
@@ -19,7 +19,7 @@ from data_prep.parse import EMPTY, Parser, document_key
 from data_prep.readers import RawBatch
 from data_prep.words import word_encoder
 
-# Beginning and end of a document, in the order in which a tokenizer's special tokens are looked through.
+# Known pairs of begin and end tokens, in the order in which a tokenizer is searched for them.
 BOUNDARIES = (
     ("<|endoftext|>", "<|endoftext|>"),
     ("<s>", "</s>"),
@@ -30,7 +30,7 @@ BOUNDARIES = (
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What the manifest says of a tokenizer. vocab_size is the largest id plus one."""
+    """The manifest's description of a tokenizer. vocab_size is the largest id plus one."""
 
     file: str
     sha256: str
@@ -45,18 +45,18 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokenized documents of a batch, in order. Dropped ones (see `dropped`) have length 0."""
+    """The tokenized documents of a batch, in order. Documents that are left out (see `dropped`) have length 0."""
 
-    tokens: np.ndarray  # all documents, one behind the other, each [BOS] + ids + [EOS]
-    lengths: np.ndarray  # int64, a document each
-    text_bytes: np.ndarray  # int64, a document each
-    keys: np.ndarray  # uint64: hash of the text, which decides the split
-    dropped: dict[str, int]  # reason → documents
+    tokens: np.ndarray  # all documents concatenated, each [BOS] + ids + [EOS]
+    lengths: np.ndarray  # int64, tokens of each document
+    text_bytes: np.ndarray  # int64, bytes of each document's text
+    keys: np.ndarray  # uint64, hash of each document's text, which decides the split
+    dropped: dict[str, int]  # reason → number of documents
     consumed: int
 
 
 def describe(file: str, bos: str | None = None, eos: str | None = None) -> TokenizerInfo:
-    """Read a tokenizer.json and find its boundary tokens. Raises DataError if it has none."""
+    """Reads a tokenizer.json and finds its boundary tokens. Raises DataError if it is invalid or has none."""
     tokenizer = load(file)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if bos is None and eos is None:
@@ -73,19 +73,19 @@ def describe(file: str, bos: str | None = None, eos: str | None = None) -> Token
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    """The largest id + 1, which is what a model needs rows for."""
+    """Returns the largest id + 1, which is the number of embeddings that a model needs."""
     return int(max(tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
 
 def load(file: str) -> Tokenizer:
-    """A tokenizers.Tokenizer from its JSON file."""
+    """Returns a tokenizers.Tokenizer from its JSON file. Raises DataError if it is missing or invalid."""
     if not os.path.isfile(file):
         raise DataError(f"no tokenizer file {file}")
     try:
         tokenizer = Tokenizer.from_file(file)
-    except Exception as error:  # tokenizers raises nothing more exact
+    except Exception as error:  # tokenizers raises no specific exception
         raise DataError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
-    # A document that spells a special token must not forge a boundary.
+    # A special token that is spelled out in a document must not create a boundary.
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -93,7 +93,7 @@ def load(file: str) -> Tokenizer:
 
 
 class Encoder:
-    """Tokenizes one batch after the other; lives in a worker process."""
+    """Tokenizes batches in a worker process."""
 
     def __init__(self, file: str, info: TokenizerInfo, parser: Parser):
         self.tokenizer = load(file)
@@ -102,7 +102,7 @@ class Encoder:
         self.words = word_encoder(self.tokenizer, info.dtype)
 
     def __call__(self, batch: RawBatch) -> Encoded:
-        """Raises DataError naming file and line for what is no document."""
+        """Tokenizes a batch. Raises DataError naming file and line of a broken document."""
         encode = self._from_tokens if batch.kind == "tokens" else self._from_texts
         documents, texts, reasons = encode(batch)
         bos, eos = (np.array([token], self.info.dtype).tobytes() for token in (self.info.bos_id, self.info.eos_id))
@@ -118,7 +118,7 @@ class Encoder:
         )
 
     def _from_texts(self, batch: RawBatch) -> tuple[list[bytes], list[bytes], dict[str, int]]:
-        """Each document's ids and text; both empty for one that is left out."""
+        """Returns the ids and the text of each document, both empty if it is left out."""
         texts, reasons = self.parser(batch)
         documents = [self._ids(text) if text else b"" for text in texts]
         return documents, [text.encode() for text in texts], reasons
@@ -131,7 +131,7 @@ class Encoder:
         return ids
 
     def _from_tokens(self, batch: RawBatch) -> tuple[list[bytes], list[bytes], dict[str, int]]:
-        """The same for documents that are ids already: their text decides the split, as if it had been read itself."""
+        """Returns the same for documents that are ids. Their decoded text decides the split, as for text input."""
         for index, tokens in enumerate(batch.documents):
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.info.vocab_size:
                 wrong = tokens.min() if tokens.min() < 0 else tokens.max()
@@ -150,7 +150,7 @@ _encoder: Encoder | None = None
 
 def _start_worker(file: str, info: TokenizerInfo, parser: Parser) -> None:
     global _encoder
-    # The processes are the parallelism; threads under them would only compete.
+    # The worker processes already use all cores; threads in them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = Encoder(file, info, parser)
     if parent_process() is not None:
@@ -158,7 +158,7 @@ def _start_worker(file: str, info: TokenizerInfo, parser: Parser) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot stop its workers, which would wait for work for ever."""
+    """Ends this worker with its parent. If the parent is killed, its workers would otherwise wait forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -173,12 +173,12 @@ def _work(batch: RawBatch) -> Encoded:
 def encode_all(
     batches: Iterable[RawBatch], file: str, info: TokenizerInfo, parser: Parser, workers: int
 ) -> Iterator[Encoded]:
-    """The batches tokenized, in their order; at most 2 · workers of them are in memory."""
+    """Yields the tokenized batches in order. At most 2 · workers of them are in memory."""
     if workers <= 1:
         _start_worker(file, info, parser)
         yield from map(_work, batches)
         return
-    # spawn: a forked child of a process with threads may deadlock.
+    # With fork, a child of a process with threads may deadlock.
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (file, info, parser)) as pool:
         waiting: deque[Future[Encoded]] = deque()
         try:

@@ -1,4 +1,4 @@
-"""`train-tokenizer`: a byte-level BPE of a given size, lossless on any text."""
+"""The command `train-tokenizer`, which trains a byte-level BPE of a given size. It is lossless on any text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +12,14 @@ from data_prep.settings import Settings
 from data_prep.sources import Input, find_inputs
 
 BOUNDARY = "<|endoftext|>"
-SMALLEST = 257  # 256 bytes and the boundary
+SMALLEST = 257  # 256 bytes and the boundary token
 
 
 def train_tokenizer(settings: Settings, vocab_size: int, out: Path, progress: Progress) -> None:
-    """Train on the training texts of the sources (never the validation documents) and write tokenizer.json."""
+    """Trains on the training texts of the sources (never on validation documents) and writes tokenizer.json.
+
+    Raises DataError if the vocabulary is too small, or too large for the text.
+    """
     if vocab_size < SMALLEST:
         raise DataError(f"a vocabulary of {vocab_size} is too small: 256 bytes and {BOUNDARY} make {SMALLEST}")
     tokenizer = Tokenizer(models.BPE())

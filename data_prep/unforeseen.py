@@ -1,4 +1,4 @@
-"""What is said of an error that nobody foresaw: one sentence, and where its whole traceback is."""
+"""Reports of unexpected errors: one sentence, and the file with the traceback."""
 
 import os
 import tempfile
@@ -7,7 +7,7 @@ import traceback
 
 
 def describe(error: BaseException, command: str) -> str:
-    """One sentence that names the error and the file of its traceback; with the traceback where no file can be written."""
+    """Returns one sentence with the error and the file of its traceback, or the traceback if no file can be written."""
     first = (str(error).splitlines() or [""])[0][:300]
     text = "".join(traceback.format_exception(error))
     sentence = f"{command}: {type(error).__name__}: {first}"
@@ -22,7 +22,7 @@ def describe(error: BaseException, command: str) -> str:
 
 
 def describe_os_error(error: OSError) -> str | None:
-    """One sentence for what the system refuses of a file, None where it names no file."""
+    """Returns one sentence for an error of the operating system, or None if it names no file."""
     if error.filename is None or error.strerror is None:
         return None
     name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)

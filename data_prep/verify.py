@@ -1,4 +1,4 @@
-"""`verify`: every hash, every count, every document boundary of a data folder; an error names the file."""
+"""The command `verify`, which checks every hash, count and document boundary of a data folder. Errors name the file."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from data_prep.write_shards import file_sha256
 
 
 def verify(folder: str, progress: Progress) -> dict[str, Any]:
-    """Raises DataError for the first thing that is wrong; gives the manifest."""
+    """Checks a data folder and returns its manifest. Raises DataError for the first defect."""
     manifest = read_manifest(folder)
     progress.start("verify", 2 * sum(entry["bytes"] for entry in manifest["files"].values()))
     _check_files(Path(folder), manifest, progress)
@@ -74,7 +74,7 @@ def _check_row(sample: Sample, manifest: dict[str, Any], name: str) -> None:
 
 
 def _check_parts(parts: np.ndarray, where: str) -> None:
-    """No token of a document twice: a part begins where or after the one before it ended."""
+    """Checks that no token of a document occurs twice: a part starts where or after the previous one ended."""
     document, offset, length = parts[np.lexsort((parts[:, 1], parts[:, 0]))].T
     same = document[1:] == document[:-1]
     overlap = same & (offset[1:] < offset[:-1] + length[:-1])

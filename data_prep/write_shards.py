@@ -1,7 +1,7 @@
-"""The one place that writes the data folder: MDS shards of packed rows, and the manifest that makes the folder whole.
+"""Writing of data folders: MDS shards of packed rows, and the manifest that completes the folder.
 
-docs/data.md describes the format. The folder is built as FOLDER.partial and renamed at the end. Beside the shards
-FOLDER.partial holds what `resume.py` needs to go on after a kill.
+docs/data.md describes the format. The folder is built as FOLDER.partial and renamed at the end. FOLDER.partial also
+holds what `resume.py` needs to continue after a kill.
 """
 
 import fcntl
@@ -24,15 +24,15 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 INDEX = "index.json"
 COMPRESSION = "zstd:3"
-HASHES = ["sha1", "xxh64"]  # streaming wants them sorted
+HASHES = ["sha1", "xxh64"]  # streaming requires sorted names
 LOCK = ".lock"
-SCRATCH = (LOCK, ".state", ".keys")  # files of FOLDER.partial that are no part of the data
+SCRATCH = (LOCK, ".state", ".keys")  # files of FOLDER.partial that are not part of the data
 
-Unfinished = tuple[list[dict[str, Any]], list[bytes]]  # of a writer: its shards' entries, and the samples of the next
+Unfinished = tuple[list[dict[str, Any]], list[bytes]]  # of a writer: entries of its shards, and samples of the next
 
 
 def columns(dtype: str) -> dict[str, str]:
-    """The columns of a sample, which is one row, as MDS encodings."""
+    """Returns the columns of a sample, which is one row, as MDS encodings."""
     return {
         "tokens": f"ndarray:{dtype}",
         "lengths": "ndarray:int32",
@@ -42,10 +42,10 @@ def columns(dtype: str) -> dict[str, str]:
 
 
 class ShardFolder:
-    """A data folder in the making. Use as a context manager; only `commit` makes it exist under its name.
+    """A data folder that is being written, as a context manager. Only `commit` gives the folder its final name.
 
-    Sources are written one after the other: `begin`, rows, `end`. What lies in FOLDER.partial already is left alone
-    until `clear`, for a run that goes on with it.
+    Sources are written in sequence: `begin`, rows, `end`. The content of FOLDER.partial is kept until `clear`, so that
+    a run can continue with it.
     """
 
     def __init__(self, out: str, shard_bytes: int):
@@ -54,7 +54,7 @@ class ShardFolder:
         self.shard_bytes = shard_bytes
         self.source, self.dtype = "", ""
         self._writers: dict[str, Any] = {}
-        self._synced: dict[str, int] = {}  # shards of each split that are safe on disk
+        self._synced: dict[str, int] = {}  # number of shards of each split that are synced to disk
         self._lock: TextIO | None = None
 
     def __enter__(self) -> "ShardFolder":
@@ -78,7 +78,7 @@ class ShardFolder:
             self._lock.close()
 
     def clear(self) -> None:
-        """Remove what a killed run left."""
+        """Removes the files of a killed run."""
         for path in self.partial.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -86,7 +86,7 @@ class ShardFolder:
                 path.unlink()
 
     def begin(self, source: str, dtype: str, unfinished: dict[str, Unfinished] | None = None) -> None:
-        """Start a source, or go on with one from what `unfinished()` gave."""
+        """Starts a source, or continues one with the result of `unfinished()`."""
         self.source, self.dtype = source, dtype
         self._writers = {}
         self._synced = {}
@@ -96,7 +96,7 @@ class ShardFolder:
             writer.new_shard_size += sum(len(sample) + writer.extra_bytes_per_sample for sample in samples)
 
     def write(self, split: str, row: Row) -> None:
-        """Append a row to train/<source> or valid/<source>."""
+        """Appends a row to train/<source> or valid/<source>."""
         sample = {
             "tokens": np.concatenate([part.tokens for part in row]).astype(self.dtype, copy=False),
             "lengths": np.array([len(part.tokens) for part in row], np.int32),
@@ -106,7 +106,7 @@ class ShardFolder:
         self._writer(split).write(sample)
 
     def unfinished(self) -> dict[str, Unfinished]:
-        """What is needed to go on with the source, by split. The shards among it are safe on disk."""
+        """Returns the state that is needed to continue the source, by split. Its finished shards are synced to disk."""
         for split, writer in self._writers.items():
             for shard in writer.shards[self._synced.get(split, 0) :]:
                 sync(Path(writer.local) / shard["zip_data"]["basename"])
@@ -114,7 +114,7 @@ class ShardFolder:
         return {split: (writer.shards, writer.new_samples) for split, writer in self._writers.items()}
 
     def end(self) -> None:
-        """Close the source's shards."""
+        """Closes the shards of the source."""
         for writer in self._writers.values():
             writer.finish()
         self._writers = {}
@@ -124,7 +124,7 @@ class ShardFolder:
             install_stand_in()
             from streaming import MDSWriter
 
-            # MDSWriter wants a folder without files, which the source's is not for a run that goes on.
+            # MDSWriter requires an empty folder. The source's folder is not empty when a run continues.
             new = self.partial / ".new"
             self._writers[split] = MDSWriter(
                 columns=columns(self.dtype),
@@ -140,12 +140,12 @@ class ShardFolder:
         return self._writers[split]
 
     def commit(self, manifest: dict[str, Any], known: dict[str, str] | None = None) -> dict[str, Any]:
-        """Add the manifest and give the folder its name. known: sha256 of files that need not be read for it."""
+        """Adds the manifest and renames the folder to its final name. known: sha256 of files that need not be read."""
         files = sorted(path for path in self.partial.rglob("*") if path.is_file() and path.name not in SCRATCH)
         manifest = {"format": FORMAT, "version": VERSION, **manifest, "files": {}}
         for path in files:
             name = path.relative_to(self.partial).as_posix()
-            if name.startswith(MANIFEST):  # of a run that was killed here
+            if name.startswith(MANIFEST):  # left by a run that was killed here
                 continue
             digest = (known or {}).get(name) or file_sha256(path)
             manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": digest}
@@ -157,14 +157,14 @@ class ShardFolder:
         for folder in [self.partial, *(path for path in self.partial.rglob("*") if path.is_dir())]:
             sync(folder)
         self.partial.rename(self.out)
-        # Not before: a run killed in between must find its own folder again.
+        # Only after the rename: a run that is killed in between must recognise its own folder.
         remove_scratch(self.out)
         sync(self.out.parent)
         return manifest
 
 
 def check_free(out: Path) -> None:
-    """Raises DataError unless `out` is absent or an empty folder."""
+    """Raises DataError unless `out` does not exist or is an empty folder."""
     if out.is_dir():
         names = sorted(path.name for path in out.iterdir())
         if MANIFEST in names:
@@ -176,13 +176,13 @@ def check_free(out: Path) -> None:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove what a run that was killed at its very end left in a whole folder."""
+    """Removes files that remain in a complete folder if a run was killed at its very end."""
     for name in SCRATCH:
         (folder / name).unlink(missing_ok=True)
 
 
 def checksum(manifest: dict[str, Any]) -> str:
-    """sha256 of the manifest without its `checksum`, as JSON with sorted keys, no spaces, ASCII."""
+    """Returns the sha256 of the manifest without its `checksum`, as JSON with sorted keys, no spaces, in ASCII."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -193,7 +193,7 @@ def file_sha256(path: Path) -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it exists with all of its content or not at all."""
+    """Writes a file so that it exists with all of its content or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content)
     sync(temporary)
@@ -201,7 +201,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
+    """Flushes a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

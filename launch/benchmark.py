@@ -1,7 +1,7 @@
-"""The stack's training step beside plain torch's, in one run on one GPU.
+"""Benchmark of the stack's training step against plain torch, in one run on one GPU.
 
-Each row is a run of launch/pretrain.py (real data, streaming, Megatron layers, DeepSpeed, metrics), or of
-eval/benchmarks/plain_torch.py; the ratio is to plain torch at the same accumulation. Medians over the steps
+Each row of the table is a run of launch/pretrain.py (real data, streaming, Megatron layers, DeepSpeed, metrics) or of
+eval/benchmarks/plain_torch.py. Ratios are to plain torch with the same accumulation. Figures are medians over the steps
 after the first four.
 """
 
@@ -42,7 +42,7 @@ def folder_of(name: str, options: dict[str, Any], accumulation: int) -> Path:
 
 
 def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str]) -> dict[str, float]:
-    """One run of the stack; its medians, or {} where it failed (its output is printed)."""
+    """Runs the stack once. Returns medians by column, or {} if the run failed, whose output is then printed."""
     folder = folder_of(name, options, accumulation)
     shutil.rmtree(folder, ignore_errors=True)
     microbatch = options["microbatch"]

@@ -1,12 +1,13 @@
-"""Parallel layouts on the GPUs of one machine, in runs of launch/pretrain.py on real text.
+"""Benchmark of parallel layouts on the GPUs of one machine, in runs of launch/pretrain.py on real text.
 
-part=losses   the losses of each layout beside those of data parallelism, and of that in other orders of summation
-part=speed    tokens/s and peak memory of each layout, rows / data ranks in a microbatch, the memory beside the estimate's
-part=long     the layouts with context parallelism alone; for data of long rows
-part=weak     tokens/s per GPU on one GPU and on all, ZeRO-1, accumulation 1, rows / gpus on each
-part=skip     a ring of all GPUs with skip_below as configured and 0; give init_from=RUN of a trained model
+part=losses   the losses of each layout next to those of data parallelism and of other orders of summation
+part=speed    tokens/s, peak and estimated memory of each layout, with rows / data-parallel ranks per microbatch
+part=long     the same for the layouts with context parallelism only; use it with data of long rows
+part=weak     tokens/s per GPU on one GPU and on all, with ZeRO-1, accumulation 1 and rows / gpus on each GPU
+part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
-Medians of the steps after the fourth; a line for each run as it ends, and its output in FOLDER.
+Figures are medians over the steps after the fourth. Each run prints a line when it ends and writes its output to
+FOLDER.
 """
 
 import itertools
@@ -29,7 +30,7 @@ from ssscale.train.estimate import memory_per_gpu
 from ssscale.train.records import read_metrics
 
 GIB = 2**30
-OUTSIDE = 3  # GiB of a process that no estimate counts: CUDA's context, NCCL's buffers, what lies between tensors
+OUTSIDE = 3  # GiB per process outside the estimate: CUDA context, NCCL buffers, fragmentation
 PARTS = ("losses", "speed", "long", "weak", "skip")
 COMMAND = Command(
     about=__doc__,
@@ -63,14 +64,14 @@ class Run(NamedTuple):
 
 class Found(NamedTuple):
     losses: list[float]
-    gradient_norm: float  # of the first step; nan where DeepSpeed says none
+    gradient_norm: float  # of the first step; nan if DeepSpeed reports none
     tokens_per_second: float
     memory_gib: float  # of rank 0; nan on CPUs
     estimate_gib: float
 
 
 def layouts(gpus: int) -> list[Run]:
-    """Data parallelism first; then all GPUs, or half of them, in a group of each kind."""
+    """Returns the layouts: data parallelism, then groups of each kind over all GPUs or half of them."""
     half = gpus // 2
     found = [Run(f"DP{gpus}", gpus)]
     if half > 1:
@@ -86,11 +87,12 @@ MICROBATCHES = {1: "", 2: " in two microbatches", 4: " in four microbatches"}
 
 
 def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
-    """rows: of a step; data parallelism's orders of summation take as many microbatches as these allow."""
+    """Returns the runs of a part. rows: rows per step, which limit the number of microbatches of part=losses."""
     every = layouts(gpus)
     if part == "losses":
-        # Sums over the rows, sums within norms and what is rounded between, sums over the ranks.
-        # NCCL gathers in rings only, and refuses to when told to use trees for everything. Two ranks have one order.
+        # The orders differ in the sums over rows (microbatches), in the sums and rounding within a block (compilation),
+        # and in the sums over ranks (trees). NCCL can gather only in rings, so trees are set for allreduce alone. Two
+        # ranks have one order.
         tree = (("NCCL_ALGO", "allreduce:tree"),)
         orders = [
             every[0]._replace(
@@ -119,7 +121,7 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
 
 
 def chosen(part: str, gpus: int, rows: int, only: str | None) -> list[Run]:
-    """The runs of a part, or those of them that `only` names. Raises UserError for an unknown name."""
+    """Returns the runs of a part, restricted to `only` if given. Raises UserError for an unknown name."""
     runs = runs_of(part, gpus, rows)
     if only is None:
         return runs
@@ -132,7 +134,7 @@ def chosen(part: str, gpus: int, rows: int, only: str | None) -> list[Run]:
 
 
 def arguments_of(layout: Run, options: dict[str, Any], extra: list[str]) -> list[str]:
-    """The keys of a run, all but its folder."""
+    """Returns the arguments of a run except its folder."""
     name, rows = options["config"], options["rows"]
     if options["part"] == "weak":
         rows = rows // options["gpus"] * layout.gpus
@@ -161,7 +163,7 @@ def estimated_gib(layout: Run, options: dict[str, Any], extra: list[str]) -> flo
 
 
 def check_room(estimates: list[float], at_once: int, room: float) -> None:
-    """Raises UserError where the largest runs, `at_once` of them, do not fit a GPU of `room` GiB beside each other."""
+    """Raises UserError if the `at_once` largest runs do not fit together on a GPU of `room` GiB."""
     needed = list(itertools.accumulate(sorted((gib + OUTSIDE for gib in estimates), reverse=True)[:at_once]))
     if needed[-1] > room:
         fit = max(1, sum(gib <= room for gib in needed))
@@ -196,7 +198,7 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
         text=True,
         check=False,
     )
-    # The watchdog's stacks are in the run folder, which the next run removes.
+    # The watchdog writes its stacks to the run folder, which the next run removes.
     output = process.stdout + "".join(file.read_text() for file in sorted(folder.glob("stacks/*.txt")))
     log = folder.parent / f"{options['part']}_{name}_{slug}.log"
     log.write_text(output)
@@ -221,7 +223,7 @@ LOSSES = "| layout | first loss | last loss | largest difference | mean differen
 SPEED = """\
 | layout | tokens/s | a GPU | of the first | peak GiB | estimate GiB | first gradient norm |
 |---|---|---|---|---|---|---|"""
-ALIKE = 0.02  # by how much gradient norms of layouts may differ in bf16
+ALIKE = 0.02  # relative difference of losses and gradient norms that bf16 explains
 
 
 def losses_row(label: str, result: Found, first: Found) -> str:
@@ -231,7 +233,7 @@ def losses_row(label: str, result: Found, first: Found) -> str:
 
 
 def spreads(found: dict[Run, Found], first: Run) -> str:
-    """The differences between all orders of summation of the first run's layout, and between all layouts in one order."""
+    """Describes the differences between all orders of summation of one layout, and between all layouts."""
     orders = [layout for layout in found if layout.label.startswith(first.label)]
     layouts = [layout for layout in found if layout == first or layout not in orders]
     lines = []
@@ -249,14 +251,14 @@ def spreads(found: dict[Run, Found], first: Run) -> str:
 
 
 def speed_row(layout: Run, result: Found, first: float) -> str:
-    """first: tokens/s a GPU of the first run."""
+    """Returns a row of the table. first: tokens/s per GPU of the first run."""
     each = result.tokens_per_second / layout.gpus
     cells = f"{result.tokens_per_second:,.0f} | {each:,.0f} | {each / first:.3f} | {result.memory_gib:.1f}"
     return f"| {layout.label} | {cells} | {result.estimate_gib:.1f} | {result.gradient_norm:.4g} |"
 
 
 def warning(layout: Run, result: Found, first: Found) -> str | None:
-    """A layout is not the faster one for computing something else. The rows of a step are the same."""
+    """Returns a warning if the first step's loss or gradient norm shows that a layout computes something else."""
     losses, norms = (result.losses[0], first.losses[0]), (result.gradient_norm, first.gradient_norm)
     for what, (here, there) in (("loss", losses), ("gradient norm", norms)):
         if abs(here - there) > ALIKE * abs(there):
@@ -274,10 +276,10 @@ def main(argv: list[str]) -> None:
         )
     print(f"{options['config']}, {options['rows']} rows a step, {options['steps']} steps")
     print(LOSSES if options["part"] == "losses" else SPEED, flush=True)
-    base: tuple[Found, float] | None = None  # the first run that came to its end, and its tokens/s a GPU
+    base: tuple[Found, float] | None = None  # the first run that finished, and its tokens/s per GPU
     chosen_runs = chosen(options["part"], options["gpus"], options["rows"], options.get("only"))
     if options["at_once"] > 1:
-        import torch  # which takes seconds
+        import torch  # importing torch takes seconds
 
         estimates = [estimated_gib(layout, options, extra) for layout in chosen_runs]
         if torch.cuda.is_available():

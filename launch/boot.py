@@ -1,7 +1,7 @@
-"""What the commands of launch/ and slurm/ share: how one starts and ends, which rank it is, what it logs.
+"""Start and end of the commands in launch/ and slurm/: ranks, logging and exit codes.
 
-A command declares its options once, as a `Command`, and ends with `run(COMMAND, main)`. Nothing here, and nothing that a
-command imports at its top, imports torch: --help and the sentence after a mistake must not wait for it.
+A command declares its options once, as a `Command`, and ends with `run(COMMAND, main)`. Neither this module nor the
+top-level imports of a command import torch, so that --help and error messages come without delay.
 """
 
 import logging
@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
-EXIT_CODES = "SSSCALE_EXIT_CODES"  # the variable that names a file for the codes with which ranks end
-ALONE = (2, FAILED, OUT_OF_MEMORY)  # codes with which a rank ends while others are inside a collective with it
-INTERRUPTED = 130  # as a shell says of a command that Ctrl-C has ended
+EXIT_CODES = "SSSCALE_EXIT_CODES"  # environment variable with the name of a file that collects the exit codes of ranks
+ALONE = (2, FAILED, OUT_OF_MEMORY)  # codes of a rank that ends while others may be inside a collective with it
+INTERRUPTED = 130  # the code that shells use after Ctrl-C
 
 
 def join_ranks() -> None:
-    """Make a task of srun a rank, as torchrun's workers and ours are already."""
+    """Sets the rank variables of a task that srun has started. Other launchers have set them already."""
     os.environ |= rank_environment(os.environ)
 
 
@@ -51,9 +51,9 @@ def world_size() -> int:
 
 
 def log(level: int = logging.INFO, force: bool = True) -> None:
-    """Our own messages from `level` on and the warnings of libraries, on the main rank; elsewhere errors alone.
+    """Sets up logging: our messages from `level` on and warnings of libraries on the main rank, only errors elsewhere.
 
-    force: take the place of handlers that something imported has set up.
+    force: replace handlers that an imported library has installed.
     """
     main = rank() == 0
     logging.basicConfig(level=logging.WARNING if main else logging.ERROR, format="%(message)s", force=force)
@@ -62,7 +62,10 @@ def log(level: int = logging.INFO, force: bool = True) -> None:
 
 
 def note_code(code: int) -> None:
-    """Tell slurm/pretrain.sbatch, whose srun answers with the code of ranks that it killed, or launch/workers.py."""
+    """Appends an exit code to the file of EXIT_CODES, which slurm/pretrain.sbatch or launch/workers.py reads.
+
+    srun itself only returns the code of ranks that it has killed.
+    """
     file = os.environ.get(EXIT_CODES)
     if file:
         with open(file, "a") as opened:
@@ -70,15 +73,19 @@ def note_code(code: int) -> None:
 
 
 def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
-    """Call main(argv) and exit: 0, or with one sentence on stderr 2 (UserError) or a Stop's code. --help prints the options."""
+    """Calls main(argv) and exits. --help prints the options.
+
+    The exit code is 0, 2 after a UserError, the code of a Stop, 130 after Ctrl-C, or that of `end_of`. Errors print one
+    sentence to stderr.
+    """
     argv = sys.argv[1:]
     command.help_if_asked(argv)
     try:
         main(argv)
     except UserError as error:
         if rank():
-            # Mostly all ranks meet the same mistake. The main one says it; the launcher ends the others meanwhile, and what
-            # only this rank has met is still said.
+            # Usually all ranks find the same mistake. The main rank reports it, and the launcher ends the others in the
+            # meantime. A mistake that only this rank has found is still reported.
             time.sleep(5)
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave(2)
@@ -95,7 +102,7 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
 
 
 def end_of(error: Exception) -> int:
-    """Say one sentence about an error that is neither the user's nor an ending, and return the exit code."""
+    """Prints one sentence about an unexpected error and returns the exit code."""
     refused = describe_os_error(error) if isinstance(error, OSError) else None
     if refused is not None:
         print(f"error: {refused}", file=sys.stderr, flush=True)
@@ -105,7 +112,7 @@ def end_of(error: Exception) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit; with process groups up, without the interpreter's shutdown: they would warn, or hang without their peers."""
+    """Exits with `code`. With process groups, skips the interpreter's shutdown, which would warn or hang."""
     if code:
         note_code(code)
     if code in ALONE and WORKER in os.environ:

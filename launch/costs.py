@@ -1,9 +1,10 @@
-"""What saves and metrics cost a run on this machine (one process, one GPU where there is one).
+"""Cost of saves and metrics in a run on this machine (one process, one GPU if there is one).
 
-of=saves: a run that saves in the background every `steps` / 4 steps and one that waits for each of its saves. Blocked:
-seconds that training stood still for a save. Dip: the share of the rate that is lost in the steps beside the writing. The
-last checkpoint's checksums are compared. of=metrics: runs with every metric (a record every 10 steps, one look into attention
-in the steps that count) and runs with as good as none, in turn; the rates are by the clock, over the second half of the steps.
+of=saves compares a run that saves in the background every `steps` / 4 steps with one that waits for each save. Blocked:
+the seconds for which a save stopped training. Dip: the share of tokens/s that is lost in the steps during writing. The
+checksums of the last checkpoint are verified. of=metrics alternates runs with all metrics (a record every 10 steps, one
+look into attention in the measured steps) and runs with almost none. Rates are wall-clock rates over the second half of
+the steps.
 """
 
 import shutil
@@ -48,7 +49,7 @@ def records_of(options: dict[str, Any], accumulation: int, steps: int, keys: lis
 
 
 def rate(records: Records, first: int, last: int) -> float:
-    """Tokens a second by the clock between the records of two steps, whatever happened between."""
+    """Returns tokens per second of wall-clock time between the records of two steps."""
     begin, end = (
         next(record for record in records if "loss" in record and record["step"] == step) for step in (first, last)
     )
@@ -56,7 +57,7 @@ def rate(records: Records, first: int, last: int) -> float:
 
 
 def check_room(options: dict[str, Any], folder: Path) -> None:
-    """Raise UserError where two checkpoints do not fit on the disk, or one not in memory."""
+    """Raises UserError if two checkpoints do not fit on the disk, or one does not fit in memory."""
     import psutil
 
     config = load_config([f"config={options['config']}"])
@@ -87,7 +88,7 @@ def measure_saves(options: dict[str, Any], extra: list[str]) -> None:
         if problem is not None:
             raise UserError(problem)
         shutil.rmtree(folder / "checkpoints")
-        saves = [record for record in records if "saved_step" in record][:3]  # no steps tell of the last one
+        saves = [record for record in records if "saved_step" in record][:3]  # no steps follow the last one
         over_all = rate(records, every, 3 * every)
         background += saves if words == "background" else []
         for save in saves:

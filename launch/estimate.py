@@ -1,4 +1,4 @@
-"""What a run costs, before it starts.
+"""Estimate what a run costs before it starts.
 
 Prints parameters, FLOPs per token, memory per GPU by part, tokens per day and days to the token budget. Needs no GPU.
 """
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
 def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     console = Console()
     train, parallel = config.train, config.parallel
-    ranks = gpus // (parallel.tensor * parallel.context)  # that read different rows
+    ranks = gpus // (parallel.tensor * parallel.context)  # ranks that read different rows
     table = Table(title=f"{config.name} on {gpus:,} GPUs", box=ASCII, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

@@ -1,8 +1,9 @@
-"""Evaluate a checkpoint: lm-eval's tasks, and the loss over the whole validation split beside a bigram's.
+"""Evaluate a checkpoint on lm-eval tasks, and its loss on the whole validation split next to a bigram's.
 
-Prints a table and adds it to RUN/eval/step-XXXXXXXX.json; results with limit, length, num_fewshot or changed keys have a
-folder named after them, such as RUN/eval/limit=100/. A task that cannot be scored is named with its document, the others
-go on, and the exit code is 2. Needs no GPU. Several processes (gpus=, torchrun or srun) write the same file as one.
+Prints a table and adds it to RUN/eval/step-XXXXXXXX.json. Results with limit, length, num_fewshot or changed keys go to
+a folder named after these settings, such as RUN/eval/limit=100/. If a task cannot be scored, its name and document are
+printed, the other tasks continue, and the exit code is 2. Needs no GPU. Several processes (gpus=, torchrun or srun)
+share the work and write the same results as one.
 """
 
 import logging
@@ -105,15 +106,15 @@ COMMAND = Command(
     ),
     keys=CHANGEABLE,
 )
-# In Settings as they are given.
+# Options that `Settings` takes as they are given.
 KEPT = ("eval_data", "num_fewshot", "limit", "length", "lengths", "stand_in", "tensor", "out", "data")
-KEYED = ("limit", "length", "num_fewshot")  # results with these have a file of their own
-TIMEOUT_MINUTES = 24 * 60.0  # a rank may wait that long for the others' share of a task
+KEYED = ("limit", "length", "num_fewshot")  # results with these settings have their own file
+TIMEOUT_MINUTES = 24 * 60.0  # how long a rank may wait for the other ranks' share of a task
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for; the options of the command."""
+    """The options of the command."""
 
     names: list[str]
     ruler: list[str]
@@ -139,13 +140,13 @@ class Settings:
 
     @property
     def folder_names(self) -> list[str]:
-        """What results of these settings are kept apart by. RULER's are named by their lengths."""
+        """Parts of the folder name that keep these results apart from others. RULER's are named by their lengths."""
         keyed = self.keyed if self.names else {"limit": self.limit}
         return [*self.changes, *(f"{key}={value}" for key, value in keyed.items() if value is not None)]
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """(I, N) of `I/N`. Raises UserError."""
+    """Parses `I/N` to (I, N). Raises UserError."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     index, count = (int(number) for number in found.groups()) if found else (0, 0)
     if not index < count:
@@ -170,7 +171,7 @@ def main(argv: list[str]) -> None:
 
 
 def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
-    """What the options ask for. Raises UserError."""
+    """Converts the options to `Settings`. Raises UserError."""
     from eval.checkpoint.paper import SUITE
     from eval.checkpoint.ruler import TASKS
 
@@ -197,14 +198,17 @@ def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
 
 
 def checked(options: dict[str, Any], settings: Settings) -> Path:
-    """The checkpoint or run. Raises UserError for what can be seen without torch and lm-eval, which take seconds to import."""
+    """Checks everything that needs neither torch nor lm-eval, which take seconds to import. Raises UserError.
+
+    Returns the path of the checkpoint or run.
+    """
     from eval.checkpoint.task_names import check_request
     from ssscale.config import change
     from ssscale.train.early import check_data
     from ssscale.validate import validate
 
     path = Path(options["checkpoint"])
-    checkpoint = find_checkpoint(path, quiet=True)  # `reading` says what is broken
+    checkpoint = find_checkpoint(path, quiet=True)  # `reading` reports damage
     config = change(saved_config(checkpoint), list(settings.changes))
     validate(config)
     check_request(settings.names, settings.eval_data, include=settings.include)
@@ -215,9 +219,9 @@ def checked(options: dict[str, Any], settings: Settings) -> Path:
 
 
 def evaluate(path: Path, settings: Settings, console: Console) -> None:
-    """Everything that was asked for, printed and added to the results files of the checkpoint. path: it, or its run.
+    """Runs all requested evaluations, prints the results and adds them to the results files of the checkpoint.
 
-    Raises UserError, when all else is done, where a task failed.
+    path: the checkpoint or its run. Raises UserError at the end if a task failed.
     """
     import torch
 
@@ -261,7 +265,7 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
         about["data_fingerprint"] = held_out.fingerprint
     if not groups.is_main:
         return
-    if losses:  # of the whole split, whatever limits the tasks
+    if losses:  # of the whole split; limits apply to tasks only
         found = {name: loss.to_json() for name, loss in losses.items()}
         add_results(results_file(checkpoint, changes, settings.out), about | found)
     show(console, checkpoint, outcome.results, losses, ", ".join(settings.folder_names))
@@ -270,13 +274,13 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
     if settings.suite == "stickbreaking_paper":
         from eval.checkpoint.paper import show_paper
 
-        show_paper(read_results(file).get("tasks", {}), config.name, console)  # those of other parts of the tasks too
+        show_paper(read_results(file).get("tasks", {}), config.name, console)  # includes the results of other parts
     console.print(f"results: {file}", highlight=False, soft_wrap=True)
     outcome.check(str(file))
 
 
 def check_results(checkpoint: Path, settings: Settings) -> None:
-    """What is wrong with the results files is better said before the work than after it. Raises UserError."""
+    """Checks the results files before the work rather than after it. Raises UserError."""
     from eval.checkpoint.results import check_same, check_writable, read_results, results_file
 
     for names in (list(settings.changes), settings.folder_names):
@@ -289,7 +293,7 @@ def check_results(checkpoint: Path, settings: Settings) -> None:
 
 
 def plan_ruler(config: "Config", tokenizer: "TextTokenizer", settings: Settings, console: Console) -> "Ruler":
-    """RULER's tasks and lengths; says what the samples are made from, and where they are longer than those of training."""
+    """Prepares RULER's tasks. Prints the sources of the samples and the lengths that exceed the training length."""
     from eval.checkpoint.command import whole_numbers
 
     try:
@@ -313,7 +317,7 @@ def plan_ruler(config: "Config", tokenizer: "TextTokenizer", settings: Settings,
 
 
 def open_data(config: "Config", split: str, path: str | None) -> "PackedData":
-    """A split of the run's data folder, checked against the run. Raises UserError."""
+    """Opens a split of the run's data folder and checks it against the run. Raises UserError."""
     from ssscale.train import build
 
     return build.open_data(config, split, path, hint=DATA_HINT)
@@ -329,7 +333,7 @@ def evaluate_tasks(
     results: dict[str, Any],
     console: Console,
 ) -> "Outcome":
-    """lm-eval's tasks on the model, each added to the results file, with `results`, when it is done."""
+    """Evaluates lm-eval tasks. Each task is added to the results file, together with `results`, when it is done."""
     import torch.distributed as dist
 
     from eval.checkpoint.cloze import build_items, write_items
@@ -374,7 +378,7 @@ def evaluate_losses(
     settings: Settings,
     console: Console,
 ) -> "dict[str, Loss]":
-    """`valid`: the model's loss over the whole validation split; `baseline`: the bigram's on the same targets."""
+    """Returns the losses on the whole validation split: `valid` of the model, `baseline` of the bigram."""
     from eval.checkpoint.validation import bigram_fits, bigram_loss, model_loss
 
     one_document = config.data.one_document

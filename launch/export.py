@@ -1,8 +1,8 @@
-"""A checkpoint as a folder for transformers.
+"""Export a checkpoint as a folder for transformers.
 
-AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it with transformers alone; format=llama and
-format=granite need no remote code and go wherever these models go. Needs no GPU.
-`python launch/import_hf.py` is the way back.
+AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it with transformers alone. format=llama and
+format=granite need no remote code and work wherever these models do. Needs no GPU. `python launch/import_hf.py`
+converts back.
 """
 
 import logging

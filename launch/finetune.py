@@ -1,7 +1,8 @@
-"""Fine-tune on question answering. The same command goes on where a run was stopped.
+"""Fine-tune on question answering. The same command continues a run that was stopped.
 
-The recipe of arXiv:2501.19399, Section 3.3 and Table 3: the loss is summed over the tokens of the answers. Questions without
-an answer and examples longer than the run's rows are left out. Several processes share each batch: gpus=, torchrun or srun.
+This is the recipe of arXiv:2501.19399, Section 3.3 and Table 3: the loss is summed over the tokens of the answers.
+Questions without an answer and examples longer than the run's rows are left out. Several processes share each batch:
+gpus=, torchrun or srun.
 """
 
 import logging
@@ -58,11 +59,11 @@ def main(argv: list[str]) -> None:
 
 
 def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]":
-    """The checkpoint and its configuration with the changes. Raises UserError for what can be seen without torch."""
+    """Returns the checkpoint and its changed configuration. Raises UserError for mistakes that show without torch."""
     from ssscale.config import change
     from ssscale.validate import validate
 
-    checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # the run says what is broken
+    checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # the run reports damage
     config = change(saved_config(checkpoint), changes)
     validate(config)
     for file in options["questions"].split(","):

@@ -1,7 +1,7 @@
-"""The way back of launch/export.py: a folder of transformers' as a run folder with one checkpoint.
+"""Import a model folder of transformers as a run folder with one checkpoint.
 
-The run folder gets config.yaml and a checkpoint of weights without an optimizer, for launch/evaluate.py checkpoint=RUN and
-launch/pretrain.py init_from=RUN.
+This is the inverse of launch/export.py. The run folder gets config.yaml and a checkpoint of weights without an
+optimizer, for launch/evaluate.py checkpoint=RUN and launch/pretrain.py init_from=RUN.
 """
 
 from pathlib import Path

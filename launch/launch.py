@@ -1,9 +1,10 @@
-"""Makes `launch` the package for a command that is started as a file.
+"""Makes `import launch` find the package if a command is started as a file.
 
-`python launch/pretrain.py` puts this folder first on sys.path, where its files would shadow packages of the same names
-(`evaluate`, which lm-eval uses) and where `launch` is this file. Importing it puts the repository's root there instead and
-the package in its own place, so that a command begins with ordinary imports: `from launch.boot import ...` before any other
-import of ours. Started in another way (`python -m launch.pretrain`, or imported), a command never meets this file.
+`python launch/pretrain.py` puts this folder first on sys.path. There its files would shadow packages of the same names
+(`evaluate`, which lm-eval uses), and `launch` would be this file. Importing this file puts the repository root there
+instead and replaces this module by the package. So commands can begin with ordinary imports, of which `from launch.boot
+import ...` must be the first of ours. Commands that are started in another way (`python -m launch.pretrain`, or
+imported) never load this file.
 """
 
 import sys
@@ -11,4 +12,4 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 del sys.modules["launch"]
-import launch  # noqa: E402, F401 - the package, which takes this file's place
+import launch  # noqa: E402, F401 - the package replaces this module

@@ -1,9 +1,9 @@
 """Pretrain a model. The same command continues a run that was stopped.
 
-gpus=8 starts eight processes on this machine; torchrun and srun (one task per GPU) start them too, on several machines;
-without any of these one process trains. Exit codes: 0 finished, 2 bad input, 70 an error that nobody foresaw, 75 a signal
-asked to stop and the step is saved, 76 a step took too long or a rank is gone, 77 losses stay NaN, 78 out of memory; 75 and
-76 call for the same command again.
+gpus=8 starts eight processes on this machine. torchrun and srun (one task per GPU) can start them on several machines.
+Without any of these, one process trains. Exit codes: 0 finished, 2 bad input, 70 unexpected error, 75 stopped by a
+signal after saving, 76 a step took too long or a rank was lost, 77 losses stay NaN, 78 out of memory. After 75 and 76,
+run the same command again.
 """
 
 import logging
@@ -42,14 +42,14 @@ def main(argv: list[str]) -> None:
     if several is not None:
         checked(arguments, several.count, several.gpu)
         boot.leave(several.run("launch/pretrain.py", arguments))
-    with StopSignals() as signals:  # before anything slow: a signal during the start must not lose its meaning
+    with StopSignals() as signals:  # before anything slow, so that signals during the start are handled
         follow_launcher()
         boot.join_ranks()
         pretrain(checked(arguments, boot.world_size(), workers.gpus_here() > 0), signals)
 
 
 def checked(arguments: list[str], world_size: int, gpu: bool) -> "Config":
-    """The run's configuration. Raises UserError for what can be seen without torch, which takes seconds to import."""
+    """Returns the run's configuration. Raises UserError for mistakes that show without importing torch (seconds)."""
     from ssscale.config import load_config
     from ssscale.train.early import check_run
     from ssscale.validate import validate
@@ -69,7 +69,7 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
     boot.log()
     if "RANK" not in os.environ and workers.gpus_here() > 1:
         logger.warning("one of %d GPUs trains: gpus=%d takes them all", workers.gpus_here(), workers.gpus_here())
-    warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # about parts that we do not use
+    warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # they concern features that we do not use
     import torch
 
     from ssscale.train.advice import learning_rate_advice
@@ -90,7 +90,7 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
         prepare()
         from eval.checkpoint.in_training import TaskEvaluation
 
-        tasks = TaskEvaluation(config)  # raises for unknown tasks and missing data before a step is trained
+        tasks = TaskEvaluation(config)  # raises for unknown tasks and missing data before the first step
 
     job = os.environ.get("SLURM_JOB_ID")
     train_on_ranks(config, lambda groups: pretraining(config, groups, signals, job, tasks))

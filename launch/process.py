@@ -1,4 +1,4 @@
-"""What a process learns from whoever started it: torchrun, Slurm's srun, launch/workers.py, or nobody."""
+"""What a process learns from its launcher: torchrun, srun or launch/workers.py, if there is one."""
 
 import ctypes
 import os
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from ssscale.errors import UserError
 
 PR_SET_PDEATHSIG = 1
-WORKER = "SSSCALE_WORKER"  # set in processes that launch/workers.py has started
+WORKER = "SSSCALE_WORKER"  # set in processes that launch/workers.py starts
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """torch.distributed's variables for a task of srun (one a GPU, no torchrun between); empty for any other process.
+    """Returns the variables of torch.distributed for a task of srun (one per GPU, without torchrun), or {} otherwise.
 
-    A batch script has SLURM_PROCID too, but is no task: only srun sets SLURM_STEP_NUM_TASKS. The first host of the step
-    serves the rendezvous, on a port made of the job's number, unless MASTER_ADDR and MASTER_PORT say otherwise.
+    A batch script has SLURM_PROCID as well, but is not a task: only srun sets SLURM_STEP_NUM_TASKS. The rendezvous is
+    on the first host of the step, at a port derived from the job's number, unless MASTER_ADDR and MASTER_PORT are set.
     """
     if "RANK" in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return {}
@@ -31,7 +31,7 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's list notation, as Slurm reads it: `gpu[003-006,9],login1` → `gpu003`. Raises UserError."""
+    """Returns the first host of a Slurm host list, such as gpu003 for `gpu[003-006,9],login1`. Raises UserError."""
     try:
         command = ["scontrol", "show", "hostnames", nodes]
         shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -47,6 +47,6 @@ def first_host(nodes: str) -> str:
 
 
 def follow_launcher() -> None:
-    """Get SIGTERM when the launcher dies. One that is killed alone would leave its workers training on."""
+    """Requests SIGTERM when the launcher dies. If it is killed alone, its workers would otherwise train on."""
     if "TORCHELASTIC_RUN_ID" in os.environ or WORKER in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

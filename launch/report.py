@@ -1,8 +1,8 @@
-"""Report on runs: figures, a sample and a summary of each, and a comparison of several. Needs no GPU.
+"""Report on runs: figures, a sample and a summary of each run, and a comparison of several. Needs no GPU.
 
-Into each run folder: loss.png (losses by tokens, learning rate, stages, the bigram where launch/evaluate.py has made
-it), sample.txt (the newest checkpoint goes on with held-out text), of an SSMax run ssmax.csv (s and b by layer and head)
-and pn.csv, and summary.txt. Of several runs also one figure of them all, compare.png in the first one's folder.
+Each run folder gets loss.png (losses over tokens, learning rate, stages, and the bigram if launch/evaluate.py has
+computed it), sample.txt (the newest checkpoint continues held-out text), for SSMax runs ssmax.csv (s and b by layer and
+head) and pn.csv, and summary.txt. Several runs also get a common figure, compare.png in the folder of the first.
 """
 
 import logging
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
 
 
 def sample(run: "Run", data_path: str | None) -> None:
-    """Write sample.txt from the newest checkpoint."""
+    """Writes sample.txt with the newest checkpoint."""
     from eval.checkpoint.sample import write_sample
     from eval.checkpoint.text import TextTokenizer
     from ssscale.parallel.groups import initialize
@@ -98,7 +98,7 @@ def sample(run: "Run", data_path: str | None) -> None:
 
 
 def summary(run: "Run") -> str:
-    """One screen of text; its last lines are the validation loss beside the bigram's."""
+    """Returns one screen of text, which ends with the validation loss next to the bigram's."""
     model = run.config.model
     shape = (
         f"{model.num_layers} layers of {model.hidden_size:,}, {model.num_heads} heads, vocabulary {model.vocab_size:,}"
@@ -135,7 +135,7 @@ def _has(run: "Run", name: str) -> bool:
 
 
 def _stages(run: "Run") -> list[str]:
-    """The stages that the run has begun."""
+    """Describes the stages that the run has begun."""
     names = list(dict.fromkeys(str(record["stage"]) for record in run.training))
     return [f"{name} to {_last(run, name)['tokens']:,} tokens" for name in names]
 
@@ -146,7 +146,7 @@ def _last(run: "Run", stage: str) -> dict[str, Any]:
 
 def _tasks(run: "Run") -> list[tuple[str, str]]:
     rows = []
-    ruler: dict[str, list[float]] = {}  # TASK@LENGTH are RULER's
+    ruler: dict[str, list[float]] = {}  # names of the form TASK@LENGTH are RULER's
     for name, task in run.results.get("tasks", {}).items():
         length = name.rpartition("@")[2]
         if "@" in name and length.isdecimal():
@@ -186,7 +186,7 @@ def _loss(loss: dict[str, float]) -> str:
 
 
 def compare(runs: "list[Run]", console: Console) -> None:
-    """The runs side by side."""
+    """Prints the runs side by side."""
     table = Table(box=ASCII)
     table.add_column("run", overflow="fold", min_width=12)
     for column in ("tokens", "training", "valid", "bits/byte", "bigram", "cloze"):

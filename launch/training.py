@@ -1,4 +1,4 @@
-"""What every command that trains does with the ranks that it is one of."""
+"""The part that all training commands share."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
-    """Join the other ranks, train what `make` returns to the end and leave together. Raises UserError and Stop."""
+    """Joins the other ranks, trains the run that `make` returns, and leaves together. Raises UserError and Stop."""
     from ssscale.errors import TOGETHER, Stop
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together
     from ssscale.train.build import memory_of
@@ -22,7 +22,7 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
     groups = initialize(
         parallel.tensor,
         local_rank,
-        # Longer than the watchdog waits: it names the rank, NCCL's own timeout only aborts the process.
+        # Longer than the watchdog, which names the hanging rank. NCCL's own timeout only aborts the process.
         timeout_minutes=max(10.0, config.train.watchdog / 60 + 5),
         distributed="RANK" in os.environ,
         ulysses=parallel.ulysses,
@@ -35,4 +35,4 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
         if stop.code in TOGETHER:
             shutdown_together()
         raise
-    shutdown()  # not after an error: the other ranks may be inside a collective, and the launcher ends them
+    shutdown()  # not after an error: other ranks may be inside a collective, and the launcher ends them

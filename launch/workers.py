@@ -1,7 +1,8 @@
-"""One process per GPU, started by the command itself: `launch/pretrain.py config=3b_sb gpus=8`.
+"""Starts one process per GPU from the command itself: `launch/pretrain.py config=3b_sb gpus=8`.
 
-torchrun ends its workers 30 s after it has received a signal, while a large save takes longer; it passes no SIGUSR1 on; it
-answers 1 for whatever code its workers had; and its report hides their sentence. So this is not built on it.
+torchrun is not used, for four reasons. It kills its workers 30 s after a signal, which is too soon for a large save. It
+does not forward SIGUSR1. Its exit code is 1 whatever the workers' codes are. Its report hides the workers' error
+messages.
 """
 
 import os
@@ -26,15 +27,15 @@ OPTIONS = (
     Option("gpus", int, "start one process per GPU on this many of this machine's", at_least=1),
     Option("processes", int, "start this many processes on the CPU", at_least=1),
 )
-GPU = "gpu"  # WORKER's value where each rank has a GPU
+GPU = "gpu"  # value of WORKER if each rank has a GPU
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-ENDS = (0, *TOGETHER)  # codes with which all ranks end, each when it has finished
-PATIENCE_S = 30.0  # for the others after one has failed: they may be inside a collective with it, and say why
+ENDS = (0, *TOGETHER)  # codes that all ranks share, each after finishing its work
+PATIENCE_S = 30.0  # for other ranks after a failure: one inside a collective may report the cause
 POLL_S = 0.05
 
 
 def gpus_here() -> int:
-    """NVIDIA GPUs that a process started here may use, by their device files: asking torch takes seconds."""
+    """Counts the NVIDIA GPUs for processes started here, by device files: importing torch takes seconds."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1", "NoDevFiles")])
@@ -42,7 +43,7 @@ def gpus_here() -> int:
 
 
 def check_device(cuda: bool) -> None:
-    """cuda: what torch says. Raises UserError in a rank that gpus= has started where torch can use no GPU."""
+    """Raises UserError if gpus= has started this rank but torch has no GPU. cuda: whether torch has one."""
     if os.environ.get(WORKER) == GPU and not cuda:
         raise UserError(
             "gpus=: torch can use no GPU here: this is a CPU build of torch, or the driver is too old for it"
@@ -56,7 +57,7 @@ class Workers:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "Workers | None":
-        """What gpus= or processes= ask for, None without either. Raises UserError where this machine cannot give it."""
+        """Returns the workers for gpus= or processes=, or None. Raises UserError if this machine cannot start them."""
         gpus, processes = options.get("gpus"), options.get("processes")
         if gpus is None and processes is None:
             return None
@@ -77,12 +78,12 @@ class Workers:
         return cls(gpus, gpu=True)
 
     def run(self, script: str, arguments: list[str], saves: bool = True) -> int:
-        """Run a command of ours as so many ranks, pass signals on to them, and return their exit code.
+        """Runs a command as `count` ranks, forwards signals to them, and returns their exit code.
 
-        The first rank that fails decides the code; a rank that was killed makes it 76. Where ranks end together (a signal,
-        losses that stay NaN), each is waited for. After a mistake the others are killed while the rank that said it is still
-        there, as a lost connection would have them add tracebacks to its sentence. saves: the ranks enter StopSignals, and a
-        signal waits until they have.
+        The first rank that fails determines the code; if it was killed, the code is 76. When all ranks end together
+        (after a signal, or if losses stay NaN), each is waited for. After a mistake, the other ranks are killed while
+        the rank that reported it is still alive: if they lost their connection to it, they would print tracebacks.
+        saves: whether the ranks use StopSignals, in which case a signal is held back until they do.
         """
         with _passing_on() as (children, received), TemporaryDirectory() as temporary:
             port, noted = _free_port(), Path(temporary) / "codes"
@@ -125,7 +126,7 @@ def _blocked() -> Iterator[None]:
 
 @contextmanager
 def _passing_on() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
-    """Processes to which this one passes SIGTERM, SIGINT and SIGUSR1 on, and the signals that it has passed on."""
+    """Yields a list for child processes, to which signals are forwarded, and the list of signals received so far."""
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 
@@ -143,7 +144,7 @@ def _passing_on() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
 
 
 def _kill(children: list[subprocess.Popen[bytes]]) -> None:
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # all stand still before the first one's connections break
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # all stop before the first connection breaks
         for child in children:
             child.send_signal(number)
     for child in children:
@@ -151,7 +152,7 @@ def _kill(children: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _wait(children: list[subprocess.Popen[bytes]], received: list[int], noted: Path) -> int:
-    """The exit code, once all have ended, one has noted a mistake, or PATIENCE_S after one has failed otherwise."""
+    """Returns the exit code when all ranks have ended, one has noted a mistake, or PATIENCE_S after another failure."""
     first, end = 0, float("inf")
     while True:
         codes = [child.poll() for child in children]

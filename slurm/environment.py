@@ -1,4 +1,4 @@
-"""Whether the job scripts' environment loads, before anything is queued."""
+"""Checks that the environment of the job scripts loads, before anything is queued."""
 
 import os
 import shlex
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ssscale.errors import UserError
 
-SECONDS = 60.0  # conda and modules on a slow file system take a few
+SECONDS = 60.0  # conda and modules take several seconds on a slow file system
 
 
 def check_environment(root: Path, env_file: Path | None, container: bool, seconds: float = SECONDS) -> None:
-    """Source slurm/env.sh (or `env_file`) in a shell of its own and look for the interpreter. Raises UserError.
+    """Sources slurm/env.sh (or `env_file`) in a separate shell and looks for the interpreter. Raises UserError.
 
-    container: the interpreter is srun's image's, which is not looked into.
+    container: the interpreter belongs to the image of srun, so that it may be missing here.
     """
     name = "slurm/env.sh" if env_file is None else str(env_file)
     if env_file is not None and not env_file.is_file():
@@ -51,7 +51,7 @@ def check_environment(root: Path, env_file: Path | None, container: bool, second
 
 
 def split_flags(key: str, text: str) -> list[str]:
-    """Words of a text as a shell reads them. Raises UserError naming the key."""
+    """Splits a text into words as a shell does. Raises UserError naming the key."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
-# Sources the site's environment: slurm/env.sh if it is there, or the file that env= names. Modules, conda, exports; see
-# slurm/env.sh.example. slurm/submit.py runs this before it queues anything, the job scripts run it again on their node.
-# It fails at the first command that fails outside of conditions and functions, and where its last command fails: then the
-# shell ends with code 2 and a sentence.
+# Sources the environment of the site (modules, conda, exports): slurm/env.sh if it exists, or the file that env= names.
+# See slurm/env.sh.example. slurm/submit.py runs this before it queues anything; the job scripts run it again on their
+# nodes. If a command outside of conditions and functions fails, or the last command does, the shell prints an error and
+# ends with code 2.
 env_file=${env_file:-slurm/env.sh}
 if [ -f "$env_file" ]; then
   env_root=$PWD
@@ -12,7 +12,7 @@ if [ -f "$env_file" ]; then
     esac
     exit 2' ERR
   trap 'env_code=$?; trap - ERR EXIT; echo "error: $env_file left the shell (exit $env_code)" >&2; exit 2' EXIT
-  set +u  # conda and many module files read variables that are not set
+  set +u  # conda and many module files read unset variables
   . "$env_file"
   trap - ERR EXIT
   set -u +e +o pipefail

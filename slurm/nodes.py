@@ -1,4 +1,4 @@
-"""What a job asks of a node, from what Slurm says about the nodes."""
+"""The resources that a job requests per node, derived from what Slurm reports about its nodes."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from ssscale.errors import UserError
 
 @dataclass(frozen=True)
 class Node:
-    """A kind of node of a partition: CPUs as Slurm counts them, and GPUs."""
+    """A kind of node in a partition: its CPUs (in Slurm's count) and GPUs."""
 
     cpus: int
     gpus: int
@@ -17,18 +17,18 @@ class Node:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for; None: what fits the nodes."""
+    """What the user requested. None: choose what fits the nodes."""
 
     gpus: int
     tasks: int
     cpus: int | None = None
     mem: str | None = None
     exclusive: bool | None = None
-    prefix: str = ""  # of the options' names
+    prefix: str = ""  # prefix of the option names, for errors
 
 
 def nodes_of(partition: str | None) -> list[Node]:
-    """The kinds of nodes of a partition (None: the default one). Empty where Slurm cannot be asked."""
+    """Returns the kinds of nodes of a partition (None: the default one), or [] if Slurm does not answer."""
     command = ["sinfo", "--noheader", "--exact", "--format=%P|%c|%G"]
     command += [f"--partition={partition}"] if partition else []
     try:
@@ -41,16 +41,16 @@ def nodes_of(partition: str | None) -> list[Node]:
 
 
 def count_gpus(gres: str) -> int:
-    """GPUs in Slurm's list of resources: `gpu:h100:8(S:0-1),lscratch:1000` → 8."""
+    """Counts the GPUs in Slurm's list of resources: `gpu:h100:8(S:0-1),lscratch:1000` → 8."""
     found = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)?:(\d+)", gres)
     return sum(map(int, found))
 
 
 def sbatch_flags(request: Request, nodes: list[Node]) -> list[str]:
-    """CPUs, memory and exclusive use. Raises UserError where no node has so many GPUs.
+    """Returns flags for CPUs, memory and exclusive use. Raises UserError if no node has so many GPUs.
 
-    A job that takes all GPUs of its nodes takes the nodes: --exclusive, all of their memory, and the job script divides
-    their CPUs among the tasks. A job that takes some of them gets their share of the CPUs.
+    A job that takes all GPUs of its nodes gets the whole nodes: --exclusive and all memory; the job script divides the
+    CPUs among the tasks. A job that takes some of the GPUs gets the corresponding share of the CPUs.
     """
     fitting = [node for node in nodes if node.gpus >= request.gpus]
     most = max((node.gpus for node in nodes), default=0)

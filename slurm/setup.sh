@@ -1,6 +1,6 @@
-# What the job scripts share; each sources it with its own arguments, in the repository's root.
-# It leaves: arguments (without the options below), python, cpus (per task), srun (the command with its flags), and functions.
-#   env=FILE         sourced instead of slurm/env.sh
+# The common part of the job scripts. Each sources it with its own arguments, in the root of the repository. It sets:
+# arguments (without the options below), python, cpus (per task), srun (the command with its flags), and functions.
+#   env=FILE         the file to source instead of slurm/env.sh
 #   interface=NAME   the network interface between the nodes, for NCCL and gloo; or several: ib0,ib1
 #   srun=FLAGS       further flags of srun, as one text: srun="--container-image=IMAGE"
 fail() {
@@ -20,14 +20,15 @@ for argument in "$@"; do
     *) arguments+=("$argument") ;;
   esac
 done
-unset MASTER_ADDR  # what another job has left in the environment of sbatch; env.sh may set it
+unset MASTER_ADDR  # another job may have left it in the environment of sbatch; env.sh may set it
 . slurm/load_env.sh
 if [ -z "$srun_flags" ] && ! command -v "$python" >/dev/null; then
   fail "$(hostname) has no $python: run make setup, or set SSSCALE_PYTHON in slurm/env.sh"
 fi
 
-# CPUs per task: as asked for, else the smallest node's share. Since Slurm 22.05 srun does not take them from sbatch.
-numbers() { tr ',' '\n' <<<"$1" | sed 's/(.*//' | sort -n; }  # of 72(x2),36
+# CPUs per task: as requested, or the share on the smallest node. Since Slurm 22.05, srun does not inherit them from
+# sbatch.
+numbers() { tr ',' '\n' <<<"$1" | sed 's/(.*//' | sort -n; }  # of lists such as 72(x2),36
 cpus=${SLURM_CPUS_PER_TASK:-}
 if [ -z "$cpus" ]; then
   cpus=$(($(numbers "${SLURM_JOB_CPUS_PER_NODE:-1}" | head -n 1) / $(numbers "${SLURM_TASKS_PER_NODE:-1}" | tail -n 1)))
@@ -44,8 +45,9 @@ if [ -n "$interface" ]; then
 fi
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
-# Compiled kernels, and data.cache=auto, on the node's own disk: a home folder on the network is slow for many small files,
-# and ranks of many nodes would write to it at once. A job that is queued again finds it where it gets the same nodes.
+# Compiled kernels and data.cache=auto use the node's own disk. A home folder on the network is slow for many small
+# files, and ranks of many nodes would write to it at once. A requeued job finds its files again if it gets the same
+# nodes.
 scratch_is_ours=$([ -z "${SSSCALE_SCRATCH:-}" ] && echo 1)
 export SSSCALE_SCRATCH=${SSSCALE_SCRATCH:-${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/ssscale-${SLURM_JOB_ID:-$$}}
 mkdir -p "$SSSCALE_SCRATCH" || fail "$(hostname) cannot make $SSSCALE_SCRATCH: set SSSCALE_SCRATCH in slurm/env.sh"
@@ -55,18 +57,18 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$SSSCALE_SCRATCH/induc
 srun=(srun --mpi=none)
 ranks=("${srun[@]}" --cpus-per-task="$cpus" --kill-on-bad-exit=1)
 if [ -n "$srun_flags" ]; then
-  mapfile -t words < <(xargs -n 1 printf '%s\n' <<<"$srun_flags")  # xargs reads quotes as a shell does
+  mapfile -t words < <(xargs -n 1 printf '%s\n' <<<"$srun_flags")  # xargs interprets quotes as a shell does
   ranks+=("${words[@]}")
 fi
 
-# The first node serves the rendezvous. Here, as a container has no scontrol.
+# The rendezvous is on the first node. It is looked up here because a container has no scontrol.
 rendezvous() {
   [ -n "${MASTER_ADDR:-}" ] || MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   [ -n "$MASTER_ADDR" ] || fail "scontrol show hostnames $SLURM_JOB_NODELIST gives no host: set MASTER_ADDR in slurm/env.sh"
   export MASTER_ADDR
 }
 
-# At the end of a job that is not queued again. What a cancelled job leaves is the cluster's to clean up, as all of /tmp.
+# Runs at the end of a job that is not queued again. The cluster cleans up after cancelled jobs, as for all of /tmp.
 clean_up() {
   [ -n "$scratch_is_ours" ] || return 0
   if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then

@@ -1,4 +1,4 @@
-"""Submit a training job. Every key=value that is not an option of its own goes to launch/pretrain.py."""
+"""Submit a training job. All key=value arguments that are not options of this command go to launch/pretrain.py."""
 
 import json
 import os
@@ -57,7 +57,7 @@ Options = dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
-    environment = dict(os.environ)  # of the jobs: importing torch adds to it
+    environment = dict(os.environ)  # for the jobs; importing torch would add to it
     options, arguments = COMMAND.parse(argv)
     check_options(options)
     nodes, gpus = options["nodes"], options["gpus"]
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     after = evaluation_command(folder, options, kinds)
     env_file = Path(options["env"]).resolve() if "env" in options else None
     check_environment(ROOT, env_file, container=bool(options.get("srun")))
-    from ssscale.train.run_folder import check_folder  # here, as it imports torch: other mistakes are said at once
+    from ssscale.train.run_folder import check_folder  # imports torch, so after other mistakes are reported
 
     check_folder(folder, config)
     if not kinds:
@@ -82,8 +82,8 @@ def main(argv: list[str]) -> None:
             print(shlex.join(after).replace("{job}", "JOB"))
         print((ROOT / "slurm/pretrain.sbatch").read_text(), end="")
         return
-    submit([train[0], "--test-only", *train[1:]], environment)  # else a job that can never start would wait forever
-    if after:  # before the training is queued, and without its number
+    submit([train[0], "--test-only", *train[1:]], environment)  # a job that can never start would wait forever
+    if after:  # checked before the training is queued, so without its number
         submit(
             [after[0], "--test-only", *(text for text in after[1:] if not text.startswith("--dependency="))],
             environment,
@@ -104,7 +104,7 @@ def check_options(options: Options) -> None:
 
 
 def check_world(config: Config, options: Options, arguments: list[str]) -> None:
-    """Validate the run on its ranks. Raises UserError, with a command that works where only their number is in the way."""
+    """Validates the run for its ranks. Raises UserError, with a command that works if another number of nodes does."""
     nodes, gpus = options["nodes"], options["gpus"]
 
     def problem(count: int) -> UserError | None:
@@ -131,7 +131,7 @@ def data_paths(config: Config) -> list[str]:
 
 
 def shared_flags(options: Options) -> list[str]:
-    """Of sbatch, for the training and what follows it."""
+    """Returns the flags of sbatch for the training and for the evaluation after it."""
     flags = [f"--{key}={options[key]}" for key in ("partition", "account") if key in options]
     return [*flags, "--parsable", f"--chdir={ROOT}", *split_flags("sbatch", options.get("sbatch", ""))]
 
@@ -160,7 +160,7 @@ def training_command(
 
 
 def evaluation_command(folder: Path, options: Options, kinds: list[Node]) -> list[str]:
-    """Empty where nothing is to be evaluated; `{job}` stands for the training's number."""
+    """Returns the command of the evaluation job, or []. `{job}` stands for the number of the training job."""
     if "evaluate" not in options:
         return []
     gpus, jobs = options.get("evaluate_gpus", min(options["gpus"], 1)), options.get("evaluate_jobs", 1)
@@ -181,7 +181,10 @@ def evaluation_command(folder: Path, options: Options, kinds: list[Node]) -> lis
 
 
 def evaluation(text: str) -> list[str]:
-    """launch/evaluate.py's arguments, from them or from tasks alone. Raises UserError, now rather than after the training."""
+    """Returns the arguments of launch/evaluate.py for `evaluate=`, which may name tasks only.
+
+    Raises UserError for wrong arguments, so that they are reported before the training.
+    """
     if "=" not in text:
         return [f"tasks={text}"]
     from launch.evaluate import COMMAND as EVALUATE
@@ -195,7 +198,7 @@ def evaluation(text: str) -> list[str]:
 
 
 def submit(command: list[str], environment: dict[str, str]) -> str:
-    """The job's number. Raises UserError with what Slurm says."""
+    """Submits a job and returns its number. Raises UserError with the message of Slurm."""
     try:
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
@@ -206,7 +209,7 @@ def submit(command: list[str], environment: dict[str, str]) -> str:
 
 
 def record(folder: Path, job: str, command: list[str], env_file: Path | None) -> None:
-    """The commit, the command and which environment it was, with the run."""
+    """Writes the commit, the command and the hash of the environment file to the run folder."""
 
     def git(*arguments: str) -> str | None:
         result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -215,7 +218,7 @@ def record(folder: Path, job: str, command: list[str], env_file: Path | None) ->
     state: dict[str, Any] = {"job": job, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "command": shlex.join(command)}
     state |= {"commit": git("rev-parse", "HEAD"), "changed": git("status", "--porcelain", "--untracked-files=no")}
     file = env_file or ROOT / "slurm/env.sh"
-    if file.is_file():  # not its text, where keys may stand
+    if file.is_file():  # not its text, which may contain secret keys
         state["env"] = {"file": str(file), "sha256": sha256(file.read_bytes()).hexdigest()}
     (folder / f"slurm-{job}.json").write_text(json.dumps(state, indent=1) + "\n")
 

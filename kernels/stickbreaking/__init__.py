@@ -1,4 +1,4 @@
-"""Stick-breaking attention (arXiv:2410.17980): fused kernels, a torch reference, and the merge they compose by."""
+"""Stick-breaking attention (arXiv:2410.17980): fused kernels, a torch reference, and `merge` for partial results."""
 
 from .interface import stickbreaking_attention
 from .reference import merge, stickbreaking_reference

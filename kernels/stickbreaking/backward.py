@@ -1,9 +1,9 @@
-"""The backward kernels: two phases, no atomics, the same bits every time.
+"""The backward kernels: two phases without atomics, bitwise reproducible.
 
-Phase one walks each row block's key tiles from where forward stopped towards the query. In that direction Σ_{i' ≤ i} g_i' is a
-plain running sum (turned around it would cancel), and it yields dQ. It leaves the carry and that sum at every (row, key tile);
-phase two needs them to walk down the rows of one key tile for dK and dV. To keep that scratch linear in the number of tokens,
-both phases run over one slice of the rows after another.
+Phase one walks the key tiles of each row block from where forward stopped toward the query, and computes dQ. In this
+direction Σ_{i' ≤ i} g_i' is a plain running sum; in the other it would cancel. Phase one stores the carry and this sum
+for every (row, key tile). Phase two reads them while it walks down the rows of a key tile for dK and dV. Slices of rows
+keep this scratch linear in the number of tokens.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from .forward import (
     sum_types,
 )
 
-# Scratch a query and head: 8 bytes for each key tile, in slices of rows that keep it under this many bytes a row of the whole.
+# Scratch takes 8 bytes per query, head and key tile. Slices keep it under this many bytes per row of the whole.
 SCRATCH_BYTES_PER_ROW = 2048
 
 
@@ -135,14 +135,14 @@ def dq_kernel(
     carry = tl.load(row_carry_ptr + saved, mask=row_ok, other=0.0)
     row_tile = tl.load(row_tile_ptr + saved, mask=row_ok, other=tile.NEVER)
     stop = tile.block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
-    # log_rest falls by β_i for every key: its gradient is there from the far end on.
+    # log_rest depends on every key, so its gradient enters the sum at the far end.
     behind = tl.zeros([ROWS], tl.float32)
     if HAS_REST:
         behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
     shift, dz_shift = 0.0, 0.0
     if HALF:
         q_shift, k_shift, _, do_shift, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
-        # For phase two, which reads them for every tile of keys. Read back, q costs no registers.
+        # For phase two, which reads them for every key tile. Reading q back here costs no registers.
         rows = (token[:, None] * num_heads + head) * H + dims[None, :]
         tl.store(q_half_ptr + rows, half.scaled(q, q_shift), mask=in_rows)
         tl.store(do_half_ptr + rows, half.scaled(do, do_shift), mask=in_rows)
@@ -186,8 +186,8 @@ def _dkv_run(
     q_len, num_keys, logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
     HOIST: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Row blocks first … last − 1 of one head of the group. Their addresses follow from a counter, so that their loads are
-    pipelined: behind a test, or an index that is itself loaded, they would be issued when they are needed."""
+    """Adds row blocks first … last − 1 of one head to dk and dv."""
+    # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     local = tl.arange(0, ROWS)
     masked_stages: tl.constexpr = 1 if PRECISION == "tf32x3" else 2
     for block in tl.range(first, last, num_stages=masked_stages if MASKED else None, disable_licm=not HOIST):
@@ -243,11 +243,11 @@ def dkv_kernel(
     if HAS_OFFSET:
         offset = tl.load(offset_ptr + sequence).to(tl.int32)
 
-    # This slice's rows of the sequence, and the blocks of them that see this tile, first in part and then whole.
+    # The sequence's rows in this slice, and their blocks that attend to this tile: in part, then in whole.
     sequence_slot = tl.load(cu_q_ptr + sequence).to(tl.int32) // DQ_ROWS + sequence
     row_first = tl.maximum((first_slot - sequence_slot) * DQ_ROWS, 0)
     row_last = tl.minimum((last_slot - sequence_slot) * DQ_ROWS, q_len)
-    # The list has room for the longest sequence that was announced; forward has marked any longer one as NaN.
+    # The list fits the longest announced sequence. Forward has marked longer ones as NaN.
     end_block = tl.minimum(tl.cdiv(row_last, ROWS), row_first // ROWS + MAX_BLOCKS)
     first_row = tl.maximum(tl.maximum(t * BN + 1 - offset, 0), row_first)
     first_block = first_row // ROWS
@@ -281,7 +281,7 @@ def dkv_kernel(
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
     farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
-    # Listed blocks count blocks from the slice's first, so that they fit the scratch of one slice.
+    # Blocks are counted from the first block of the slice, so that they fit the scratch of one slice.
     base = row_first // ROWS
     row_base = base * ROWS
     q_ptr += row_base.to(tl.int64) * sq_t
@@ -298,7 +298,7 @@ def dkv_kernel(
     )
     position = offset + row_base
     rows = q_len - row_base
-    # The blocks that see this tile in part are one or two, unless offsets are at odds with the tiles.
+    # One or two blocks attend to this tile in part, unless offsets do not align with tiles.
     for i in range(KV_GROUP):
         for block in range(first_block, whole_from):
             alive = tile.block_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS) <= t
@@ -334,7 +334,7 @@ def backward(
     max_keys: int, scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
     group_bytes: int = GROUP_BYTES, entering: bool = False, convert: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """entering: log_rest_in was given, so that its gradient is wanted in float32. convert: as forward's."""
+    """entering: log_rest_in was given, so its gradient is computed in float32. convert: as in forward."""
     q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
     num_tokens, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
@@ -361,7 +361,7 @@ def backward(
     several = slice_slots < num_slots
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     sums = sum_types(q.dtype, key_block)
-    # dz is bounded by what dO and v give; a gradient of log_rest has a bound of its own.
+    # half.py bounds dz by dO and v; a gradient of log_rest would add to it.
     q_half, grad_o_half = q, grad_o
     convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
     if convert:
@@ -377,7 +377,7 @@ def backward(
         "NEARER": sums.nearer, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts,
         "PARTS": sums.parts, "PRECISION": sums.dot, "HALF": convert, "HOIST": hoists(head_dim, q.dtype, convert),
     }  # fmt: skip
-    # Weights that are rounded like bf16 results would show in a float32 gradient.
+    # The rounding of weights for bf16 results would show in a float32 gradient.
     dq_parts = max(2, sums.nearer_parts) if entering and sums.nearer == tl.float16 else sums.nearer_parts
     for first in range(0, num_slots, slice_slots):
         last = min(first + slice_slots, num_slots)

@@ -1,5 +1,5 @@
 # ruff: noqa: B023 (every closure is called within its own turn of the loop)
-"""python -m ssscale_kernels.stickbreaking.benchmark: checks, then times forward and backward beside PyTorch's.
+"""python -m ssscale_kernels.stickbreaking.benchmark: checks the kernels, then times them next to PyTorch's attention.
 
 Needs a CUDA GPU.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-# (batch, query heads, length, head dim): the 1b, 3b and 350m shapes, a long one and a wide one.
+# (batch, query heads, length, head dim): the shapes of 1b, 3b and 350m, a long one and one with wide heads.
 SHAPES = [(4, 24, 4096, 64), (4, 36, 4096, 64), (8, 32, 2048, 32), (1, 24, 16384, 64), (4, 16, 4096, 128)]
 SETS = 3
 
@@ -29,7 +29,7 @@ def starts(batch: int, length: int) -> Tensor:
 
 
 def make(batch: int, num_heads: int, length: int, head_dim: int, spent: bool) -> list[Tensor]:
-    """q, k, v, dO [T, N, H]. Dense: logits so low that no stick is ever spent. Spent: unit normal, as at initialisation."""
+    """Returns q, k, v, dO [T, N, H]: unit normal if `spent`, otherwise logits so low that no stick is spent."""
     q, k, v, grad = (torch.randn(batch * length, num_heads, head_dim, device="cuda") for _ in range(4))
     if not spent:
         q, k = 1 + q.abs() / 2, -1.5 * (64 / head_dim) ** 0.5 * (1 + k.abs() / 2)
@@ -37,9 +37,9 @@ def make(batch: int, num_heads: int, length: int, head_dim: int, spent: bool) ->
 
 
 def graph_ms(calls: list[Callable[[], object]], budget_ms: float = 150) -> float:
-    """Median ms a call of what the GPU does, replayed as one CUDA graph: what Python takes to launch it is not in it.
+    """Returns the median GPU time per call in ms, from replays of one CUDA graph, without Python's launches.
 
-    The calls have inputs of their own, so that none finds the previous one's in the cache.
+    Each call has its own inputs, so that it does not find those of the previous call in the cache.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -66,7 +66,7 @@ def graph_ms(calls: list[Callable[[], object]], budget_ms: float = 150) -> float
 def forward_and_backward(
     function: Callable[..., Tensor], inputs: list[list[Tensor]], budget_ms: float = 150
 ) -> tuple[float, float]:
-    """Median ms of the forward pass and, from both together, of the backward pass. inputs: q, k, v, dO of each set."""
+    """Returns the median ms of forward, and of backward as the difference to both. inputs: sets of q, k, v, dO."""
 
     def both(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> object:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -78,7 +78,7 @@ def forward_and_backward(
 
 
 def check() -> None:
-    """Values and gradients against float64: the worst error of each case in units of twice that of float32 torch."""
+    """Checks values and gradients against float64. Prints the worst error in units of twice that of plain torch."""
     ragged, long = [1, 0, 399, 700], [16384]
     cases = [
         (ragged, 4, 2, head_dim, kind, dtype)
@@ -117,7 +117,7 @@ def check() -> None:
         plain, exact = run(stickbreaking_reference, dtype), run(stickbreaking_reference, torch.float64)
         for name, a, p, e in zip(("o", "dq", "dk", "dv"), ours, plain, exact):
             error, allowed, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, e))
-            # One-hot gradients cancel to nothing, but for the rounding of their terms, which are of size one.
+            # One-hot gradients cancel to zero, except for the rounding of terms of size one.
             share = error / (2 * allowed + (1e-5 + 2 * skip_below) * max(size, 1.0))
             worst[dtype] = max(worst[dtype], share)
             if not share <= 1:
@@ -164,7 +164,7 @@ def _print_row(shape: tuple[int, int, int, int]) -> None:
 
     times = [sdpa(SDPBackend.FLASH_ATTENTION), sdpa(SDPBackend.CUDNN_ATTENTION)]
     times += [forward_and_backward(ours, [make(*shape, spent) for _ in range(SETS)]) for spent in (False, True)]
-    # Useful operations as for softmax: two products forward and five backward, causal half.
+    # Useful operations as for softmax: two products forward and five backward, over the causal half.
     tflops = 3.5 * 2 * batch * num_heads * length**2 * head_dim / sum(times[2]) / 1e9
     cells = " | ".join(f"{a:.2f} / {b:.2f}" for a, b in times)
     against = sum(times[2]) / sum(times[0])
@@ -172,7 +172,7 @@ def _print_row(shape: tuple[int, int, int, int]) -> None:
 
 
 def authors(shape: tuple[int, int, int, int]) -> tuple[float, float]:
-    """The authors' kernel (README.md says which commit): heads first, a lock around dK and dV, nothing skipped."""
+    """Times the authors' kernel (commit in README.md), which has heads first, locks dK and dV, and skips nothing."""
     from stickbreaking_attention import sb_attn_varlen
 
     batch, _, length, head_dim = shape
@@ -183,7 +183,7 @@ def authors(shape: tuple[int, int, int, int]) -> tuple[float, float]:
 
 
 def memory() -> None:
-    """Bytes at the peak of forward + backward above the inputs: o, log_rest, gradients and scratch."""
+    """Prints the peak memory of forward + backward above the inputs: o, log_rest, gradients and scratch."""
     for length in (16384, 65536):
         q, k, v, grad = make(1, 8, length, 64, spent=False)
         leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -198,7 +198,7 @@ def memory() -> None:
 
 
 def decode() -> None:
-    """One token a sequence, 24 heads over 8 key heads of 64, against SDPA with the same grouping."""
+    """Times one token per sequence, with 24 heads over 8 key heads of 64, against SDPA with the same grouping."""
     print("| decode: cache, batch | ours, dense µs | ours, spent µs | SDPA µs |\n|---|---|---|---|")
     for length, batch in itertools.product((1024, 4096, 16384, 65536, 131072), (1, 32)):
         cells = []

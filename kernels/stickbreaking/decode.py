@@ -1,8 +1,8 @@
-"""Decoding: one to a few new tokens a sequence against its cache, split over the keys and merged in order.
+"""Decoding: attention of one or a few new tokens per sequence to its cache, split over the keys.
 
-A split starts with a whole stick, stops early when its rows have spent it, and leaves (o, log rest); the merge walks the splits
-from the nearest, scaling each by what the nearer ones left. All query heads of a key head share one tile,
-so K and V are read once.
+Each split starts with a whole stick, stops when its rows have spent it, and returns (o, log rest). The merge goes
+through the splits from the nearest to the farthest and scales each by what the nearer ones left. All query heads of a
+key head share one tile, so K and V are read once.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from . import tile
 from .forward import COUNTS, last_contiguous, log2_threshold, sum_types, walk_tiles
 
-# Enough programs to fill 132 multiprocessors eight times; a split of fewer tiles than this is not worth its merge.
+# Enough programs to fill 132 multiprocessors eight times. A split of fewer than MIN_TILES tiles is not worth its merge.
 TARGET_PROGRAMS = 1056
 MIN_TILES = 4
 

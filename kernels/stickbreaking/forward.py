@@ -1,4 +1,4 @@
-"""The forward kernel: key tiles from the nearest to the farthest, until the stick of every row of the block is spent."""
+"""The forward kernel: visits key tiles from the nearest to the farthest, until every stick of a block is spent."""
 
 import math
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor
 from . import half, tile
 from .kept import aux_shapes, carry_dtype
 
-# Arguments for which Triton must not compile once more when they happen to be 1 or a multiple of 16: batches vary.
+# Counts vary between batches. Triton must not compile again when one of them is 1 or a multiple of 16.
 COUNTS = (
     "num_tokens", "num_keys_total", "num_heads", "num_kv_heads", "head_group",
     "num_sequences", "num_slots", "num_stop_slots", "num_key_slots", "num_tiles", "first_slot",
@@ -19,12 +19,15 @@ COUNTS = (
 )  # fmt: skip
 
 
-# About an H200's L2 cache.
+# About the size of an H200's L2 cache.
 GROUP_BYTES = 48 << 20
 
 
 class Config(NamedTuple):
-    """Tile sizes of one kernel. Forward and backward share key_block: carries are handed over at its multiples."""
+    """Launch settings of one kernel.
+
+    Forward and backward share key_block, because backward takes over carries at its multiples.
+    """
 
     row_block: int
     key_block: int
@@ -34,9 +37,12 @@ class Config(NamedTuple):
 
 
 def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
-    """Measured on an H200 (README.md). Registers are capped where that fits a third program on a multiprocessor."""
+    """Returns settings measured on an H200 (README.md).
+
+    Registers are capped where this allows a third program per multiprocessor.
+    """
     if dtype == torch.float32:
-        # Wider tiles do not fit the registers in backward.
+        # In backward, wider tiles exceed the registers.
         return Config(64, 64 if head_dim <= 32 else 32, 4, 1)
     if head_dim <= 32:
         return Config(64, 64, 4, 3, 128)
@@ -50,9 +56,9 @@ def walk_tiles(
     nearer, dims, maxima_ptr, sequence, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     MASKED: tl.constexpr, HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`count` tiles from tile `first` outwards (to lower indices). ENTER_K: enters their largest |k|."""
+    """Processes `count` tiles from tile `first` on, toward lower indices. ENTER_K: also updates the maximum of |k|."""
     column_key = tile.key_of_column(BN)
-    three_passes: tl.constexpr = PRECISION == "tf32x3"  # what is computed before the loop would fill the registers
+    three_passes: tl.constexpr = PRECISION == "tf32x3"  # hoisted values would fill the registers
     for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=three_passes):
         t = first - step
         alive = carry > floor
@@ -128,7 +134,7 @@ def forward_kernel(
     k_step = tl.full([], BN, tl.int64) * sk_t
     v_step = tl.full([], BN, tl.int64) * sv_t
 
-    # Row r sees the keys below its position. Tiles that every row sees whole need no mask.
+    # Row r attends to the keys below its position. Tiles that all rows attend to as a whole need no mask.
     position = tl.minimum(offset + row, k_len)
     end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
     unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // BN
@@ -136,9 +142,10 @@ def forward_kernel(
     carry = tl.zeros([ROWS], tl.float32)
     if HAS_REST:
         carry = tl.load(log_rest_in_ptr + token * num_heads + head, mask=row_ok, other=0.0).to(tl.float32) * tile.LOG2_E
-    # Rows that do not exist must not hold up the exit.
+    # Rows beyond the sequence must not delay the exit.
     carry = tl.where(row_ok, carry, -1e30).to(row_carry_ptr.dtype.element_ty)
-    # A row's carry is saved where its weights end, so that backward can take it up there and subtract its way back unharmed.
+    # The carry of a row is saved where its weights end. Backward continues from there, so that its subtractions stay
+    # accurate.
     floor = tl.maximum(threshold, tile.DEAD)
     row_carry = carry
     row_tile = tl.full([ROWS], tile.NEVER, tl.int32)
@@ -150,8 +157,8 @@ def forward_kernel(
         position, k_len, logit_scale,
         floor, nearer, dims, maxima_ptr, sequence, ROWS, BN, H, BH, True, HALF, ENTER_K, PARTS, PRECISION,
     )  # fmt: skip
-    # The exit is tested once a chunk, for a loop that tests it at every tile is not pipelined. A chunk is as long as the
-    # fullest stick will last at the rate at which the chunk before spent it.
+    # The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The
+    # next chunk is as long as the fullest stick lasts at the rate of the last chunk.
     t = unmasked - 1
     fullest = tl.max(carry, 0).to(tl.float32)
     ahead = first_chunk
@@ -170,7 +177,7 @@ def forward_kernel(
 
     if HALF:
         acc *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
-    # Maxima that were given too small would leave backward's scratch too small: say so in the result.
+    # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
     acc = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), acc)
     tl.store(
         o_ptr + (token[:, None] * num_heads + head) * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows
@@ -180,7 +187,7 @@ def forward_kernel(
         saved = head.to(tl.int64) * num_tokens + token
         tl.store(row_carry_ptr + saved, row_carry, mask=row_ok)
         tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
-        # With an exact result asked for, log_rest's gradient reaches every key.
+        # In exact mode, the gradient of log_rest reaches every key.
         stop = tl.where(threshold < tile.DEAD, t + 1, tl.min(row_tile, 0))
         granule = block * (ROWS // tile.STOP_ROWS) + tl.arange(0, ROWS // tile.STOP_ROWS)
         first_granule = tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
@@ -195,8 +202,12 @@ def log2_threshold(skip_below: float) -> float:
 
 
 class SumTypes(NamedTuple):
-    """How the two triangle products round (the spent sticks, and the gradients), in how many parts weights and dz are
-    multiplied, and how all dots round."""
+    """Numeric formats of the kernels.
+
+    nearer, farther: dtypes of the triangle products over spent sticks and over gradients, each in as many parts as
+    nearer_parts and farther_parts say. parts: number of parts for weights and dz in products. dot: precision of all
+    products.
+    """
 
     nearer: tl.dtype
     nearer_parts: int
@@ -207,21 +218,24 @@ class SumTypes(NamedTuple):
 
 
 def sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
-    """fp16 rounds eight times finer than bf16, which is enough for bf16 results; fp16 results need a second part, and a
-    product over
-    fewer than 16 columns does not exist. Gradients may lie far under fp16's range: two bf16 parts."""
+    """Returns the formats for inputs of `dtype`.
+
+    fp16 rounds eight times finer than bf16, which suffices for bf16 results. fp16 results need a second part, and so do
+    key blocks under 64, because a product must have at least 16 columns. Gradients may be far below the range of fp16,
+    so they take two bf16 parts.
+    """
     if dtype == torch.float32:
         parts = 2 if key_block < 64 else 1
         return SumTypes(tl.float32, parts, tl.float32, parts, 1, "tf32x3")
     parts = 2 if dtype == torch.float16 or key_block < 64 else 1
-    # bf16 is wrong under the interpreter.
+    # The interpreter computes bf16 incorrectly.
     farther = (tl.float32, 1) if triton.knobs.runtime.interpret else (tl.bfloat16, 2)
-    # Weights and dz in one fp16 part would show in an fp16 result; bf16's are scaled to fp16 (half.py).
+    # In an fp16 result, the rounding of one fp16 part would show. bf16 operands are scaled to fp16 (half.py).
     return SumTypes(tl.float16, parts, *farther, 2 if dtype == torch.float16 else 1, "tf32")
 
 
 def hoists(head_dim: int, dtype: torch.dtype, convert: bool) -> bool:
-    """Whether addresses and masks are computed before a loop over tiles. Where they are many they would fill the registers."""
+    """Whether addresses and masks are computed before a loop over tiles. Too many would fill the registers."""
     return dtype != torch.float32 and (head_dim <= 64 or (convert and head_dim == 128))
 
 
@@ -230,7 +244,7 @@ def launch(config: Config) -> dict[str, int | None]:
 
 
 def head_group(walked: Tensor, heads_each: int, group_bytes: int = GROUP_BYTES) -> int:
-    """How many of the launch's heads run side by side: as many as walk over no more than `group_bytes` of two such tensors."""
+    """Returns how many heads run side by side: as many as read at most `group_bytes` of two tensors like `walked`."""
     tokens, _, head_dim = walked.shape
     return heads_each * max(1, group_bytes // (2 * tokens * head_dim * walked.element_size()))
 
@@ -257,7 +271,10 @@ def forward(
     max_queries: int | None = None,
     convert: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """convert: whether v and the weights are multiplied in fp16; by itself, where half.py says so."""
+    """Runs the forward kernel. Returns o, log_rest, row_carry, row_tile, block_stop and maxima (see `ops.forward_op`).
+
+    convert: whether v and the weights are multiplied in fp16; by default as `half.converts` decides.
+    """
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape
     num_sequences = cu_q.shape[0] - 1
@@ -269,12 +286,12 @@ def forward(
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
     row_carry = torch.empty(rows, dtype=carry_dtype(q.dtype), device=q.device)
     row_tile = torch.empty(tiles, dtype=torch.int32, device=q.device)
-    # Zeros: spare slots are never written, and operator checks compare every element.
+    # Spare slots are never written, and operator checks compare every element, so they start as zeros.
     block_stop = torch.zeros(stops, dtype=torch.int32, device=q.device)
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop, maxima
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
-    # Where every key that anyone sees lies on the diagonal, the tiles there find k's maximum.
+    # If queries and keys share their sequences, the tiles on the diagonal contain all keys and find the maximum of |k|.
     diagonal = q_offsets is None and cu_q.data_ptr() == cu_k.data_ptr()
     if convert:
         v = half.values(maxima, k, v, cu_k, not diagonal)

@@ -1,8 +1,9 @@
 """python -m ssscale_kernels.stickbreaking.fuzz [--cases 10000] [--jobs 8]: random small sequences against float64.
 
-Needs a CUDA GPU. A case is one sequence: its query and key lengths, its offset, logits of some size. Packed with up to seven
-others it runs forward and backward, all memory that the kernels allocate filled with NaN before. Settings (dtype, head dim,
-grouping, offsets, carried stick) come from a fixed list, because each has kernels of its own to compile.
+Needs a CUDA GPU. A case is one sequence with random lengths of queries and keys, offset and size of logits. It is
+packed with up to seven others and runs forward and backward. Before that, all memory that the kernels allocate is
+filled with NaN. Settings (dtype, head dim, grouping, offsets, carried stick) come from a fixed list, because each needs
+its own compiled kernels.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from torch import Tensor
 
 LONGEST = 200
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-UNIT = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-20}  # of rounding; float32 sums in another order than the reference
+UNIT = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-20}  # unit of rounding; float32 sums in another order than the reference
 
 
 class Setting(NamedTuple):
@@ -55,7 +56,7 @@ def starts(lengths: list[int]) -> Tensor:
 
 
 def draw(setting: Setting, rng: random.Random) -> tuple[list[Tensor], dict[str, Any], int]:
-    """Leaves (q, k, v and perhaps log_rest_in), layout and number of sequences."""
+    """Returns the leaves (q, k, v and perhaps log_rest_in), the layout and the number of sequences."""
     count = rng.randint(1, 8)
     queries = [rng.choice((0, 1, 2, rng.randint(1, 70), rng.randint(1, LONGEST))) for _ in range(count)]
     queries[0] = max(queries[0], 1)
@@ -75,7 +76,7 @@ def draw(setting: Setting, rng: random.Random) -> tuple[list[Tensor], dict[str, 
     elif kind == "low":
         q, k = 1 + q.abs(), -1 - k.abs()
     elif kind == "one-hot":
-        # A few keys take everything, the others nothing.
+        # A few keys take everything, and the others take nothing.
         q, k = 1 + q.abs(), torch.where(torch.rand_like(k[..., :1]) < 0.1, 8.0, -8.0) * (1 + k.abs())
     leaves = [x.to(setting.dtype) for x in (q, k, v)]
     if setting.entering:
@@ -99,14 +100,14 @@ def differentiate(
 
 
 def run(setting: Setting, cases: int, seed: int) -> Counter[str]:
-    """Counts of sequences, results that are not finite, and errors over the limits."""
+    """Runs the cases of a setting. Returns counts of sequences, results, non-finite results and mismatches."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     found: Counter[str] = Counter()
     while found["cases"] < cases:
         leaves, layout, count = draw(setting, rng)
         skip_below = rng.choice((0.0, 2**-12))
-        # What skipping leaves out of log_rest is not bounded: only o and the gradients through it are compared then.
+        # Skipping does not bound the error of log_rest, so only o and its gradients are compared.
         shapes = [leaves[0].shape, leaves[0].shape[:2]][: 1 if skip_below else 2]
         grads = [torch.randn(shape, device="cuda").to(setting.dtype).float() for shape in shapes]
         # Deterministic mode fills uninitialised memory with NaN.
@@ -127,7 +128,7 @@ def run(setting: Setting, cases: int, seed: int) -> Counter[str]:
             found["not finite"] += error != error or error == float("inf")
             if error > 2 * allowed + slack:
                 found[f"{name} over twice torch's error"] += 1
-            # Of a few numbers the largest error of torch may be next to nothing by luck: a unit of rounding beside it.
+            # With few numbers, torch's largest error may be tiny by luck, so a unit of rounding is allowed as well.
             found["mismatches"] += not error <= 4 * allowed + 4 * UNIT[setting.dtype] * size + slack
         found["cases"] += count
         found["calls"] += 1

@@ -1,4 +1,4 @@
-"""The public function: checks, defaults, dispatch."""
+"""The public function: argument checks, defaults and dispatch."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from . import ops
 
 MAX_HEAD_DIM = 128
-# Up to this many queries × heads a key head, without gradients, the keys are split instead of the queries.
+# Up to this many queries × heads per key head, and without gradients, keys are split instead of queries.
 MAX_DECODE_ROWS = 64
 DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -29,29 +29,28 @@ def stickbreaking_attention(
     skip_below: float = 2**-12,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<k<j} (1 − β_kj),  β = σ(scale · q·k)   (arXiv:2410.17980, Eq. 4)
+    """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<k<j} (1 − β_kj),  β = σ(scale · q·k)
 
-    A query attends to strictly earlier keys, the nearest first; what it leaves of its stick, Π (1 − β), comes back as
-    `log_rest`. A query that sees no key has o = 0 and log_rest = log_rest_in (or 0).
+    This is Eq. 4 of arXiv:2410.17980. A query attends to strictly earlier keys, the nearest first. The unspent stick,
+    Π (1 − β), is returned as `log_rest`. A query without keys has o = 0 and log_rest = log_rest_in (or 0).
 
-    q [T, N, H]; k, v [S, K, H] with N a multiple of K and H ≤ 128; bfloat16, float16, float32 (float64 too on the CPU).
-    cu_seqlens_q, cu_seqlens_k [num_sequences + 1]: boundaries of the packed sequences, int32; equal neighbours are empty
-        sequences. None: one sequence; for the keys, those of the queries.
-    max_seqlen_q,
-    max_seqlen_k: upper bounds of the sequence lengths; T and S unless given. They size backward's scratch and choose
-        the decoding kernels; on a GPU a sequence of more keys than max_seqlen_k comes out as NaN.
-    q_offsets [num_sequences] int32: position of a sequence's first query relative to its first key; query r of a sequence
-        sees its keys 0 .. q_offset + r − 1. None: 0, plain causal.
-    scale: 1/√H unless given.
-    log_rest_in [T, N] float32: ln of the stick that nearer keys left over; it scales o and is included in log_rest.
-    skip_below: keys behind the point where a whole tile of queries has less than this of its stick left are skipped, in both
-        directions: |Δo| ≤ skip_below · max|v|, and log_rest there is an upper bound. 0 skips nothing. The CPU never skips.
-    deterministic: gradients are the same bits from run to run either way; accepted so that callers can insist.
+    q [T, N, H]; k, v [S, K, H] with N a multiple of K, H ≤ 128; bfloat16, float16, float32 (on the CPU also float64).
+    cu_seqlens_q, cu_seqlens_k [num_sequences + 1] int32: boundaries of the packed sequences; equal neighbours mark empty
+        sequences. None: one sequence; for the keys, the boundaries of the queries.
+    max_seqlen_q, max_seqlen_k: upper bounds of sequence lengths, by default T and S. They size backward's scratch and
+        select decoding kernels. On a GPU, a sequence with more keys than max_seqlen_k gives NaN.
+    q_offsets [num_sequences] int32: position of a sequence's first query relative to its first key. Query r of a
+        sequence attends to its keys 0 .. q_offset + r − 1. None: 0, plain causal attention.
+    scale: by default 1/√H.
+    log_rest_in [T, N] float32: ln of the stick that nearer keys have left. It scales o and is included in log_rest.
+    skip_below: keys are skipped, in forward and backward, once all queries of a tile have less than this share of their
+        stick left. Then |Δo| ≤ skip_below · max|v|, and log_rest is an upper bound. 0 skips nothing, as on the CPU.
+    deterministic: accepted for callers that require it. Gradients are bitwise reproducible in any case.
 
-    Returns o [T, N, H] in q.dtype and log_rest [T, N] float32 (float64 for float64), natural log, both differentiable in
-    q, k, v and log_rest_in. Accumulates in float32. Raises ValueError for shapes that do not fit, boundaries that do not
-    ascend from 0 to T (checked on the CPU; on a GPU, where looking would stall it, out-of-range boundaries are clamped),
-    unsupported dtypes and devices, and head dims above 128.
+    Returns o [T, N, H] in q.dtype and log_rest [T, N] float32 (float64 for float64), natural log, both differentiable
+    in q, k, v and log_rest_in. Accumulates in float32. Raises ValueError for shapes that do not fit, unsupported dtypes
+    and devices, head dims above 128, and, on the CPU only, boundaries that do not ascend from 0 to T. On a GPU this
+    check would stall it, and boundaries are clamped instead.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, skip_below)
     if cu_seqlens_q is None:

@@ -1,4 +1,4 @@
-"""What forward keeps for backward on a GPU besides its results: shapes and dtypes."""
+"""Shapes and dtypes of what forward saves for backward on a GPU besides its results."""
 
 import torch
 
@@ -6,11 +6,17 @@ import torch
 def aux_shapes(
     num_tokens: int, num_heads: int, num_sequences: int
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Shapes of row_carry, row_tile and block_stop. Blocks of 64 rows, one spare a sequence: see forward.py's `locate`."""
+    """Returns the shapes of row_carry, row_tile and block_stop.
+
+    block_stop has one entry per block of 64 rows, and one spare entry per sequence (see `locate` in tile.py).
+    """
     rows = (num_heads, num_tokens)
     return rows, rows, (num_heads, num_tokens // 64 + num_sequences)
 
 
 def carry_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Backward subtracts its way back along the carry; in float32 that would cost a float32 result its last digits."""
+    """Returns the dtype of the carry.
+
+    Backward recovers earlier carries by subtraction. In float32, that would cost float32 results their last digits.
+    """
     return torch.float64 if dtype == torch.float32 else torch.float32

@@ -1,4 +1,4 @@
-"""The registered operators: torch.compile and autograd see these, and each device has one implementation behind them."""
+"""The registered operators, which torch.compile and autograd see. Each device has its own implementation."""
 
 import itertools
 import logging
@@ -11,20 +11,20 @@ from .kept import aux_shapes, carry_dtype
 
 logger = logging.getLogger(__name__)
 
-NUM_AUX = 4  # results of forward_op behind o and log_rest, which backward_op takes
+NUM_AUX = 4  # results of forward_op after o and log_rest, which backward_op takes
 
 _announced: set[str] = set()
 
 
 def announce(path: str) -> None:
-    """Says once a process which implementation runs."""
+    """Logs which implementation runs, once per process."""
     if path not in _announced:
         _announced.add(path)
         logger.info("stick-breaking attention runs on %s", path)
 
 
 def starts(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
-    """The boundaries as integers. ValueError unless they ascend (equal neighbours are empty sequences) from 0 to `total`."""
+    """Returns the boundaries as integers. Raises ValueError unless they ascend from 0 to `total` (empty is fine)."""
     values: list[int] = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] != total or any(a > b for a, b in itertools.pairwise(values)):
         raise ValueError(
@@ -60,7 +60,11 @@ def forward_op(
     scale: float,
     skip_below: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, log_rest and what backward needs on a GPU: each row's last carry and its tile, each row block's last tile, maxima."""
+    """Returns o, log_rest and what backward needs on a GPU.
+
+    That is row_carry and row_tile (the last carry of each row, and its tile), block_stop (the last tile of each row
+    block) and maxima (see half.py).
+    """
     announce("the CPU: plain torch, exact (nothing is skipped)")
     layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
     o, log_rest = torch_path.forward(q, k, v, log_rest_in, *layout, scale)
@@ -88,7 +92,7 @@ def decode_op(
     scale: float,
     skip_below: float,
 ) -> tuple[Tensor, Tensor]:
-    """A few queries a sequence, without gradients."""
+    """Attention of a few queries per sequence, without gradients."""
     layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
     return torch_path.forward(q, k, v, log_rest_in, *layout, scale)
 
@@ -118,7 +122,7 @@ def backward_op(
 
 @forward_op.register_kernel("cuda")
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below):  # type: ignore[no-untyped-def]
-    from . import forward  # here, because a machine without a GPU need not have Triton
+    from . import forward  # imported here because a machine without a GPU may lack Triton
 
     announce(f"{q.device}: Triton kernels, {q.dtype}, skipping below {skip_below:g}")
     return forward.forward(
@@ -203,7 +207,8 @@ def _(grad_o, grad_log_rest, q, k, v, *_):  # type: ignore[no-untyped-def]
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, cu_q, cu_k, q_offsets, log_rest_in, ctx.max_q, ctx.max_k, ctx.scale, _ = inputs
     _, _, *aux = output
-    # A log_rest that nobody uses has no gradient: without this it would be a tensor of zeros, to be read.
+    # An unused log_rest has no gradient. By default, autograd would pass a tensor of zeros, which would have to be
+    # read.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, cu_q, cu_k, q_offsets, log_rest_in, *aux)
 

@@ -1,4 +1,4 @@
-"""Stick-breaking attention in plain torch: the definition that the kernels are tested against."""
+"""Stick-breaking attention in plain torch: the definition against which the kernels are tested."""
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ def stickbreaking_reference(
     skip_below: float = 0.0,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<k<j} (1 − β_kj),  β = σ(scale · q·k)   (arXiv:2410.17980, Eq. 4)
+    """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<k<j} (1 − β_kj),  β = σ(scale · q·k)
 
-    Signature, shapes and results are those of `stickbreaking_attention`. Every sequence materialises its whole matrix, in
-    float64 for float64 inputs and in float32 otherwise; autograd differentiates it. Nothing is skipped: `skip_below`,
-    `deterministic` and the two maxima only keep the signature.
+    This is Eq. 4 of arXiv:2410.17980. Signature, shapes and results are those of `stickbreaking_attention`. The whole
+    matrix of every sequence is materialised, in float64 for float64 inputs and in float32 otherwise. autograd
+    differentiates it. Nothing is skipped: `skip_below`, `deterministic` and the two maxima are accepted but ignored.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
@@ -46,7 +46,8 @@ def stickbreaking_reference(
         visible = torch.arange(z.shape[2], device=q.device) < position[:, None]
 
         log_keep = torch.where(visible, logsigmoid(-z), 0.0)  # ln(1 − β)
-        # An explicit zero column: subtracting log_keep from the inclusive sum would cancel when it is huge.
+        # The zero column gives an exclusive sum. Subtracting log_keep from the inclusive one would cancel when it is
+        # huge.
         log_keep = (
             torch.cat([log_keep, torch.zeros_like(log_keep[..., :1])], -1)
             if z.shape[2]
@@ -64,10 +65,11 @@ def stickbreaking_reference(
 
 
 def merge(near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(o₁ + e^a₁ o₂, a₁ + a₂): one query's attention to nearer keys, then to farther ones with what the nearer left.
+    """Returns (o₁ + e^a₁ o₂, a₁ + a₂): attention to nearer keys, then to farther keys with the stick that is left.
 
-    near, far: (o [T, N, H], log_rest [T, N]), each computed on its own (log_rest_in unset in `far`). The operation is
-    associative. It runs in float32 (float64 for float64) and returns o in the dtype of `near`.
+    near, far: (o [T, N, H], log_rest [T, N]), computed independently (`far` without log_rest_in). The operation is
+    associative. It computes in float32 (float64 for float64) and returns o in the dtype of `near`. Raises ValueError
+    for other shapes.
     """
     (o_near, rest_near), (o_far, rest_far) = near, far
     if o_near.shape != o_far.shape or rest_near.shape != o_near.shape[:2] or rest_far.shape != o_far.shape[:2]:

@@ -1,30 +1,30 @@
-"""What the forward, backward and decode kernels share: where a program works, and the algebra of one tile.
+"""Functions that the forward, backward and decode kernels share: the place of a program, and the algebra of one tile.
 
-Logits are in units of log2 e, so that β = u / (1 + u) with u = 2^z, and "spent" is −log2 of the stick that a key leaves.
-A tile's columns are stored as [first of each group | second | third | fourth]: column c holds key 4 (c mod BN/4) + c div BN/4,
-so that taking groups of four adjacent keys apart moves no data between threads. Only one logarithm and one exponential are
-then taken a group; inside it everything is products.
+Logits are in units of log2 e, so that β = u / (1 + u) with u = 2^z. "Spent" is −log2 of the share of the stick that a
+key leaves. The columns of a tile are stored as [first of each group | second | third | fourth]: column c holds the key
+4 (c mod BN/4) + c div BN/4. So a group of four adjacent keys can be taken apart without moving data between threads.
+Each group needs only one logarithm and one exponential; within it, everything is products.
 """
 
 import triton
 import triton.language as tl
 
 GROUP = tl.constexpr(4)
-# 2^25 + 1 rounds to 2^25 in float32: log2(1 + 2^z) = z above, and the product of four stays finite.
+# In float32, 2^25 + 1 rounds to 2^25. So log2(1 + 2^z) = z above this cap, and a product of four stays finite.
 LOGIT_CAP = tl.constexpr(25.0)
-# Weights under 2^-150 are zero in float32 whatever the logit.
+# Weights below 2^-150 are zero in float32 for every logit.
 DEAD = tl.constexpr(-150.0)
 NEVER = tl.constexpr(1 << 30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Rows of the finest granule in which forward reports where it stopped.
+# Rows per granule, the unit in which forward reports where it stopped.
 STOP_ROWS = tl.constexpr(64)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
 def log2(x):
-    # tl.log2 is a polynomial of a dozen instructions.
+    # tl.log2 compiles to a polynomial of a dozen instructions.
     if INTERPRETED:
         y = tl.log2(x)
     else:
@@ -43,10 +43,11 @@ def reciprocal(x):
 
 @triton.jit
 def locate(cu_seqlens, slot, num_sequences, ROWS: tl.constexpr):
-    """Which sequence and which block of it slot `slot` is.
+    """Returns the sequence of slot `slot`, and which of its blocks the slot is.
 
-    Sequence i owns the slots from cu_seqlens[i] // ROWS + i on: enough for its blocks wherever it starts, at one spare slot a
-    sequence, and found without a table."""
+    Sequence i owns the slots from cu_seqlens[i] // ROWS + i on. These are enough for its blocks wherever it starts.
+    This costs one spare slot per sequence and needs no table.
+    """
     low = 0
     high = num_sequences
     while high - low > 1:
@@ -61,10 +62,7 @@ def locate(cu_seqlens, slot, num_sequences, ROWS: tl.constexpr):
 
 @triton.jit
 def assign(program, num_heads, head_group, num_slots):
-    """Head and place in the order of slots of a program: slot by slot for the first `head_group` heads, then for the next.
-
-    Heads end at very different lengths; side by side, the short ones fill the time of the long. A group is no larger than the
-    L2 cache can serve."""
+    """Returns the head and place of a program, slot by slot for `head_group` heads, then for the next ones."""
     first = program // (head_group * num_slots) * head_group
     inside = program - first * num_slots
     width = tl.minimum(head_group, num_heads - first)
@@ -73,8 +71,7 @@ def assign(program, num_heads, head_group, num_slots):
 
 @triton.jit
 def slot_at(place, num_slots, num_sequences, LAST_FIRST: tl.constexpr):
-    """A permutation of the slots that takes every sequence's last (or first) block before any other's second, if the sequences
-    are equally long: the blocks with most to do start first."""
+    """Returns the slot at a place. For equally long sequences, the last (or first) blocks of all come first."""
     blocks = tl.cdiv(num_slots, num_sequences)
     block = place // num_sequences
     if LAST_FIRST:
@@ -84,7 +81,7 @@ def slot_at(place, num_slots, num_sequences, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def bounds(cu_seqlens, sequence, total):
-    """Start and length of a sequence, clamped so that no boundary leads out of the tensor."""
+    """Returns start and length of a sequence, clamped to the tensor."""
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence).to(tl.int32), 0), total)
     end = tl.minimum(tl.load(cu_seqlens + sequence + 1).to(tl.int32), total)
     return start, tl.maximum(end - start, 0)
@@ -92,7 +89,7 @@ def bounds(cu_seqlens, sequence, total):
 
 @triton.jit
 def block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS: tl.constexpr):
-    """The farthest tile that forward visited for any granule of these row blocks. `block` may be a vector."""
+    """Returns the farthest tile that forward visited for any granule of these row blocks. `block` may be a vector."""
     base = block_stop_ptr + head * num_stop_slots + tl.load(cu_q_ptr + sequence).to(tl.int32) // STOP_ROWS + sequence
     if ROWS < STOP_ROWS:
         first = block // (STOP_ROWS // ROWS)
@@ -110,8 +107,11 @@ def list_runs(
     list_ptr, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first, last, t, q_len, num_stop_slots,
     ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the runs of row blocks in [first, last) that tile t is alive for, head by head, as their first and last
-    (head of the group · MAX_BLOCKS + block − base), and returns how many runs there are."""
+    """Writes the runs of row blocks in [first, last) for which tile t is live. Returns the number of runs.
+
+    Runs are listed head by head. A run is stored as its first and its last block, each as
+    (head of the group · MAX_BLOCKS + block − base).
+    """
     count = 0
     for i in range(KV_GROUP):
         for start in range(first, last, 64):
@@ -138,8 +138,11 @@ def key_of_column(BN: tl.constexpr):
 
 @triton.jit
 def each_round(x, counter, H: tl.constexpr):
-    """x, for a loop's counter in [0, 2^30). No compiler knows that range, so what is computed from this is computed in every
-    round: over 64 dims, addresses that were hoisted out of the loop would fill the registers, and be spilled."""
+    """Returns x, in a form that the compiler cannot hoist out of a loop with a counter in [0, 2^30).
+
+    The compiler does not know the range of the counter, so it computes everything that depends on the result in every
+    iteration. For more than 64 dims, hoisted addresses would fill the registers and be spilled.
+    """
     if H > 64:
         y = x + (counter >> 30)
     else:
@@ -149,9 +152,10 @@ def each_round(x, counter, H: tl.constexpr):
 
 @triton.jit
 def triangle(BN: tl.constexpr, NEARER: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """x @ triangle sums, for every group, the groups strictly nearer to the query (or strictly farther from it).
+    """Returns a matrix such that x @ triangle sums all groups strictly nearer to (or farther from) the query.
 
-    PARTS copies lie one under the other, for an x that is split into as many rounded parts."""
+    The matrix is repeated PARTS times, for an x that is split into as many rounded parts.
+    """
     row = (tl.arange(0, PARTS * (BN // GROUP)) % (BN // GROUP))[:, None]
     column = tl.arange(0, BN // GROUP)[None, :]
     if NEARER:
@@ -163,12 +167,12 @@ def triangle(BN: tl.constexpr, NEARER: tl.constexpr, PARTS: tl.constexpr, dtype:
 
 @triton.jit
 def group_sums(x, triangle, PRECISION: tl.constexpr):
-    """x @ triangle, with x in as many parts of the triangle's type as the triangle has copies."""
-    # Triton resolves a constant condition only in if and else: an early return would be compiled as well.
+    """Returns x @ triangle. x is split into as many parts of the triangle's dtype as the triangle has copies."""
+    # Triton resolves constant conditions only in if and else; the code after an early return would be compiled as well.
     if triangle.shape[0] == x.shape[1]:
         parts = x.to(triangle.dtype)
     elif triangle.dtype == tl.bfloat16:
-        # Cutting the bits off is exact and cheap; rounding and converting back runs at an eighth of the rate.
+        # Truncating the bits is exact and cheap. Rounding and converting back runs at an eighth of the rate.
         high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         parts = beside(high, x - high, x.shape[0], 2 * x.shape[1]).to(triangle.dtype)
     else:
@@ -202,7 +206,7 @@ def whole(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def multiply(x, y, acc, TURN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + x y (TURN: xᵀ y). x, float32, goes to the tensor cores in y's type: in one part, or in two for twice its digits."""
+    """Returns acc + x y (TURN: acc + xᵀ y). x, float32, is multiplied in y's dtype; two parts keep twice the digits."""
     high = x.to(y.dtype)
     acc = tl.dot(tl.trans(high) if TURN else high, y, acc, input_precision=PRECISION)
     if PARTS == 2:
@@ -213,12 +217,13 @@ def multiply(x, y, acc, TURN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.c
 
 @triton.jit
 def spend(z, limit, MASKED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):
-    """Logits [ROWS, BN] → u of the four keys of each group, w = Π(1 + u) − 1, log2(1 + w) with capped logits, and uncapped.
+    """Returns u of the four keys of each group, w = Π(1 + u) − 1, and log2(1 + w) with capped and with uncapped logits.
 
-    MASKED: row i attends to the tile's first limit[i] keys alone."""
+    z: logits [ROWS, BN]. MASKED: row i attends only to the first limit[i] keys of the tile.
+    """
     z0, z1, z2, z3 = quarters(z, ROWS, BN)
     if MASKED:
-        # By quarters, a thread keeps a fourth of the key numbers in registers.
+        # In quarters, a thread holds only a fourth of the key numbers in registers.
         key = (tl.arange(0, BN // GROUP) * GROUP)[None, :]
         z0 = tl.where(key < limit[:, None], z0, float("-inf"))
         z1 = tl.where(key < limit[:, None] - 1, z1, float("-inf"))
@@ -231,7 +236,7 @@ def spend(z, limit, MASKED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):
     w01 = u0 * u1 + (u0 + u1)
     w23 = u2 * u3 + (u2 + u3)
     w = w01 * w23 + (w01 + w23)
-    # 1 + w drops what is under 2^-24, and many keys of low logits would add up to a visible part of the stick.
+    # 1 + w loses values below 2^-24. Many keys with low logits would add up to a visible share of the stick.
     series = w * (LOG2_E - w * (LOG2_E / 2 - w * (LOG2_E / 3)))
     capped = tl.where(w < 2**-8, series, log2(1.0 + w))
     over = (tl.maximum(z0, LOGIT_CAP) + tl.maximum(z1, LOGIT_CAP)) + (
@@ -242,13 +247,13 @@ def spend(z, limit, MASKED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def spent_nearer(spent, nearer, PRECISION: tl.constexpr):
-    """−log2 of what the groups of this tile that are nearer leave. The range of fp16 ends at 65504."""
+    """Returns −log2 of what the nearer groups of this tile leave. The range of fp16 ends at 65504."""
     return group_sums(tl.minimum(spent, 60000.0), nearer, PRECISION)
 
 
 @triton.jit
 def weigh(u0, u1, u2, u3, rest):
-    """Weights of a group's four keys, the first the farthest, from rest = log2 of the stick behind the whole group."""
+    """Returns the weights of a group's keys, the farthest first. rest: log2 of the stick left after the group."""
     p = tl.exp2(rest)
     a0 = u0 * p
     p += a0
@@ -261,7 +266,7 @@ def weigh(u0, u1, u2, u3, rest):
 
 @triton.jit
 def logit_gradients(u0, u1, u2, u3, w, g0, g1, g2, g3, behind):
-    """dz_i = g_i − β_i Σ_{i' ≤ i} g_i', from the sum behind the group. One reciprocal gives the four 1 / (1 + u)."""
+    """Returns dz_i = g_i − β_i Σ_{i' ≤ i} g_i'. behind: Σ over farther groups. One reciprocal gives all 1 / (1 + u)."""
     y0 = 1.0 + u0
     y1 = 1.0 + u1
     y2 = 1.0 + u2

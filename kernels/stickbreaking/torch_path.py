@@ -1,4 +1,4 @@
-"""The CPU implementation: exact, vectorised over heads and over equal sequences, chunked over queries."""
+"""The CPU implementation: exact, vectorised over heads and equally long sequences, and chunked over queries."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-# Elements of a [batch, heads, queries, keys] temporary.
+# Limit for the elements of a [batch, heads, queries, keys] temporary.
 TILE_ELEMENTS = 1 << 20
 
 
 class Tile(NamedTuple):
-    """Rows `row..row+num_rows` of `batch` equally long sequences, and the keys that any of them sees."""
+    """Queries `row..row+num_rows` of `batch` equally long sequences, and the keys that any of them attends to."""
 
     batch: int
     row: int
@@ -24,7 +24,7 @@ class Tile(NamedTuple):
     position: int
 
     def rows(self, x: Tensor) -> Tensor:
-        """[T, ...] → a view [batch, num_rows, ...]"""
+        """Returns a view [batch, num_rows, ...] of x [T, ...]."""
         return _windows(x, self.row, self.num_rows, self.batch, self.stride_q)
 
     def keys(self, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _windows(x: Tensor, start: int, length: int, batch: int, stride: int) -> Ten
 
 def _tiles(starts_q: list[int], starts_k: list[int], offsets: list[int], num_heads: int) -> Iterator[Tile]:
     lengths = [(starts_q[i + 1] - starts_q[i], starts_k[i + 1] - starts_k[i], offsets[i]) for i in range(len(offsets))]
-    # Equal sequences share their calls, as many as keep the temporaries near the cache.
+    # Equal sequences are batched, as many as keep the temporaries near the cache.
     uniform = len(set(lengths)) == 1
     rows, keys, _ = lengths[0] if uniform else (1, 1, 0)
     step = max(1, TILE_ELEMENTS // max(1, num_heads * rows * keys)) if uniform else 1
@@ -57,12 +57,12 @@ def _tiles(starts_q: list[int], starts_k: list[int], offsets: list[int], num_hea
 def _weights(
     q: Tensor, k: Tensor, position: int, log_rest_in: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, K, G, C, H], k [B, K, 1, S, H] → weights [B, K, G, C, S], log_rest [B, K, G, C], logits"""
+    """Returns weights [B, K, G, C, S], log_rest [B, K, G, C] and logits. q: [B, K, G, C, H], k: [B, K, 1, S, H]."""
     z = scale * (q @ k.transpose(-1, -2))
     num_rows, num_keys = z.shape[-2:]
     visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=z.device).tril(position - 1)
     z = z.masked_fill(~visible, -torch.inf)
-    # One column more than there are keys: the sum behind the nearest key is 0, and what remains in front is log_rest.
+    # There is one more column than keys: the sum for the nearest key is 0, and the last column is log_rest.
     suffix = z.new_zeros(*z.shape[:-1], num_keys + 1)
     torch.cumsum(logsigmoid(-z).flip(-1), -1, out=suffix[..., 1:])
     if log_rest_in is not None:
@@ -132,7 +132,8 @@ def backward(
         k_t, v_t = (tile.keys(x).transpose(1, 2)[:, :, None].to(dtype) for x in (k, v))
         entering = None if log_rest_in is None else _grouped(tile.rows(log_rest_in), num_kv_heads).to(dtype)
         weights, _, z = _weights(q_t, k_t, tile.position, entering, scale)
-        # From the far end, where the sums are exact zeros behind a spent stick: the other direction would cancel there.
+        # The sums start at the far end, where they are exact zeros beyond a spent stick. In the other direction they
+        # would cancel.
         behind = z.new_zeros(*z.shape[:-1], z.shape[-1] + 1)
         if grad_log_rest is not None:
             behind[..., 0] = _grouped(tile.rows(grad_log_rest), num_kv_heads)

@@ -1,4 +1,4 @@
-"""python -m ssscale_kernels.stickbreaking.tune [--warm N]: ranks tile sizes, chunks, the order of heads, splits.
+"""python -m ssscale_kernels.stickbreaking.tune [--warm N]: times tile sizes, chunks, groups of heads and splits.
 
 Needs a CUDA GPU.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 C = F.Config
-# By shape (batch, heads, length, head dim): forward, dq, dkv. The chosen ones stand first.
+# Candidates by shape (batch, heads, length, head dim): forward, dq, dkv. The current settings come first.
 SHAPES = {
     (4, 24, 4096, 64): (
         [C(64, 64, 4, 3, 168), C(64, 64, 4, 4, 168)],
@@ -35,27 +35,27 @@ SHAPES = {
         [C(128, 64, 8, 2), C(128, 64, 8, 1)],
     ),
 }
-# Heads of very different lengths, as trained models have them.
+# Shapes for heads that spend their sticks at very different speeds, as in trained models.
 MIXED = ((4, 12, 4096, 64), (1, 12, 16384, 64))
 CHUNKS = ((2, 16), (1, 16), (3, 16), (4, 16), (8, 8), (2, 8), (2, 32))
 GROUP_BYTES = (48 << 20, 1, 24 << 20, 1 << 30)
 SCRATCH_BYTES = (2048, 1024)
 DECODING = ((1, 131072), (32, 16384))
-# Warps, stages, programs in all.
+# Warps, stages, total number of programs.
 SPLITS = ((2, 3, 1056), (2, 2, 1056), (2, 4, 1056), (2, 3, 528), (2, 3, 2112), (1, 4, 1056), (4, 3, 1056))
 
 Call = Callable[..., object]
 
 
 def mixed(shape: tuple[int, int, int, int]) -> list[Tensor]:
-    """q, k, v, dO of which every third head never spends its stick."""
+    """Returns q, k, v, dO in which every third head never spends its stick."""
     some, all_of_it = (make(*shape, spent) for spent in (False, True))
     slow = (torch.arange(shape[1], device="cuda") % 3 == 2)[:, None]
     return [torch.where(slow, a, b) for a, b in zip(some, all_of_it, strict=True)]
 
 
 def prepared(shape: tuple[int, int, int, int], inputs: list[list[Tensor]]) -> tuple[list[Call], list[Call]]:
-    """Forward and backward passes, each on inputs of its own."""
+    """Returns forward and backward calls, each with its own inputs."""
     batch, _, length, head_dim = shape
     cu, scale = starts(batch, length), head_dim**-0.5
     forward: list[Call] = []
@@ -68,7 +68,7 @@ def prepared(shape: tuple[int, int, int, int], inputs: list[list[Tensor]]) -> tu
 
 
 def kernel_ms(call: Call) -> str:
-    """Each kernel's own time."""
+    """Returns the time of each backward kernel, as text."""
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         for _ in range(3):
             call()
@@ -78,7 +78,7 @@ def kernel_ms(call: Call) -> str:
 
 
 def attempt(what: str, calls: list[Call], warm: bool, **kwargs: object) -> None:
-    """Prints the time of one candidate; compiles it only, where `warm`."""
+    """Prints the time of one candidate. warm: only compiles it."""
     try:
         if warm:
             calls[0](**kwargs)
@@ -86,7 +86,7 @@ def attempt(what: str, calls: list[Call], warm: bool, **kwargs: object) -> None:
         ms = graph_ms([partial(call, **kwargs) for call in calls], 60)
         parts = f" ({kernel_ms(partial(calls[0], **kwargs))})" if calls[0].func is B.backward else ""  # type: ignore[attr-defined]
         print(f"{what}: {ms:.4f} ms{parts}", flush=True)
-    except Exception as error:  # a candidate that does not fit must not hide the others
+    except Exception as error:  # a candidate that does not fit must not end the run
         print(f"{what}: {type(error).__name__} {str(error)[:100]}", flush=True)
 
 

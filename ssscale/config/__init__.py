@@ -1,4 +1,4 @@
-"""The configuration of a run: its keys (`schema`), what fills them (`load`), and what its names stand for (`registry`)."""
+"""The configuration of a run: its keys (`schema`), loading (`load`), and the names that they refer to (`registry`)."""
 
 from ssscale.config.load import CONFIGS, change, from_yaml, load_config, read_yaml, run_names, save, to_yaml
 

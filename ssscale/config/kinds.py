@@ -1,4 +1,4 @@
-"""What the sections of the configuration hold: keys and their annotations, those of registered options included."""
+"""The keys of configuration sections and their annotations, including the options of registered classes."""
 
 import dataclasses
 import types
@@ -10,7 +10,7 @@ from ssscale.config.schema import MixerConfig, ModelChanges, ModelConfig, Optimi
 
 
 def hints(kind: Any) -> dict[str, Any]:
-    """The keys of a section and their annotations; a section of what is registered has a section for each name."""
+    """Returns the keys of a section with their annotations. A registry's section has one key per registered name."""
     found = typing.get_type_hints(kind)
     found = {name: hint for name, hint in found.items() if typing.get_origin(hint) is not typing.ClassVar}
     return {name: _registered(hint) for name, hint in found.items()}
@@ -21,7 +21,7 @@ def _registered(hint: Any) -> Any:
 
 
 def keys(kind: Any, key: str) -> list[str]:
-    """Every dotted key below `key`; [] stands for a list's index."""
+    """Returns all dotted keys below `key`. [] stands for the index of a list."""
     return list(_walk(kind, key))
 
 

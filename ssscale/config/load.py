@@ -1,7 +1,8 @@
-"""From `config=NAME key=value ...` to a frozen `Config`: dataclass defaults < included YAML < the run file < arguments.
+"""Loading of configurations: `config=NAME key=value ...` becomes a frozen `Config`.
 
-OmegaConf reads the YAML and interpolates; the types are built here, as its structured nodes cannot merge into lists
-of frozen dataclasses and because every mistake must be one sentence that names its key and, for YAML, its file.
+Values are merged in this order: dataclass defaults, included YAML files, the run file, arguments. OmegaConf reads the
+YAML and interpolates. The types are built here for two reasons: OmegaConf's structured nodes cannot merge into lists of
+frozen dataclasses, and every mistake must give one sentence that names its key and, for YAML, its file.
 """
 
 import dataclasses
@@ -24,19 +25,19 @@ from ssscale.config.schema import Config, ModelChanges, ModelConfig
 from ssscale.config.yaml_nodes import check_nodes
 from ssscale.errors import UserError
 
-_INSTALLED = Path(__file__).resolve().parents[1] / "configs"  # where a wheel has them
+_INSTALLED = Path(__file__).resolve().parents[1] / "configs"  # in an installed wheel
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "configs"
 
 Tree = dict[str, Any]
 
 
 def load_config(arguments: list[str], options: Iterable[str] = ()) -> Config:
-    """The run that `["config=3b_sb", "train.microbatch=2", ...]` describes.
+    """Returns the run that `["config=3b_sb", "train.microbatch=2", ...]` describes.
 
-    `config` is the name of a file in configs/ or a path that ends in .yaml. A key goes through sections and list
-    indices (`train.stages.0.tokens=1e9`); values are YAML. `options` are further keys that the command itself takes;
-    they only serve the hint after a misspelt key. The run is named after its file unless it says otherwise.
-    Raises UserError.
+    The value of `config` is the name of a file in configs/ or a path that ends in .yaml. Keys are sections and list
+    indices joined by dots (`train.stages.0.tokens=1e9`); values are YAML. `options` are the command's own options; they
+    are only used to suggest a correction of a misspelt key. By default the run has the name of its file. Raises
+    UserError.
     """
     pairs = [_split(argument) for argument in arguments]
     names = [value for key, value in pairs if key == "config" and value]
@@ -50,7 +51,7 @@ def load_config(arguments: list[str], options: Iterable[str] = ()) -> Config:
 
 
 def change(config: Config, arguments: list[str]) -> Config:
-    """`config` with `["model.position.rope.base=500000", ...]` in place of what it says. Raises UserError."""
+    """Returns `config` with changes such as `["model.position.rope.base=500000", ...]`. Raises UserError."""
     return _build_config(_change(_plain(config), arguments, ()), "")
 
 
@@ -62,10 +63,10 @@ def _change(tree: Tree, arguments: list[str], options: Iterable[str]) -> Tree:
 
 
 def to_yaml(config: Config) -> str:
-    """Every key of the run, so that `from_yaml` gives the same `Config` whatever the defaults become.
+    """Returns every key of the run as YAML, so that `from_yaml` gives the same `Config` even if defaults change.
 
-    Options of mixers, positions and optimizers that the run does not have, and that nobody set, are left out: whoever reads
-    the file may not have them.
+    Options of mixers, positions and optimizers that the run does not use are left out unless they are set: the reader
+    of the file may not have them registered.
     """
     tree = _plain(config)
     model, optimizer = config.model, config.optimizer
@@ -83,14 +84,14 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str, source: str = "config.yaml") -> Config:
-    """The `Config` that `to_yaml` wrote; `source` names the file in errors. Raises UserError."""
+    """Returns the `Config` that `to_yaml` wrote. `source` names the file in errors. Raises UserError."""
     tree = _yaml(text, source)
     _check(Config, tree, "", source)
     return _build_config(_merge(_plain(Config()), tree), source)
 
 
 def read_yaml(path: Path) -> Config:
-    """The `Config` in a file that `to_yaml` wrote. Raises UserError, FileNotFoundError where there is none."""
+    """Returns the `Config` in a file that `to_yaml` wrote. Raises UserError, or FileNotFoundError if it is missing."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -107,20 +108,23 @@ def save(config: Config, path: str | Path) -> None:
 
 
 def changed_model(model: ModelConfig, changes: ModelChanges, key: str) -> ModelConfig:
-    """The model with a stage's changes. key: what they are under, for the sentence."""
+    """Returns the model with the changes of a stage. key: the key of the changes, for error messages."""
     return typing.cast(ModelConfig, _build(ModelConfig, _merge(_plain(model), changes), key, ""))
 
 
 def run_names() -> list[str]:
-    """The names that `config=` takes."""
+    """Returns the names that `config=` accepts."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def _find(name: str, folder: Path, asked_by: str) -> Path:
-    """A name lies in configs/; a path ending in .yaml starts at the including file, or where the command runs."""
+    """Finds a configuration file. Names refer to configs/; a path that ends in .yaml is relative to the including file.
+
+    Paths in arguments are relative to the working directory.
+    """
     if name.endswith(".yaml"):
         path = Path(name) if folder is CONFIGS else folder / name
-        if os.path.isfile(path):  # False too for names that no file can have
+        if os.path.isfile(path):  # also False for names that no file can have
             return path
         raise UserError(f"{asked_by}: there is no file {path}")
     path = CONFIGS / f"{name}.yaml"
@@ -134,7 +138,7 @@ def _find(name: str, folder: Path, asked_by: str) -> Path:
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Tree:
-    """One YAML file over what it includes; `above` are the files that include it."""
+    """Reads a YAML file and merges it over its includes. `above`: the files that include it."""
     source = _shown(path)
     if path.resolve() in above:
         chain = " → ".join(_shown(p) for p in (*above, path))
@@ -168,7 +172,7 @@ def _yaml(text: str, source: str) -> Tree:
         raise UserError(f"{source} is not valid YAML: {_first_line(error)}") from None
     except RecursionError:
         raise UserError(f"{source} is nested too deeply, or contains itself") from None
-    except (AssertionError, TypeError):  # OmegaConf's, of a document that is a number
+    except (AssertionError, TypeError):  # OmegaConf raises these if the document is a number
         raise UserError(f"{source} must hold `key: value` lines, not one value") from None
     if not isinstance(tree, dict):
         raise UserError(f"{source} must hold `key: value` lines, not a list")
@@ -176,7 +180,7 @@ def _yaml(text: str, source: str) -> Tree:
 
 
 def _shown(path: Path) -> str:
-    """configs/... for our own files, whatever the folder that the command runs in."""
+    """Returns configs/... for our own files, whatever the working directory is."""
     root = CONFIGS.parent
     return str(path.resolve().relative_to(root)) if path.resolve().is_relative_to(root) else str(path)
 
@@ -201,7 +205,7 @@ def _parse(key: str, text: str) -> Any:
 
 
 def _set(tree: Tree, key: str, value: Any, options: Iterable[str]) -> None:
-    """Put one argument into the tree, which holds every section. A section is merged, a `mix` or a list replaced."""
+    """Sets one argument in the tree, which holds every section. Sections are merged; a `mix` or a list is replaced."""
     *above, name = key.split(".")
     kind: Any = Config
     node: Any = tree
@@ -218,7 +222,7 @@ def _set(tree: Tree, key: str, value: Any, options: Iterable[str]) -> None:
 
 
 def _step(kind: Any, node: Any, part: str, key: str, here: str, options: Iterable[str]) -> tuple[str | int, Any]:
-    """One part of a dotted key: the index into `node` and the annotation of what lies there."""
+    """Resolves one component of a dotted key. Returns the index into `node` and the annotation of the value there."""
     kind = strip_none(kind)
     kind = ModelConfig if kind is ModelChanges else kind
     if dataclasses.is_dataclass(kind) and isinstance(node, dict):
@@ -243,7 +247,7 @@ def _build_config(tree: Tree, source: str) -> Config:
 
 
 def _build(kind: Any, value: Any, key: str, source: str) -> Any:
-    """`value` as the annotation `kind` wants it, or a UserError that says what was expected at `key`."""
+    """Converts `value` to the type `kind`. Raises UserError with what is expected at `key`."""
     if isinstance(kind, types.UnionType):
         return _build_union(kind, value, key, source)
     if kind is ModelChanges:
@@ -283,7 +287,7 @@ def _build(kind: Any, value: Any, key: str, source: str) -> Any:
 
 
 def _build_union(kind: types.UnionType, value: Any, key: str, source: str) -> Any:
-    """`int | None`, or `int | Auto`: a number or a word."""
+    """Converts a value for `int | None` or `int | Auto`, which is a number or a word."""
     if value is None and type(None) in kind.__args__:
         return None
     for word in kind.__args__:
@@ -298,13 +302,13 @@ def _build_union(kind: types.UnionType, value: Any, key: str, source: str) -> An
 
 
 def _words(kind: Any) -> list[str]:
-    """What a union takes besides its first kind."""
+    """Returns the words that a union accepts besides its first type."""
     members = kind.__args__[1:] if isinstance(kind, types.UnionType) else ()
     return [name for word in members if isinstance(word, type) and issubclass(word, Enum) for name in word.__members__]
 
 
 def _check(kind: Any, value: Any, key: str, source: str) -> None:
-    """What `_build` says of one file, so that the sentence names it; interpolations wait for the whole."""
+    """Checks the values of one file, so that errors can name it. Interpolations are checked after merging."""
     kind = ModelConfig if strip_none(kind) is ModelChanges and value is not None else kind
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         known = hints(kind)
@@ -340,7 +344,7 @@ def _expected(kind: Any) -> str:
 def _unknown(key: str, source: str, options: Iterable[str] = ()) -> str:
     index = re.search(r"\.(\d+)(\.|$)", key)
     valid = [name.replace("[]", index.group(1) if index else "0") for name in keys(Config, "")] + list(options)
-    if not key.startswith("train.stages"):  # where each of the model's keys may stand once more
+    if not key.startswith("train.stages"):  # every key of the model is also valid in stages
         valid = [name for name in valid if not re.match(r"train\.stages\.\d+\.model\.", name)]
     last = key.rpartition(".")[2]
     near = [name for name in valid if name.rpartition(".")[2] == last][:3]
@@ -361,7 +365,7 @@ def _plain(value: Any) -> Any:
 
 
 def _merge(under: Tree, over: Tree) -> Tree:
-    """Sections merge key by key; lists (the stages) are replaced whole."""
+    """Merges two trees: sections key by key; lists (the stages) are replaced."""
     merged = dict(under)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

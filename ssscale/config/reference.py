@@ -1,4 +1,4 @@
-"""docs/reference/config.md: every key of the configuration, from the schema, with its comment there.
+"""Generates docs/reference/config.md from the schema: every key of the configuration with its comment.
 
 python -m ssscale.config.reference        writes the page
 """
@@ -29,7 +29,7 @@ optimizers. A run file in `configs/` includes others (`include: [model/1b, ...]`
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     sections: dict[str, list[str]] = {}
     for key, kind, default, comment in _keys(Config, Config(), ""):
         section = key.split(".")[0] if "." in key else "run"
@@ -39,7 +39,7 @@ def page() -> str:
 
 
 def _keys(kind: Any, default: Any, key: str) -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, comment) of a section and what is in it."""
+    """Yields (key, type, default, comment) for every key of a section and its subsections."""
     comments = _comments(kind)
     for name, hint in hints(kind).items():
         inner, value = strip_none(hint), getattr(default, name, None)
@@ -53,12 +53,12 @@ def _keys(kind: Any, default: Any, key: str) -> Iterator[tuple[str, str, str, st
 
 
 def _comments(kind: type) -> dict[str, str]:
-    """The comments beside the fields of a class and of its bases that are ours."""
+    """Returns the comments next to the fields of a class and of its base classes, by field."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         try:
             source = textwrap.dedent(inspect.getsource(base))
-        except (OSError, TypeError):  # a built-in, or a section that the registry has made
+        except (OSError, TypeError):  # no source: a built-in class, or a section that the registry has made
             continue
         said: dict[int, str] = {}
         for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,14 +1,14 @@
-"""Names in a configuration whose meaning stands in a file of its own: mixers, positions, schedules, optimizers.
+"""Registries for names in a configuration: mixers, positions, schedules and optimizers.
 
-A file registers what it defines and is found by where it lies, so that adding one touches no other file:
+Each file of a registry's package registers what it defines. Adding a file changes no other file:
 
     @MIXERS.register("ssmax")
     @dataclass(frozen=True)
     class SSMax(Mixer): ...
 
-The environment variable SSSCALE_PLUGINS names further Python files or folders of them, separated by colons. It is the
-environment's rather than the configuration's: a checkpoint must not be able to name code that its reader runs. A file that
-registers something is imported by commands that answer before torch is imported, so it imports torch where it uses it.
+The environment variable SSSCALE_PLUGINS lists further Python files or folders of them, separated by colons. It is not a
+configuration key because a checkpoint must not be able to name code that its reader runs. Registering files are
+imported by commands that answer before torch is imported, so they import torch only inside functions.
 """
 
 import dataclasses
@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """What goes by a name under one key, such as `model.mixers`. Reading it first imports the package's files and plugins."""
+    """Maps names to what is registered under them, for one configuration key such as `model.mixers`.
+
+    The first access imports the files of `package` and the plugins.
+    """
 
     def __init__(self, key: str, package: str) -> None:
         self.key, self.package = key, package
@@ -38,13 +41,13 @@ class Registry(Mapping[str, T], Generic[T]):
 
     @property
     def default(self) -> str:
-        """The name that stands for a key that is not given."""
+        """The name that is used if the key is not given."""
         self._discover()
         assert self._default is not None, f"nothing is the default of {self.key}"
         return self._default
 
     def register(self, name: str, default: bool = False) -> Callable[[T], T]:
-        """A decorator that gives what it decorates a name. Raises ValueError for a name that is taken."""
+        """Returns a decorator that registers under `name`. Raises ValueError if the name is taken."""
 
         def add(thing: T) -> T:
             if name in self._found:
@@ -75,7 +78,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._found)
 
     def section(self, base: type) -> type:
-        """`base` with a section for the options of everything registered, each with its defaults."""
+        """Returns a subclass of `base` with one field per registered name: its options, with their defaults."""
         if (base, len(self)) not in self._sections:
             options: list[Any] = [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in self.items()]  # type: ignore[call-overload]
             made = dataclasses.make_dataclass(base.__name__, options, bases=(base,), frozen=True)
@@ -93,7 +96,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 def import_plugins() -> None:
-    """Import the files of SSSCALE_PLUGINS, each once. Raises UserError for one that is not there."""
+    """Imports the files of SSSCALE_PLUGINS, each once. Raises UserError if one does not exist."""
     for text in filter(None, os.environ.get("SSSCALE_PLUGINS", "").split(":")):
         path = Path(text).resolve()
         if not path.exists():
@@ -110,7 +113,10 @@ def import_plugins() -> None:
 
 
 class Sectioned:
-    """A section of the configuration with one for each name of `registry`; pickled by its values, as its class is made."""
+    """A configuration section with one subsection per name of `registry`.
+
+    Its class is made at run time, so it is pickled by its values.
+    """
 
     registry: ClassVar[Registry[Any]]
 

@@ -1,13 +1,13 @@
-"""What a YAML text holds, counted before it is built."""
+"""Limits the size of YAML texts before they are built."""
 
 import yaml
 
-MOST_NODES = 100_000  # values of a text, aliases replaced
+MOST_NODES = 100_000  # values of a text after aliases are replaced
 
 
 def check_nodes(text: str) -> None:
-    """Raises YAMLError for anchors that contain themselves, or whose aliases stand for more than MOST_NODES values."""
-    sizes: dict[int, int] = {}  # 0 while a node's own parts are counted
+    """Raises YAMLError for anchors that contain themselves, or whose aliases expand to more than MOST_NODES values."""
+    sizes: dict[int, int] = {}  # 0 while the children of a node are counted
 
     def count(node: yaml.Node) -> int:
         if id(node) not in sizes:

@@ -1,8 +1,8 @@
-"""Our models as transformers knows them. `register()` lets its Auto classes load them without remote code."""
+"""Registration of our models with transformers, so that its Auto classes load them without remote code."""
 
 
 def register() -> None:
-    """Make AutoConfig and AutoModelForCausalLM know our models in this process."""
+    """Registers our models with AutoConfig and AutoModelForCausalLM in this process."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ssscale.hf.code import exported_module

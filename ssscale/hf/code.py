@@ -1,4 +1,4 @@
-"""The code that travels with exported weights: the model in plain torch with the functions of its mixers."""
+"""The code that is saved with exported weights: the model in plain torch, with the functions of its mixers."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ BEGIN, END = "# the model's mixers\n", "# the end of the model's mixers\n"
 
 
 def exported_files(model: ModelConfig) -> dict[str, str]:
-    """The files of code by name. Raises UserError where a mixer or the position method declares no export."""
+    """Returns the code files by name. Raises UserError if a mixer or the position method declares no export."""
     if not model.place.exported:
         raise UserError(f"model.position.method={model.place.name} has no code in exported models")
     for mixer in model.used.values():
@@ -31,17 +31,17 @@ def exported_files(model: ModelConfig) -> dict[str, str]:
 
 @functools.cache
 def exported_module() -> ModuleType:
-    """The file of code with every mixer that can be exported, as a module of this process."""
+    """Returns the modeling file with every mixer that can be exported, as a module of this process."""
     exports = {name: mixer.export for name, mixer in MIXERS.items() if mixer.export is not None}
     module = ModuleType("ssscale.hf.exported")
     module.__package__ = "ssscale.hf"
-    sys.modules[module.__name__] = module  # its dataclasses look themselves up there
+    sys.modules[module.__name__] = module  # dataclasses look up their module there
     exec(compile(_modeling(exports), module.__name__, "exec"), module.__dict__)
     return module
 
 
 def _modeling(exports: Mapping[str, Export]) -> str:
-    """modeling_ssscale.py with the functions of these mixers, each once."""
+    """Returns the text of modeling_ssscale.py with the functions of these mixers, each once."""
     before, rest = (FOLDER / MODELING).read_text(encoding="utf-8").split(BEGIN)
     functions: dict[Callable[..., Any], None] = {}
     entries = []

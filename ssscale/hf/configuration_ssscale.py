@@ -1,4 +1,4 @@
-"""The configuration of an exported model. This file travels with it: it needs transformers alone."""
+"""The configuration of an exported model. This file is saved with the weights and needs only transformers."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from transformers import PretrainedConfig
 
 
 class SSScaleConfig(PretrainedConfig):
-    """A Llama-2-style decoder whose layers mix values as `mixers` says, a pattern that is repeated over them.
+    """The configuration of a Llama-2-style decoder with a mixer per layer.
 
-    mixer: the options of each by name. position: method, window, and the options of each method by name. width:
-    embedding_multiplier, residual_multiplier, logits_divisor, attention_scale, ... learned: what the mixers and the position
-    learn besides matrices: [[name, shape, start], ...]; modeling_ssscale.py has the code of those that the model has.
-    max_position_embeddings: the training length; longer inputs are taken.
+    mixers: names of the mixers, a pattern that repeats over the layers. mixer: the options of each mixer by name.
+    position: method, window, and the options of each method by name. width: embedding_multiplier, residual_multiplier,
+    logits_divisor, attention_scale, ... learned: the weights that mixers and the position method declare, as
+    [[name, shape, start], ...]. max_position_embeddings: the training length; longer inputs are accepted.
     """
 
     model_type = "ssscale"

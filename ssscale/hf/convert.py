@@ -1,7 +1,7 @@
-"""Checkpoints to folders that transformers loads, and back.
+"""Conversion of checkpoints to folders that transformers loads, and back.
 
-A folder holds config.json, generation_config.json, the weights as safetensors, the tokenizer and the two files of code that
-`trust_remote_code=True` runs. Weights keep their names and, unless another dtype is asked for, every bit.
+A folder holds config.json, generation_config.json, the weights as safetensors, the tokenizer and the two code files
+that `trust_remote_code=True` runs. Weights keep their names. They keep every bit unless another dtype is requested.
 """
 
 import json
@@ -43,14 +43,14 @@ from ssscale.train.checkpoint_folder import check_empty, saved_config
 from ssscale.train.save import save_checkpoint
 from ssscale.validate import validate
 
-SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
+SHARD_BYTES = 5 * 10**9  # limit per file of weights, as in transformers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 META = torch.device("meta")
 AUTO = {
     "AutoConfig": "configuration_ssscale.SSScaleConfig",
     "AutoModelForCausalLM": "modeling_ssscale.SSScaleForCausalLM",
 }
-# config.json's name of each key of `model`; what is not here has the same name in both.
+# The names in config.json of keys of `model`. Keys that are missing here have the same name in both.
 RENAMED = {
     "num_layers": "num_hidden_layers",
     "ffn_hidden_size": "intermediate_size",
@@ -65,12 +65,14 @@ RENAMED = {
 def export_checkpoint(
     checkpoint: Path, out: Path, bos_id: int, eos_id: int, dtype: str = "float32", form: str = "ssscale"
 ) -> None:
-    """Write a checkpoint of any parallel layout as a folder for transformers.
+    """Writes a checkpoint of any parallel layout as a folder for transformers.
 
-    form: `ssscale`, every model, with its code; or a family of `ssscale.hf.plain` for the models that it has. bos_id, eos_id:
-    the tokens that bound a document; the tokenizer begins every text with BOS, as in training. Reads one weight after the
-    other; whoever calls has compared its files with their checksums (`reading`). Raises UserError where the checkpoint has no
-    tokenizer or the family no such model, or `out` holds something.
+    form: `ssscale` for every model, with its code; or a family of `ssscale.hf.plain`. bos_id, eos_id: the tokens that
+    bound a document; the tokenizer starts every text with BOS, as in training. Weights are read one at a time. The
+    caller must have verified the checksums of the checkpoint (`reading`).
+
+    Raises UserError if the dtype is unknown, the checkpoint has no tokenizer, the family cannot represent the model, or
+    `out` is not empty.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: weights are written as {', '.join(DTYPES)}")
@@ -96,10 +98,10 @@ def export_checkpoint(
         _write_json(out / "generation_config.json", ids | ({"suppress_tokens": spare} if spare else {}))
         for name, text in code.items():
             (out / name).write_text(text, encoding="utf-8")
-        # Last: a folder without it is no model.
+        # Written last, because transformers does not load a folder without it.
         content = hf_config(config, dtype) if form == "ssscale" else family_config(config, form, dtype)
         _write_json(out / "config.json", content | ids)
-    except BaseException:  # the same command can be given again
+    except BaseException:  # so that the same command can be repeated
         for file in out.iterdir():
             file.unlink()
         if made:
@@ -108,9 +110,9 @@ def export_checkpoint(
 
 
 def hf_config(config: Config, dtype: str) -> dict[str, Any]:
-    """config.json of a run's model, the tokens' ids apart."""
+    """Returns config.json of a run's model, without the token ids."""
     model = asdict(config.model)
-    # Numbers where the schema derives them: whoever reads config.json need not know its rules.
+    # Derived values are written as numbers, so that readers of config.json do not need the rules of the schema.
     model |= {"num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_size}
     for key in ("logits_divisor", "matrix_lr_divisor", "matrix_init_divisor"):
         model["width"][key] = getattr(config.model, key)
@@ -140,7 +142,7 @@ def _whole_weights(reader: CheckpointReader, config: Config, dtype: torch.dtype)
 
 
 def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> None:
-    """One file, or several with an index where they are more than SHARD_BYTES."""
+    """Writes one file, or several with an index if they exceed SHARD_BYTES."""
     files: list[dict[str, Any]] = []
     shard: dict[str, Tensor] = {}
 
@@ -148,7 +150,7 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> None:
         file = out / f"part-{len(files):05d}"
         try:
             save_file(shard, file, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full or read-only disk
+        except SafetensorError as error:  # for example a full or read-only disk
             raise UserError(f"{file} cannot be written: {error}") from error
         files.append({"file": file, "names": list(shard), "bytes": sum(w.nbytes for w in shard.values())})
         shard.clear()
@@ -189,15 +191,15 @@ def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: in
         "pad_token": eos,
         "model_max_length": length,
         "model_input_names": ["input_ids", "attention_mask"],  # the model has no token types
-        "padding_side": "left",  # generation continues the last column
+        "padding_side": "left",  # generation continues from the last column
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,  # spelt out in a text they are text, as in training
+        "split_special_tokens": True,  # special tokens spelled out in a text are text, as in training
     }
     _write_json(out / "tokenizer_config.json", settings)
 
 
 def _ids_without_token(file: Path, vocab_size: int) -> list[int]:
-    """The model's ids that its tokenizer does not have, and which generation must never choose."""
+    """Returns the ids without a token in the tokenizer, which generation must never choose."""
     tokenizer = _open_tokenizer(file)
     return [i for i in range(vocab_size) if tokenizer.id_to_token(i) is None]
 
@@ -207,10 +209,10 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
-    """Write a folder of `export_checkpoint`'s forms, or of Llama's family, as a run with one checkpoint.
+    """Writes a folder from `export_checkpoint`, or a model of an imported family, as a run with one checkpoint.
 
-    Its optimizer is left behind: the checkpoint is step 0 of a run that nothing has trained. Returns the checkpoint. Raises
-    UserError where the folder is broken or of another kind of model, or `out` holds something.
+    The checkpoint is step 0 of a run without training, and has no optimizer. Returns the checkpoint. Raises UserError
+    if the folder is damaged or holds another kind of model, or if `out` is not empty.
     """
     check_empty(out)
     content = _read_json(folder / "config.json")
@@ -218,7 +220,7 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
         raise UserError(f"{folder} has no tokenizer.json")
-    # huggingface_hub's cache has links from snapshots/REVISION into blobs/, beside it.
+    # In the cache of huggingface_hub, snapshots/REVISION links into blobs/, a sibling of snapshots/.
     _check_link(tokenizer, folder.parent.parent if folder.parent.name == "snapshots" else folder)
     _open_tokenizer(tokenizer)
     model = build_model(config, groups, torch.float32)
@@ -236,7 +238,7 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
 
 
 def _check_link(file: Path, folder: Path) -> None:
-    """Raises UserError for a file that is copied and is a link to something elsewhere."""
+    """Raises UserError if a file to be copied is a link that leads out of the folder."""
     if leads_out(file, folder):
         raise UserError(f"{file} is a link that leads out of its folder: put the file in its place")
 
@@ -244,7 +246,7 @@ def _check_link(file: Path, folder: Path) -> None:
 def _open_tokenizer(file: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more exact
+    except Exception as error:  # tokenizers raises no specific exception
         raise UserError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
 
 
@@ -287,12 +289,12 @@ def _imported_config(content: dict[str, Any], name: str, file: Path) -> Config:
 
 
 def _options(given: Any) -> Any:
-    """A mixer's options in config.json without what the exported code needs to know of it besides."""
+    """Removes the entries of a mixer in config.json that only the exported code needs."""
     return {k: v for k, v in given.items() if k not in ("positions", "windowed")} if isinstance(given, dict) else given
 
 
 def _open_weights(folder: Path) -> dict[str, Any]:
-    """Each weight's open file."""
+    """Returns the open file of each weight."""
     whole = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     names = [whole.name] if whole.is_file() else _weight_files(index)
@@ -307,7 +309,7 @@ def _open_weights(folder: Path) -> dict[str, Any]:
 
 
 def _weight_files(index: Path) -> list[str]:
-    """The files that an index names. Raises UserError for another form and for names outside its folder."""
+    """Returns the files that an index names. Raises UserError for a wrong format or a name outside its folder."""
     names = _read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise UserError(f"{index} has no `weight_map` of weights to files")
@@ -321,7 +323,7 @@ def _weight_files(index: Path) -> list[str]:
 
 @torch.no_grad()
 def _fill(model: nn.Module, weights: dict[str, Any], folder: Path) -> None:
-    """The weights of a folder into a model of one process; the vocabulary's padding is zeros."""
+    """Loads the weights of a folder into a model of one process. The padding of the vocabulary becomes zero."""
     ours = dict(model.named_parameters())
     for name in ours.keys() ^ weights.keys():
         where = "config.json describes" if name in ours else "the folder has"
@@ -344,7 +346,7 @@ def _fill(model: nn.Module, weights: dict[str, Any], folder: Path) -> None:
 
 @dataclass
 class WeightsOnly:
-    """The part of an engine that a checkpoint is written from, without an optimizer."""
+    """The interface of an engine that saving a checkpoint needs, without an optimizer."""
 
     module: nn.Module
 

@@ -1,8 +1,8 @@
-"""The model in plain torch, for transformers. This file travels with exported weights: it needs torch and transformers alone.
+"""The model in plain torch for transformers. This file is saved with the weights and needs only torch and transformers.
 
-Its weights have the names and shapes of the model that was trained, the vocabulary's padding cut off. MIXERS has the mixers
-of the model; `ssscale.hf.code` puts their functions here, from where ssscale/model/mixers defines them.
-x: [B, T, D]; q: [B, N, T, H]; k, v: [B, K, S, H], S = cached tokens and these.
+The weights have the names and shapes of the trained model, without the padding of the vocabulary. `ssscale.hf.code`
+inserts the functions of the model's mixers. x: [B, T, D]; q: [B, N, T, H]; k, v: [B, K, S, H], S: cached and new
+tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_ssscale import SSScaleConfig
 
 FIRE_HIDDEN, FIRE_LENGTH, FIRE_EPS = 32, 512.0, 1e-6
-TILE_ELEMENTS = 1 << 24  # of the temporaries of a block of queries, where no fused kernel serves
-DEFAULT_NEW_TOKENS = 20  # transformers', where generate() is told neither max_new_tokens nor max_length
+TILE_ELEMENTS = 1 << 24  # elements of temporaries per block of queries, if no fused kernel applies
+DEFAULT_NEW_TOKENS = 20  # the default of transformers if neither max_new_tokens nor max_length is given
 
 
 @dataclass
 class Batch:
-    """What all layers share of a forward pass.
+    """What all layers share in a forward pass.
 
-    i: [B, T] the queries' positions in their texts; j: [B, S] the keys'. real: [B, S] False for padding; None: no padding.
-    past: cached tokens. cos, sin: [B, T, H / 2] float32. own: what the layers of each mixer share, by its name.
+    i: [B, T] and j: [B, S] positions of queries and keys. real: [B, S] False for padding, or None. past: number of
+    cached tokens. cos, sin: [B, T, H / 2] float32. own: what the layers of each mixer share, by its name.
     """
 
     i: Tensor
@@ -42,7 +42,7 @@ class Batch:
     own: dict[str, Any] = field(default_factory=dict)
 
     def visible(self, first: int, last: int, window: int | None, strict: bool) -> Tensor:
-        """[B, last − first, S]: the keys that these queries see, earlier ones alone if strict."""
+        """Returns the mask [B, last − first, S] of keys that these queries attend to; only earlier keys if `strict`."""
         distance = self.i[:, first:last, None] - self.j[:, None, :]
         seen = distance > 0 if strict else distance >= 0
         if window is not None:
@@ -52,7 +52,7 @@ class Batch:
         seen = seen & self.real[:, None, :]
         if strict:
             return seen
-        # Padding sees itself, or it would be NaN and its cached values would reach the others as 0 · NaN.
+        # Padding attends to itself, or it would be NaN and its cached values would reach other tokens as 0 · NaN.
         column = torch.arange(self.j.shape[1], device=self.j.device)
         return seen | (column[self.past + first : self.past + last, None] == column)
 
@@ -70,9 +70,9 @@ class SSScaleRMSNorm(nn.Module):
 
 
 class ALiBi:
-    """−m_h · (i − j)   (arXiv:2108.12409, Eq. 1), m_h = 2^(−8h / N), interleaved where N is no power of two (Section 3)"""
+    """bias = −m_h · (i − j)   (arXiv:2108.12409, Eq. 1), m_h = 2^(−8h / N); Section 3 if N is not a power of two."""
 
-    inner = 1  # numbers held for each pair of positions
+    inner = 1  # numbers per pair of positions
 
     def __init__(self, layer: Attention) -> None:
         self.num_heads = layer.sizes[0]
@@ -109,7 +109,7 @@ BIASES: dict[str, Callable[..., Any]] = {"alibi": ALiBi, "fire": FIRE}
 
 
 class Learned(nn.Module):
-    """Learned tensors by name, each full of what it starts at."""
+    """Learned tensors by name, filled with their start values."""
 
     def __init__(self, config: SSScaleConfig, prefix: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Learned(nn.Module):
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: Attention) -> Tensor | None:
-    """Softmax attention in torch's kernel, None where its causal mask is not what the batch needs."""
+    """Computes softmax attention in torch's kernel. Returns None if its causal mask does not fit the batch."""
     k, v = grouped(q, k, v)
     whole = layer.window is None or k.shape[2] <= layer.window
     if whole and batch.real is None and (batch.past == 0 or q.shape[2] == 1):
@@ -128,7 +128,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: Attention) -> Te
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with as many heads as q."""
+    """Repeats the heads of k and v to match q."""
     repeats = q.shape[1] // k.shape[1]
     return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
 
@@ -143,9 +143,10 @@ def attend_in_tiles(
     strict: bool = False,
     inner: int = 1,
 ) -> Tensor:
-    """run(q, k, v, visible, batch, layer, first) for blocks of queries from `first` on, so that no [T, S] matrix is whole.
+    """Calls run(q, k, v, visible, batch, layer, first) for blocks of queries, so that no [T, S] matrix is held whole.
 
-    visible: the keys that each query sees, earlier ones alone if strict. inner: numbers that `run` holds for each pair.
+    first: index of the first query of the block. visible: mask of the keys that each query attends to; only earlier
+    ones if `strict`. inner: numbers that `run` holds per pair.
     """
     k, v = grouped(q, k, v)
     rows = max(1, TILE_ELEMENTS // (q.shape[0] * q.shape[1] * k.shape[2] * inner))
@@ -158,7 +159,7 @@ def attend_in_tiles(
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, batch: Batch, layer: Attention, first: int) -> Tensor:
-    """softmax(scale · q·k + bias) v in float32"""
+    """softmax(scale · q·k + bias) v, computed in float32."""
     i = batch.i[:, first : first + q.shape[2]]
     z = q.float() @ k.float().transpose(-1, -2) * layer.scale
     z = z + layer.bias(i, batch.j)  # type: ignore[misc]
@@ -167,7 +168,7 @@ def biased(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, batch: Batch, layer
 
 @dataclass
 class Part:
-    """One mixer: what mixes, what q is multiplied by, what all its layers share of a batch."""
+    """The functions of one mixer: mixing, the factor of q, and what all its layers share (see `Export`)."""
 
     mix: Callable[..., Tensor]
     factor: Callable[..., Tensor] | None = None
@@ -180,7 +181,7 @@ MIXERS: dict[str, Part] = {}
 
 
 def rotate(x: Tensor, batch: Batch, turned: bool, factor: Tensor | None = None) -> Tensor:
-    """x [B, N, T, H], turned by its positions (halves are pairs) and times `factor`, in float32, rounded once."""
+    """Rotates x [B, N, T, H] (halves are pairs) and multiplies it by `factor` in float32; rounds once."""
     if not turned and factor is None:
         return x
     y = x.float()
@@ -192,7 +193,7 @@ def rotate(x: Tensor, batch: Batch, turned: bool, factor: Tensor | None = None) 
 
 
 class Attention(nn.Module):
-    """W_o mix(rotate(W_q x, W_k x), W_v x), W_q, W_k and W_v one matrix; `mix` is the layer's mixer."""
+    """y = W_o mix(rotate(W_q x, W_k x), W_v x). W_q, W_k and W_v are one matrix; `mix` is the layer's mixer."""
 
     def __init__(self, config: SSScaleConfig, layer: int) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class Attention(nn.Module):
         self.bias = bias(self) if bias else None
 
     def learned(self, name: str) -> Tensor | None:
-        """What the mixer learns under this name, if it does."""
+        """Returns the mixer's weight of this name, or None."""
         return getattr(self.weights, name, None)
 
     def forward(self, x: Tensor, batch: Batch, cache: Cache | None) -> Tensor:
@@ -226,7 +227,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """W_down (silu(W_gate x) ⊙ W_up x), W_gate and W_up one matrix."""
+    """y = W_down (silu(W_gate x) ⊙ W_up x). W_gate and W_up are one matrix."""
 
     def __init__(self, config: SSScaleConfig) -> None:
         super().__init__()
@@ -255,7 +256,7 @@ class Block(nn.Module):
 
 
 class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
-    """The decoder with its head. Texts of a batch may be padded on either side; attention_mask says where."""
+    """The decoder with its head. Texts may be padded on either side; attention_mask marks the padding."""
 
     config_class = SSScaleConfig
     base_model_prefix = "decoder"
@@ -281,7 +282,7 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        return getattr(self, "head", None)  # a tied model has none: it reads the embedding
+        return getattr(self, "head", None)  # a tied model uses the embedding
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.head = new_embeddings
@@ -298,11 +299,11 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
         final_length: int | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits [B, T, vocab_size], and with labels (−100: none) the mean loss of each token's successor.
+        """Returns logits [B, T, vocab_size] and, with labels (−100: none), the mean loss of each token's successor.
 
-        attention_mask: [B, cached tokens and T], 0 for padding. token_type_ids: ignored, the model has no token types.
-        logits_to_keep: of the last tokens only; 0: of all.
-        final_length: under dynamic_ntk, the tokens (padding counted) that cached texts are to reach; `generate` fills it in.
+        attention_mask: [B, cached + T], 0 for padding. token_type_ids: ignored. logits_to_keep: number of last tokens
+        with logits; 0: all. final_length: for dynamic_ntk, the final number of tokens of cached texts, padding
+        included; `generate` sets it. Raises ValueError if attention_mask has another shape.
         """
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
@@ -343,7 +344,7 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
         return batch
 
     def rope_tables(self, batch: Batch, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of p · base^(−2k / H)   (arXiv:2104.09864, Eq. 15), base and p as `scaling` says."""
+        """Returns cos and sin of p · base^(−2k / H)   (arXiv:2104.09864, Eq. 15), base and p after scaling."""
         rope, size = self.config.position["rope"], self.config.head_dim
         scaling, factor, base = rope["scaling"], rope["factor"], rope["base"]
         i = batch.i.float()
@@ -362,9 +363,7 @@ class SSScaleForCausalLM(PreTrainedModel, GenerationMixin):
         return angle.cos(), angle.sin()
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """transformers' generate. Under dynamic_ntk a text is turned, from its first token on, for the length it may reach:
-        what was cached for another base could not be told from what was not.
-        """
+        """Calls transformers' generate. With dynamic_ntk, texts are rotated for their final length from the start."""
         rope = self.config.position.get("rope", {})
         if rope.get("scaling") == "dynamic_ntk" and kwargs.get("final_length") is None:
             config = generation_config or self.generation_config

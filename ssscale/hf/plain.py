@@ -1,7 +1,7 @@
-"""Models that transformers has a class of its own for: attention of Llama's kind with rotary positions.
+"""Conversion to and from models that transformers has its own classes for: Llama's attention with rotary positions.
 
-`llama` is LlamaForCausalLM; `granite` is GraniteForCausalLM, which has the four multipliers of the width transfer besides.
-Whoever serves or fine-tunes these serves ours, without `trust_remote_code`.
+`llama` is LlamaForCausalLM. `granite` is GraniteForCausalLM, which also has the four multipliers of width transfer.
+These models can be served and fine-tuned without `trust_remote_code`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,8 @@ from ssscale.errors import UserError
 from ssscale.model.positions.rope import RoPE, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "granite": "GraniteForCausalLM"}
-IMPORTED = ("llama", "mistral", "granite")  # model types with these weights
-# What other families of Llama's kind have and this decoder does not.
+IMPORTED = ("llama", "mistral", "granite")  # model types that can be imported
+# What related families have and this decoder does not.
 LACKING = {
     "qwen2": "biases of the query, key and value projections",
     "qwen3": "norms of queries and keys",
@@ -28,7 +28,7 @@ LACKING = {
 
 
 def check_exportable(model: ModelConfig, family: str) -> None:
-    """Raise UserError where a model is none of the family."""
+    """Raises UserError if the family cannot represent the model."""
     other = "use format=ssscale, which has all of it"
     for name, mixer in model.used.items():
         if not mixer.plain:
@@ -52,7 +52,7 @@ def check_exportable(model: ModelConfig, family: str) -> None:
 
 
 def family_config(config: Config, family: str, dtype: str) -> dict[str, Any]:
-    """config.json, the tokens' ids apart. The model has passed `check_exportable`."""
+    """Returns config.json without the token ids. The model must pass `check_exportable`."""
     model, place = config.model, config.model.place
     linear = place.scaling is RopeScaling.linear
     base = place.base
@@ -91,7 +91,7 @@ def family_config(config: Config, family: str, dtype: str) -> dict[str, Any]:
 
 
 def family_parts(model: ModelConfig) -> dict[str, list[tuple[str, int]]]:
-    """Of each of our weights: the family's weights that it is made of, with their rows, from the top."""
+    """Maps each of our weights to the family's weights that are concatenated to it, with their numbers of rows."""
     q, kv, hidden = model.num_heads * model.head_size, model.kv_heads * model.head_size, model.hidden_size
     found = {"embedding.weight": [("model.embed_tokens.weight", model.vocab_size)]}
     for layer in range(model.num_layers):
@@ -113,7 +113,7 @@ def family_parts(model: ModelConfig) -> dict[str, list[tuple[str, int]]]:
 
 
 def to_family(weights: Iterator[tuple[str, Tensor]], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Our weights by name → the family's."""
+    """Converts our weights, (name, tensor), to those of the family."""
     parts = family_parts(model)
     for name, weight in weights:
         pieces = weight.split([rows for _, rows in parts[name]])
@@ -121,7 +121,7 @@ def to_family(weights: Iterator[tuple[str, Tensor]], model: ModelConfig) -> Iter
 
 
 class Joined:
-    """Files of the family's weights, read under our names."""
+    """Presents open files of the family's weights under one of our names."""
 
     def __init__(self, files: Mapping[str, Any], parts: list[tuple[str, int]]) -> None:
         self.files, self.parts = files, parts
@@ -131,10 +131,13 @@ class Joined:
 
 
 def from_family(files: Mapping[str, Any], model: ModelConfig, folder: Path) -> dict[str, Any]:
-    """The family's weights with their open files → ours, without those that are missing. Raises UserError for strange ones."""
+    """Maps our names to weights read from the family's files. Weights that are missing are left out.
+
+    files: the family's names with their open files. Raises UserError for an unknown name.
+    """
     parts = family_parts(model)
     known = {name for pieces in parts.values() for name, _ in pieces}
-    known.add("lm_head.weight")  # some write the embedding twice
+    known.add("lm_head.weight")  # some writers store the embedding twice
     for name in files:
         if name not in known and not name.endswith("rotary_emb.inv_freq"):
             raise UserError(f"{folder} is not whole: only the folder has {name}")
@@ -143,7 +146,7 @@ def from_family(files: Mapping[str, Any], model: ModelConfig, folder: Path) -> d
 
 
 def native_tree(content: dict[str, Any], file: object) -> dict[str, Any]:
-    """The section `model` that config.json of a model type in IMPORTED describes. Raises UserError."""
+    """Returns the section `model` for the config.json of a model type in IMPORTED. Raises UserError."""
     kind = content["model_type"]
     for key in ("attention_bias", "mlp_bias"):
         if content.get(key):
@@ -179,7 +182,7 @@ def native_tree(content: dict[str, Any], file: object) -> dict[str, Any]:
 
 
 def _rope(content: dict[str, Any], file: object) -> dict[str, Any]:
-    """Of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
+    """Reads the options of RoPE from transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
     given = content.get("rope_parameters") or content.get("rope_scaling") or {}
     kind = given.get("rope_type", given.get("type", "default"))
     found = {"base": float(given.get("rope_theta", content.get("rope_theta", 10_000.0)))}

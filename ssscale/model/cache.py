@@ -1,4 +1,4 @@
-"""The keys and values of earlier passes, for generation."""
+"""KV cache for generation."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,28 +12,34 @@ from ssscale.model.decoder import Decoder
 
 
 class LayerCache(NamedTuple):
-    """One layer's part during one pass. k, v: [B · capacity, K, H]; rows: [T], where this pass's tokens go."""
+    """The view that one layer has of the cache during one pass.
+
+    k, v: [B · capacity, K, H]. rows: [T] int64, the index in k and v at which each token of this pass is stored.
+    """
 
     k: Tensor
     v: Tensor
     rows: Tensor
-    first: bool  # no sequence has earlier tokens
+    first: bool  # True if no sequence has earlier tokens
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store this pass's k, v [T, K, H]. Returns the whole cache, or, in the first pass, k and v themselves."""
+        """Stores k and v [T, K, H] of this pass. Returns the whole cache, or k and v themselves in the first pass."""
         self.k.index_copy_(0, self.rows, k)
         self.v.index_copy_(0, self.rows, v)
         return (k, v) if self.first else (self.k, self.v)
 
 
 class KVCache:
-    """Room for the keys and values of B sequences: k, v [layers, B, capacity, K, H] of this rank's heads.
+    """The keys and values of B sequences, [layers, B, capacity, K, H] for the heads of this rank.
 
-    final_lengths: the tokens that each sequence may reach. A pass: `layout = cache.begin(counts)`, then
-    `model(tokens, layout, cache=cache)` with counts[b] further tokens of each sequence, one sequence behind the other. Passes
-    may be of any size: a prompt at once, in chunks, or token by token.
+    final_lengths: the maximum number of tokens of each sequence. To run a pass, call `layout = cache.begin(counts)` and
+    then `model(tokens, layout, cache=cache)`, where `tokens` holds counts[b] further tokens of every sequence b,
+    concatenated. A prompt can be processed in one pass, in chunks or token by token.
 
-    Sequence parallelism shares the tokens of a pass out evenly: one more sequence, which never grows, fills them up.
+    Under sequence parallelism, the number of tokens in a pass must be divisible by the number of ranks. One additional
+    sequence, which never grows, holds the padding.
+
+    Raises UserError for a mixer that cannot read cached keys.
     """
 
     def __init__(self, model: Decoder, final_lengths: Sequence[int]) -> None:
@@ -54,9 +60,9 @@ class KVCache:
         self._first = True
 
     def begin(self, counts: Sequence[int]) -> PackedLayout:
-        """The layout of counts[b] further tokens of each sequence b, which count as cached from here on.
+        """Returns the layout for counts[b] further tokens of each sequence b. From then on they count as cached.
 
-        Raises ValueError where a sequence would outgrow its slot.
+        Raises ValueError if `counts` does not fit the cached sequences or if a sequence would outgrow its slot.
         """
         if len(counts) != len(self.lengths) or min(counts) < 0 or not any(counts):
             raise ValueError(f"{len(self.lengths)} sequences are cached; got counts of further tokens {list(counts)}")
@@ -92,12 +98,15 @@ class KVCache:
         return PackedLayout(cu_seqlens, positions, max(counts), uniform, past, final)
 
     def layers(self) -> list[LayerCache]:
-        """Each layer's part for the pass that `begin` laid out."""
+        """Returns the view of each layer for the pass that `begin` laid out."""
         parts = zip(self.k.flatten(1, 2), self.v.flatten(1, 2), strict=True)
         return [LayerCache(k, v, self._rows, self._first) for k, v in parts]
 
     def share(self, sources: Sequence[int]) -> None:
-        """Give every sequence b, which has no tokens yet, those of sequence sources[b] (its own where that is b)."""
+        """Copies the tokens of sequence sources[b] to each sequence b. A sequence with sources[b] = b keeps its own.
+
+        Sequences that receive tokens must be empty.
+        """
         assert all(source == b or self.lengths[b] == 0 for b, source in enumerate(sources)), self.lengths
         longest = max(self.lengths)
         slots = upload(torch.tensor([*sources, *([len(self.lengths)] if self.filled else [])]), self.k.device)
@@ -106,7 +115,7 @@ class KVCache:
         self.lengths = [self.lengths[source] for source in sources]
 
     def keep(self, sequences: Sequence[int]) -> None:
-        """Forget all sequences but these, which are numbered anew in the order given."""
+        """Drops all other sequences. The ones that remain are renumbered in the given order."""
         slots = [*sequences, *([len(self.lengths)] if self.filled else [])]
         chosen = upload(torch.tensor(slots, dtype=torch.int64), self.k.device)
         self.k, self.v = self.k[:, chosen], self.v[:, chosen]

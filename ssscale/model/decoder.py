@@ -1,7 +1,7 @@
-"""The decoder, top to bottom: norm, MLP, attention, block, embedding, head and loss.
+"""The decoder: norm, MLP, attention, block, embedding, head and loss, in this order.
 
-Shapes: T tokens of packed documents (no padding), D hidden size, N query heads and K key/value heads of H dimensions on this
-tensor-parallel rank, V entries of the vocabulary. Under sequence parallelism the residual stream is [T / tensor_size, D].
+Shapes: T tokens of packed documents (no padding), hidden size D, vocabulary size V; N query heads and K key/value heads
+of dimension H on this tensor-parallel rank. Under sequence parallelism, the residual stream is [T / tensor_size, D].
 """
 
 from collections.abc import Mapping
@@ -35,18 +35,19 @@ from ssscale.parallel.megatron import (
 if TYPE_CHECKING:
     from ssscale.model.cache import KVCache, LayerCache
 
-VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # the weights with a row for each entry of the vocabulary
-VOCAB_MULTIPLE = 128  # tensor cores want aligned matrices; each tensor-parallel rank holds a multiple of this
-IGNORE = -100  # the label of a token without a target: the last one of a document
+VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # weights with one row per vocabulary entry
+VOCAB_MULTIPLE = 128  # tensor cores need aligned matrices; the rows of each tensor-parallel rank are a multiple of this
+IGNORE = -100  # the label of a token without a target, which is the last one of a document
 Z_LOSS = "z_loss"
 
-Terms = dict[str, Tensor]  # what joins the loss or is logged beside it: float32 scalars, sums over this rank's tokens
+Terms = dict[str, Tensor]  # added to the loss or only logged: float32 scalars, sums over this rank's tokens
 
 
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x²) + ε) · w over the last dimension   (arXiv:1910.07467, Eq. 4)
 
-    partial: each tensor-parallel rank sees a part of the tokens (sequence parallelism), so w's gradient is summed over them.
+    partial: set under sequence parallelism, where each tensor-parallel rank holds only some of the tokens. The gradient
+    of w is then summed over these ranks.
     """
 
     def __init__(self, size: int, eps: float, groups: Groups, partial: bool) -> None:
@@ -74,7 +75,10 @@ class SwiGLU(nn.Module):
 
 
 class Weights(nn.Module):
-    """This rank's part of the learned tensors that a mixer or a position method declares, each at its start value."""
+    """The learned tensors that a mixer or a position method declares, filled with their start values.
+
+    A tensor with a `split` dimension is divided over the tensor-parallel ranks. Each rank holds its slice.
+    """
 
     def __init__(self, declared: Mapping[str, Weight], groups: Groups) -> None:
         super().__init__()
@@ -93,7 +97,10 @@ class Weights(nn.Module):
         return name in self.declared
 
     def take(self, name: str) -> Tensor:
-        """For use on this rank's heads; the gradient of what every rank has is summed over them."""
+        """Returns the tensor for use with this rank's heads.
+
+        If all ranks hold the whole tensor, its gradient is summed over the tensor-parallel ranks.
+        """
         weight: Tensor = getattr(self, name)
         return replicated(weight, self.groups) if self.declared[name].split is None else weight
 
@@ -102,9 +109,9 @@ class Weights(nn.Module):
 
 
 class Attention(nn.Module):
-    """y = W_o mix(W_q x, W_k x, W_v x), grouped-query (arXiv:2305.13245). [T, D] → [T, D].
+    """y = W_o mix(W_q x, W_k x, W_v x) with grouped queries (arXiv:2305.13245). [T, D] → [T, D].
 
-    What lies between the projections is the layer's mixer (ssscale/model/mixers), which reads what it needs from here.
+    The mixer of the layer (ssscale/model/mixers) computes `mix`. It reads the attributes of this module.
     """
 
     def __init__(self, config: ModelConfig, groups: Groups, megatron: TransformerConfig, layer: int) -> None:
@@ -133,18 +140,20 @@ class Attention(nn.Module):
         return self.out(mixed.flatten(1))[0], terms
 
     def for_heads(self, weight: Tensor, count: int) -> Tensor:
-        """The part of a tensor [N, ...] for the `count` heads that q has in `attend`: under Ulysses a rank's share of them."""
+        """Returns the slice of a tensor [N, ...] for the `count` heads of q in `attend`: some heads under Ulysses, else
+        all.
+        """
         return weight if count == len(weight) else weight.narrow(0, self.groups.ulysses_rank * count, count)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-        """`Mixer.attend` of this layer. Whoever watches what goes into it replaces this method of the instance."""
+        """Calls `Mixer.attend`. To observe its inputs, replace this method on the instance."""
         return self.mixer.attend(q, k, v, self, layout)
 
 
 class Block(nn.Module):
-    """h = x + m · attention(norm(x)); y = h + m · mlp(norm(h))   (pre-norm, as Llama 2; m = 1 but for the width transfer)
+    """h = x + m · attention(norm(x)); y = h + m · mlp(norm(h))   (pre-norm, as in Llama 2; m = 1 by default)
 
-    `selective` recomputation is a part of the block, and so of its compiled graph; `full` is around it.
+    `selective` recomputation happens inside the block and is compiled with it. `full` recomputation wraps the block.
     """
 
     def __init__(
@@ -178,7 +187,7 @@ class Block(nn.Module):
 
 
 def padded_vocab(vocab_size: int, tensor_size: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of VOCAB_MULTIPLE on each rank."""
+    """Returns the rows of the embedding: vocab_size rounded up to a multiple of VOCAB_MULTIPLE on each rank."""
     multiple = VOCAB_MULTIPLE * tensor_size
     return -(-vocab_size // multiple) * multiple
 
@@ -186,9 +195,10 @@ def padded_vocab(vocab_size: int, tensor_size: int) -> int:
 class Decoder(nn.Module):
     """A Llama-2-style decoder (arXiv:2307.09288, Section 2.2) over packed documents.
 
-    length: the training length (the p_n study has one p per position). terms: name → weight in the loss, 0 for what is only
-    logged: the z-loss where `z_loss` is its weight, and what the mixers declare (`Mixer.terms`).
-    Rows of the embedding and the head beyond `vocab_size` are padding: they get no probability and no gradient.
+    length: tokens per training row; SSMax's variant `pn` learns one p_n per position. `self.terms` maps the name of
+    each term to its weight in the loss, or to 0 if it is only logged. It holds the z-loss if `z_loss` is not 0, and the
+    terms that the mixers declare (`Mixer.terms`). Rows of the embedding and the head beyond `vocab_size` are padding
+    and get neither probability nor gradient.
     """
 
     def __init__(
@@ -223,7 +233,9 @@ class Decoder(nn.Module):
             leave_products_whole(self)
 
     def num_parameters(self) -> int:
-        """Parameters of the whole model, padding left out (local sizes times the tensor-parallel size where split)."""
+        """Returns the parameters of the whole model, without padding. Slices of tensor-parallel ranks count as whole
+        tensors.
+        """
         total = sum(torch.Size(global_shape(p, self.groups.tensor_size)).numel() for p in self.parameters())
         padding = padded_vocab(self.config.vocab_size, self.groups.tensor_size) - self.config.vocab_size
         return total - padding * self.config.hidden_size * (1 if self.config.tie_embeddings else 2)
@@ -238,13 +250,13 @@ class Decoder(nn.Module):
         rows: Tensor | None = None,
         with_terms: bool = False,
     ) -> Tensor | tuple[Tensor, Terms]:
-        """Losses [T] float32 in nats where labels are given, else logits [T, vocab_size]; with_terms: and `terms`.
+        """Returns losses [T] float32 in nats if labels are given, otherwise logits [T, vocab_size].
 
-        A term is a sum over this rank's tokens and over all layers, the same on all tensor-parallel ranks.
-
-        tokens, labels: [T] int64, the same on every tensor-parallel rank; under sequence parallelism T is a multiple of
-        their number. cache: of earlier tokens, which laid this pass out (`KVCache.begin`). rows: only the losses or logits of
-        these tokens, int64 numbers below T, so that the head computes no others.
+        tokens, labels: [T] int64, equal on all tensor-parallel ranks. Under sequence parallelism, T is a multiple of
+        their number.
+        cache: the KV cache of earlier tokens; its `begin` has returned `layout`. rows: int64 indices of tokens; the
+        head computes the losses or logits of these tokens only. with_terms: also returns `terms`; each is a sum over
+        this rank's tokens and over all layers, and equal on all tensor-parallel ranks.
         """
         x = self._embed(tokens)
         if cache is None:
@@ -260,7 +272,7 @@ class Decoder(nn.Module):
             else:
                 x, found = block(x, layout, own, part)
             terms |= {name: terms[name] + term for name, term in found.items()}
-        late = rows is not None and self.sequence_parallel  # the head gathers the tokens: their rows are known after it
+        late = rows is not None and self.sequence_parallel  # the head gathers the tokens, so `rows` selects after it
         if rows is not None and not late:
             x, labels = x[rows], None if labels is None else labels[rows]
         out, found = self.read_out(x, labels, with_terms)
@@ -268,13 +280,14 @@ class Decoder(nn.Module):
         return (out, terms | found) if with_terms else out
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        # Megatron's embedding scatters [batch, sequence, hidden] over the sequence, which it puts first.
+        # Under sequence parallelism, Megatron's embedding scatters over the sequence and returns it as the first
+        # dimension.
         x = self.embedding(tokens[None]).squeeze(1 if self.sequence_parallel else 0)
         multiplier = self.config.width.embedding_multiplier
         return x if multiplier == 1.0 else x * multiplier
 
     def _tables(self, layout: PackedLayout) -> dict[str, Tables]:
-        """What the layers of each mixer share of a batch."""
+        """Returns the tensors that all layers of one mixer share for this batch, by mixer name."""
         config, window = self.config, self.config.position.window
         rotation = config.place.rotation(config.head_size, layout)
         found = {}
@@ -285,14 +298,14 @@ class Decoder(nn.Module):
         return found
 
     def read_out(self, x: Tensor, labels: Tensor | None, with_terms: bool = False) -> tuple[Tensor, Terms]:
-        """Losses [T] or logits [T, vocab_size] from the last block's output, and the head's terms."""
+        """Returns losses [T] or logits [T, vocab_size] from the output of the last block, and the terms of the head."""
         x = self.norm(x)
         if self.config.logits_divisor != 1.0:
             x = x / self.config.logits_divisor
         logits = self.head(x, self.embedding.weight if self.config.tie_embeddings else None)[0]
         if labels is not None:
             logits = without_padding(logits, self.config.vocab_size, self.groups)
-            # Before the losses, which overwrite the logits.
+            # The loss overwrites the logits, so this comes first.
             terms = {Z_LOSS: squared_log_z(logits, labels, self.groups)} if with_terms and Z_LOSS in self.terms else {}
             return token_losses(logits, labels, self.groups), terms
         if self.groups.tensor_size > 1:
@@ -300,14 +313,14 @@ class Decoder(nn.Module):
         return logits[:, : self.config.vocab_size], {}
 
     def compile_parts(self, backend: str = "inductor") -> None:
-        """torch.compile each block (one graph serves all layers of a mixer) and the read-out with its loss."""
+        """Compiles each block (one graph serves all layers of a mixer) and `read_out`, which includes the loss."""
         for block in self.blocks:
             block.compile(backend=backend)
         self.read_out = torch.compile(self.read_out, backend=backend)  # type: ignore[method-assign]
 
 
 def without_padding(logits: Tensor, vocab_size: int, groups: Groups) -> Tensor:
-    """Logits [T, V_local] in float32 with no probability where the padded vocabulary has no entries."""
+    """Returns the logits [T, V_local] in float32, with the padding of the vocabulary set to the lowest value."""
     logits = logits.float()
     first = groups.tensor_rank * logits.shape[-1]
     if vocab_size < logits.shape[-1] * groups.tensor_size:
@@ -317,15 +330,15 @@ def without_padding(logits: Tensor, vocab_size: int, groups: Groups) -> Tensor:
 
 
 def squared_log_z(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
-    """Σ ln²Z over the tokens with a target, Z = Σ exp(logits)   (the z-loss of arXiv:2204.02311, Section 5). A scalar."""
+    """Returns the scalar Σ ln²Z over tokens with a target, Z = Σ exp(logits): z-loss (arXiv:2204.02311, Section 5)."""
     log_z = logits.logsumexp(-1) if groups.tensor_size == 1 else log_normalizer(logits, groups)
     return (log_z.square() * (labels != IGNORE)).sum()
 
 
 def token_losses(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
-    """−log p(label) in nats, 0 where the label is IGNORE.
+    """Returns −log p(label) in nats, or 0 if the label is IGNORE: [T] float32.
 
-    logits: [T, V_local] float32, this rank's part of `without_padding`; labels: [T] int64. Returns [T] float32.
+    logits: [T, V_local] float32, from `without_padding`. labels: [T] int64.
     """
     if groups.tensor_size == 1:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")

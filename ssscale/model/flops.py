@@ -1,25 +1,29 @@
-"""Parameters and FLOPs by formula, without building the model."""
+"""Formulas for parameters and FLOPs, which need no model to be built."""
 
 import math
 
 from ssscale.config.schema import ModelConfig
 from ssscale.model.weight import Weight
 
-# Dense bf16 FLOP/s of one H100 SXM or H200 by NVIDIA's data sheet; MFU is measured against it.
+# Dense bf16 FLOP/s of one H100 SXM or H200 according to NVIDIA's data sheet. MFU is relative to it.
 PEAK_FLOPS = 989e12
 
 
 def count_parameters(model: ModelConfig, length: int) -> int:
-    """Parameters of the whole model: L·(4d² + 3·d·f + 2d) + d + embeddings, where d² splits by heads under GQA.
+    """Returns the parameters of the whole model: L·(4d² + 3·d·f + 2d) + d + embeddings. Under GQA, 4d² is smaller.
 
-    What mixers and the position method learn besides counts as they declare it. The vocabulary is the tokenizer's: what
-    tensor parallelism pads does not count.
+    The weights that mixers and the position method declare are added. The vocabulary is the tokenizer's, without the
+    padding of tensor parallelism.
     """
     return sum(parameters_by_part(model, length).values())
 
 
 def parameters_by_part(model: ModelConfig, length: int) -> dict[str, int]:
-    """`embedding` (both matrices when untied), `matrices` of the blocks (what tensor parallelism splits), `vectors`."""
+    """Returns the parameters by kind.
+
+    `embedding`: the embedding and, if untied, the head. `matrices`: the matrices of the blocks, which tensor
+    parallelism splits. `vectors`: norms and what the mixers and the position method declare.
+    """
     d = model.hidden_size
     attention = 2 * d * model.head_size * (model.num_heads + model.kv_heads)
     declared = declared_weights(model, length).values()
@@ -31,7 +35,7 @@ def parameters_by_part(model: ModelConfig, length: int) -> dict[str, int]:
 
 
 def declared_weights(model: ModelConfig, length: int) -> dict[str, Weight]:
-    """What mixers and the position method learn, by the parameter's name."""
+    """Returns the weights that the mixers and the position method declare, by parameter name."""
     found: dict[str, Weight] = {}
     for name, mixer in model.used.items():
         found |= {f"shared.{name}.{own}": weight for own, weight in mixer.shared_weights(model, length).items()}
@@ -43,11 +47,12 @@ def declared_weights(model: ModelConfig, length: int) -> dict[str, Weight]:
 
 
 def flops_per_token(model: ModelConfig, length: int, causal_half: bool) -> float:
-    """Forward and backward: 6N + 12·L·d·S, or 6N + 6·L·d·S when the causal mask's empty half is not counted.
+    """Returns the FLOPs of forward and backward per token: 6N + 12·L·d·S, or 6N + 6·L·d·S if `causal_half`.
 
-    The second term is the sum of what the layers' mixers count, 12·d·S for the built-in ones.
-    N leaves out the input embedding unless it is tied (then it is the output matrix), d = num_heads · head_dim, S = row
-    length in tokens. Published MFU mostly uses the first count; both take a row as one document.
+    `causal_half` does not count the masked half of the attention matrix. Published MFU mostly uses the first formula.
+    Both take a row as one document. N: parameters without the input embedding; a tied one counts, because it is the
+    output matrix. d = num_heads · head_dim. S: tokens per row. The second term is the sum of `Mixer.flops` over the
+    layers, which is 12·d·S per layer for the built-in mixers.
     """
     n = count_parameters(model, length) - (0 if model.tie_embeddings else model.vocab_size * model.hidden_size)
     width = model.num_heads * model.head_size

@@ -1,4 +1,7 @@
-"""Generation: the prompts in one pass or in chunks, then one new token of every text a pass, keys and values cached."""
+"""Text generation with cached keys and values.
+
+Prompts are processed in one pass or in chunks. After that, each pass adds one token to every text.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -9,8 +12,9 @@ from torch import Tensor
 from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 
-PREFILL_TOKENS = 16_384  # of all prompts together in one pass
-# Where fewer of the cached sequences still grow, the others are dropped: it copies the cache, so not at the end of each.
+PREFILL_TOKENS = 16_384  # in one pass, over all prompts
+# Finished sequences leave the cache when less than this share still grows. Dropping them copies the cache, so it is
+# done rarely.
 GROWING = 0.75
 
 Stop = Callable[[list[list[int]]], list[bool]]
@@ -31,14 +35,15 @@ def generate(
     stop: Stop | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, without the end-of-document token that ends them.
+    """Returns the new tokens of each prompt, without the end-of-document token.
 
-    temperature 0 is greedy; else tokens are drawn from softmax(logits / temperature), restricted to the likeliest ones
-    that together hold `top_p` (nucleus sampling, arXiv:1904.09751). Prompt i draws from its own generator, seeded with
-    seed + i, so its text depends on nothing else in the batch. max_length: tokens of prompt and text together.
-    vocab_size: the tokenizer's, where the model has more rows: ids from it on have no text and are never chosen.
-    stop: is given the new tokens of all texts that have got one more, and says which of them end. Raises ValueError for an
-    empty prompt or a temperature or top_p out of range.
+    temperature: 0 takes the most likely token. Otherwise tokens are drawn from softmax(logits / temperature),
+    restricted to the most likely ones that together hold `top_p` (nucleus sampling, arXiv:1904.09751). seed: prompt i
+    has a generator of its own, seeded with seed + i, so its text does not depend on the rest of the batch. max_length:
+    the limit for prompt and text together. vocab_size: the tokenizer's, if the model has more entries; ids from it on
+    are never chosen. stop: called with the texts that have just grown; returns for each whether it ends.
+
+    Raises ValueError for an empty prompt, or for a temperature or top_p out of range.
     """
     if not all(prompts):
         raise ValueError("a prompt needs at least one token: begin it with the beginning-of-document token")
@@ -52,7 +57,7 @@ def generate(
         return texts
     cache = KVCache(model, [len(prompts[i]) + room[i] for i in active])
     logits = prefill(model, cache, [prompts[i] for i in active], prefill_tokens)
-    slots: list[int | None] = [*active]  # the text of each cached sequence, None where it has ended
+    slots: list[int | None] = [*active]  # the text in each slot of the cache, None if it has ended
     while active:
         tokens = _pick_all(logits[:, :vocab_size], slots, temperature, top_p, generators)
         for slot, (i, token) in enumerate(zip(slots, tokens, strict=True)):
@@ -80,7 +85,7 @@ def generate(
 def _pick_all(
     logits: Tensor, slots: list[int | None], temperature: float, top_p: float, generators: list[torch.Generator]
 ) -> list[int]:
-    """A token for every slot; what it is for an empty one means nothing."""
+    """Returns one token per slot. Tokens of empty slots are meaningless."""
     if temperature == 0:
         greedy: list[int] = logits.argmax(-1).tolist()
         return greedy
@@ -91,9 +96,9 @@ def _pick_all(
 
 
 def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Sequence[int]], chunk: int = PREFILL_TOKENS) -> Tensor:
-    """The logits after each prompt, [prompts, vocab_size] float32, and the prompts in the cache.
+    """Fills the cache with the prompts. Returns the logits after each prompt, [prompts, vocab_size] float32.
 
-    A pass takes at most `chunk` tokens (or one of each prompt that is not at its end), the same share of every prompt.
+    A pass takes about `chunk` tokens, the same number of each unfinished prompt and at least one.
     """
     done = [0] * len(prompts)
     logits: list[Tensor | None] = [None] * len(prompts)
@@ -111,22 +116,22 @@ def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Sequence[int]], ch
 
 @torch.no_grad()
 def extend(model: Decoder, cache: KVCache, parts: Sequence[Sequence[int]]) -> Tensor:
-    """Add parts[b] to each cached sequence b. Returns the logits after it, [sequences, vocab_size] float32.
+    """Appends parts[b] to each cached sequence b. Returns the logits after it, [sequences, vocab_size] float32.
 
-    The row of a sequence whose part is empty means nothing.
+    The logits of a sequence with an empty part are meaningless.
     """
     layout = cache.begin([len(part) for part in parts])
     device = layout.positions.device
     tokens = [token for part in parts for token in part]
-    tokens += [0] * (len(layout.positions) - len(tokens))  # what fills sequence parallelism's share up
+    tokens += [0] * (len(layout.positions) - len(tokens))  # the padding of sequence parallelism
     ends = torch.tensor([len(part) for part in parts]).cumsum(0) - 1
     rows = upload(ends.clamp(min=0), device)
     return model(upload(torch.tensor(tokens), device), layout, cache=cache, rows=rows).float()
 
 
 def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """One token from logits [vocab_size] float32 on the CPU, at a temperature above 0."""
+    """Draws one token from logits [vocab_size] float32 on the CPU. temperature must be positive."""
     probabilities, tokens = (logits / temperature).softmax(-1).sort(descending=True, stable=True)
-    # A token is kept while those likelier than it hold less than top_p: the likeliest always is.
+    # A token stays if the more likely ones hold less than top_p together. The most likely token always stays.
     probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0
     return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,4 +1,4 @@
-"""Initial weights, the same whatever the parallel layout."""
+"""Weight initialisation, which does not depend on the parallel layout."""
 
 import zlib
 
@@ -13,19 +13,21 @@ from ssscale.parallel.megatron import global_shape, local_part
 
 @torch.no_grad()
 def initialize_weights(model: nn.Module, config: ModelConfig, groups: Groups, seed: int) -> None:
-    """N(0, init_std²) for embedding and head, N(0, (init_std / matrix_init_divisor)²) for the other matrices.
+    """Draws matrices from N(0, σ²). σ is init_std for embedding and head, init_std / matrix_init_divisor for the
+    others.
 
-    A matrix that writes to the residual stream is divided by sqrt(2 · num_layers) besides (`depth_scaled_init`). Neither
-    paper states its initialisation: this is GPT-2's rule (Radford et al. 2019, Section 2.3), with the width transfer also
-    that of the stick-breaking paper's trainer (dolomite-engine, `init_method: mup`). Norms start at one, what a mixer
-    or position method declares where it says. Each weight is drawn whole, from a
-    seed made of `seed` and its name, and then cut: tensor parallelism does not change it.
+    With `depth_scaled_init`, σ of matrices that write to the residual stream is also divided by sqrt(2 · num_layers).
+    Neither paper states its initialisation. This is GPT-2's rule (Radford et al. 2019, Section 2.3). With width
+    transfer, it is also the rule of the stick-breaking paper's trainer (dolomite-engine, `init_method: mup`).
+
+    Norms start at one. Weights of mixers and position methods start as they declare. Each weight is drawn whole, with a
+    seed derived from `seed` and its name, and then sliced, so tensor parallelism does not change it.
     """
     for name, weight in model.named_parameters():
         declared = getattr(weight, "declared", None)
         bound = declared.bound if declared is not None else None
         if bound is None and (declared is not None or weight.dim() < 2):
-            continue  # built with what it starts at
+            continue  # already holds its start value
         std = config.init_std
         if name not in VOCAB_WEIGHTS:
             std /= config.matrix_init_divisor
@@ -33,7 +35,7 @@ def initialize_weights(model: nn.Module, config: ModelConfig, groups: Groups, se
             std /= (2 * config.num_layers) ** 0.5
         generator = torch.Generator(device=weight.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         whole = torch.zeros(global_shape(weight, groups.tensor_size), device=weight.device)
-        drawn = whole[: config.vocab_size] if name in VOCAB_WEIGHTS else whole  # the padding depends on the layout
+        drawn = whole[: config.vocab_size] if name in VOCAB_WEIGHTS else whole  # padding depends on the layout
         if bound is None:
             drawn.normal_(0.0, std, generator=generator)
         else:

@@ -1,4 +1,4 @@
-"""Selective recomputation: the results of matrix products and attention are kept, the rest is computed again in backward."""
+"""Selective recomputation, which keeps the results of matrix products and attention for backward."""
 
 import functools
 import logging
@@ -17,23 +17,23 @@ from ssscale.parallel.megatron import RowParallelLinear
 T = TypeVar("T")
 
 PRODUCTS = ("aten.mm",)
-# torch asks at every start that a compiled layer under selective recomputation change nothing in place: blocks do not.
+# torch warns at every start that a compiled layer under selective recomputation must not change anything in place.
+# Blocks do not.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 
 def leave_products_whole(model: nn.Module) -> None:
-    """Make a model fit for `keep_products`: what it keeps must not be changed in place afterwards."""
+    """Prepares a model for `keep_products`, which requires that kept results are never changed in place."""
     for module in model.modules():
         if isinstance(module, RowParallelLinear):
             module.product_is_kept = True
 
 
 def keep_products(mixing: tuple[str, ...], layer: Callable[..., T], *inputs: Any) -> T:
-    """layer(*inputs), of which backward finds matrix products and mixing kept and computes norms and gates again.
+    """Returns layer(*inputs). Backward reuses matrix products and mixing, and computes norms and gates again.
 
-    mixing: parts of the names of the operators that mix (`Mixer.kept_operators`).
-    Where it is compiled it must be compiled as a whole, this call included: compiled code beneath writes its products into
-    memory that it uses for other things afterwards.
+    mixing: substrings of the names of the operators that mix (`Mixer.kept_operators`). If compiled, this call must be
+    inside the compiled region: code compiled below it writes its products into memory that it reuses later.
     """
     contexts = _compiled_contexts if torch.compiler.is_compiling() else _contexts
     parts = (*PRODUCTS, *mixing)
@@ -42,7 +42,10 @@ def keep_products(mixing: tuple[str, ...], layer: Callable[..., T], *inputs: Any
 
 
 def is_kept(parts: tuple[str, ...], operator: Any) -> bool:
-    """Norms, rotations and gates are computed again. Raises RuntimeError for a product that is written into given memory."""
+    """Tells whether the result of an operator is kept. Norms, rotations and gates are computed again.
+
+    Raises RuntimeError for a matching operator that writes into existing memory.
+    """
     kept = any(part in str(operator) for part in parts)
     if kept and isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable:
         raise RuntimeError(f"selective recomputation around compiled code: {operator} writes into memory used again")
@@ -62,8 +65,10 @@ def _contexts(parts: tuple[str, ...]) -> tuple[TorchDispatchMode, TorchDispatchM
 
 
 class _Mode(TorchDispatchMode):
-    """torch's own modes insist that forward and recomputation call all the same operators; ZeRO-3, which gathers weights when
-    a layer is run, does not: it finds some of them still there.
+    """Base of the modes below.
+
+    torch's own modes require that forward and recomputation call exactly the same operators. ZeRO-3 violates this: it
+    gathers weights when a layer runs, and during recomputation some of them are still present.
     """
 
     def __init__(self, parts: tuple[str, ...], kept: dict[Any, list[Any]]) -> None:

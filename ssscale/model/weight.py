@@ -1,14 +1,15 @@
-"""The learned tensors that a mixer or a position method declares; needs no torch."""
+"""The declaration of a mixer's or a position method's learned tensors. Does not need torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A learned tensor, by its shape in the whole model. Counting, building, initialising and exporting it follow from this.
+    """A learned tensor. Parameter counts, building, initialisation and export follow from its declaration.
 
-    start: the value of every element at the start of training; bound: they are drawn from U(−bound, bound) instead.
-    split: the dimension that tensor parallelism splits over its ranks, the one of the heads; None: each rank has all of it.
+    shape: in the whole model. start: the value of every element at the start of training. bound: if given, the elements
+    are drawn from U(−bound, bound) instead. split: the dimension that tensor parallelism splits, which is the one of
+    the heads; None: every rank holds the whole tensor.
     """
 
     shape: tuple[int, ...]

@@ -1,14 +1,14 @@
-"""What a mixer declares: one way in which a layer turns q, k and v into weighted sums of earlier values.
+"""The base class of mixers. A mixer turns q, k and v of one layer into weighted sums of earlier values.
 
-A mixer is a frozen dataclass whose fields are its options, `model.mixer.NAME.OPTION`, registered under its name:
+A mixer is a frozen dataclass that is registered under its name. Its fields are its options, `model.mixer.NAME.OPTION`:
 
     @MIXERS.register("mean")
     @dataclass(frozen=True)
     class Mean(Mixer): ...
 
-Everything that the rest of the stack asks about a mixer is a method or an attribute here. What one leaves out is refused with
-a sentence where it is needed; no mixer is taken for another. Its file imports torch only where it computes, as commands
-check a configuration before they import torch.
+Everything that the rest of the stack asks about a mixer is an attribute or a method of this class. If a mixer leaves
+one out that a run needs, the run is refused with an error that says so; there is no fallback to another mixer. The file
+of a mixer imports torch only inside functions, because commands check a configuration before they import torch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from ssscale.layout import PackedLayout
     from ssscale.model.decoder import Attention, Weights
 
-# Writes this pass's k and v into a cache and returns those of all passes.
+# Stores k and v of this pass in the cache and returns those of all passes.
 Extend = Callable[["Tensor", "Tensor"], "tuple[Tensor, Tensor]"]
 
 
 class Tables(NamedTuple):
-    """What all layers of one mixer share of a batch: the rotation of q and k, and what `Mixer.prepare` made."""
+    """What all layers of one mixer share for a batch: the rotation of q and k, and the result of `Mixer.prepare`."""
 
     rotation: Rotation | None = None
     own: Any = None
@@ -43,10 +43,11 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Export:
-    """A mixer's part of the model that transformers runs: functions in plain torch whose source travels with the weights.
+    """The code of a mixer in exported models: functions in plain torch whose source is saved with the weights.
 
-    mix(q, k, v, batch, layer) → o, on the names that ssscale/hf/modeling_ssscale.py has. factor(batch, layer) → what q is
-    multiplied by in float32. prepare(batch, model) → what all layers share of a batch. helpers: what these call.
+    They may use the names that ssscale/hf/modeling_ssscale.py defines. mix(q, k, v, batch, layer) → o. factor(batch,
+    layer) → the float32 factor of q. prepare(batch, model) → what all layers share for a batch. helpers: functions that
+    the others call.
     """
 
     mix: Callable[..., Any]
@@ -57,88 +58,88 @@ class Export:
 
 @dataclass(frozen=True)
 class Sizes:
-    """One token of one layer on one rank."""
+    """The sizes of one token in one layer on one rank, for memory estimates."""
 
-    number: int  # bytes of an element
+    number: int  # bytes per element
     q: float  # elements of q (or the output)
-    kv: float  # of k (or v)
+    kv: float  # elements of k (or v)
     heads: float  # query heads
-    rotated: bool  # the position method makes changed copies of q and k
+    rotated: bool  # True if the position method makes changed copies of q and k
     ulysses: int = 1
     ring: int = 1
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """`name` is filled in by the registration."""
+    """The base class. The registration sets `name`."""
 
     name: ClassVar[str]
-    # What it goes with
-    positions: ClassVar[tuple[str, ...]] = ("nope",)  # of ssscale/model/positions
-    positions_reason: ClassVar[str] = ""  # why no others
-    no_window: ClassVar[str | None] = "has no code for one"  # why it takes no sliding window; None: it takes one
-    ulysses: ClassVar[bool] = False  # its heads can be computed on ranks of their own, all tokens of a row together
-    ring: ClassVar[bool] = False  # it merges what it finds in keys of other ranks
-    cached: ClassVar[bool] = False  # it reads keys of earlier passes (`layout.past`)
-    begins_from: ClassVar[str | None] = None  # the mixer from whose weights a model with this one can begin
-    kept_operators: ClassVar[tuple[str, ...]] = ()  # parts of names of what selective recomputation does not run again
-    exact: ClassVar[Mapping[str, object]] = {}  # options under which it leaves nothing out
+    # What it can be combined with
+    positions: ClassVar[tuple[str, ...]] = ("nope",)  # names of position methods (ssscale/model/positions)
+    positions_reason: ClassVar[str] = ""  # why it takes no others
+    no_window: ClassVar[str | None] = "has no code for one"  # why it takes no sliding window; None if it takes one
+    ulysses: ClassVar[bool] = False  # it can run some of the heads on each rank, with all tokens of a row
+    ring: ClassVar[bool] = False  # it can merge results for keys of other ranks
+    cached: ClassVar[bool] = False  # it can read the keys of earlier passes (`layout.past`)
+    begins_from: ClassVar[str | None] = None  # the mixer whose weights a model with this one can start from
+    kept_operators: ClassVar[tuple[str, ...]] = ()  # substrings of operator names that selective recomputation keeps
+    exact: ClassVar[Mapping[str, object]] = {}  # options under which it is exact
     export: ClassVar[Export | None] = None
 
     @property
     def plain(self) -> bool:
-        """Whether it is attention as Llama has it, for which transformers has models of its own."""
+        """Whether it is Llama's attention, for which transformers has its own model classes."""
         return False
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """What `measure` gives: name → weight in the loss, 0 for what is only logged."""
+        """The terms that `measure` returns: name → weight in the loss, 0 if it is only logged."""
         return {}
 
     def check(self, model: ModelConfig) -> None:
-        """Raise UserError where the options do not go together."""
+        """Raises UserError if the options contradict each other or the model."""
 
     def without_position(self) -> Position:
-        """What its layers have in a model whose position method it does not take."""
+        """The position method of its layers if it does not take the model's."""
         return NoPosition()
 
     # What it learns and what it costs
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
-        """What each layer learns besides its projections."""
+        """The weights of each layer besides its projections."""
         return {}
 
     def shared_weights(self, model: ModelConfig, length: int) -> dict[str, Weight]:
-        """What all layers learn together. length: of the training rows."""
+        """The weights that all layers share. length: tokens per training row."""
         return {}
 
     def flops(self, width: int, keys: float) -> float:
-        """Of a token in forward and backward over so many keys, in one layer of num_heads · head_dim = width."""
+        """FLOPs of forward and backward per token and layer, over `keys` keys. width: num_heads · head_dim."""
         raise self.lacks("flops", "what it computes is not known")
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """Bytes of a token that backward needs of one layer besides q, k, v and the output, which every mixer keeps."""
+        """Bytes per token and layer that backward needs besides q, k, v and the output, which every mixer keeps."""
         raise self.lacks("kept_bytes", "the memory of a run cannot be estimated")
 
-    # How a model changes to it
+    # How a model switches to it
 
     def begun(self, model: ModelConfig, length: int) -> Mixer:
-        """Its options where a model of the mixer `begins_from`, trained on rows of `length`, goes on with this one."""
+        """Returns its options for a model that starts from `begins_from`. length: tokens per training row."""
         return self
 
     # How it runs
 
     def prepare(self, layout: PackedLayout, window: int | None, shared: Weights | None) -> Any:
-        """What all layers share of a batch, as `Tables.own`. shared: the model's `shared_weights`."""
+        """Returns what all layers share for a batch, as `Tables.own`. shared: the weights of `shared_weights`."""
         return None
 
     def mix(
         self, qkv: Tensor, layer: Attention, layout: PackedLayout, tables: Tables, extend: Extend | None = None
     ) -> Tensor:
-        """Positions and mixing together, from the projection [T, N + 2K, H] of this rank's heads. Returns [T, N, H].
+        """Applies positions and mixes. qkv: the projection [T, N + 2K, H] of this rank's heads. Returns [T, N, H].
 
-        Under Ulysses the ranks exchange tokens for heads around `attend`, which is called through the layer, where it can be
-        watched. A mixer whose kernel takes the projection as it is overrides this.
+        Under Ulysses, the ranks exchange tokens for heads before and after `attend`. It is called through the layer,
+        where it can be observed. A mixer whose kernel takes the projection directly overrides this method.
         """
         from ssscale.parallel.context import heads_to_tokens, tokens_to_heads
 
@@ -153,40 +154,44 @@ class Mixer:
         return heads_to_tokens(layer.attend(q, k, v, whole), rows, layer.groups)
 
     def measure(self, qkv: Tensor, mixed: Tensor, layer: Attention, layout: PackedLayout) -> dict[str, Tensor]:
-        """`terms` of one layer, float32 scalars: sums over this rank's tokens, the same on all tensor-parallel ranks.
+        """Returns the `terms` of one layer: float32 scalars, sums over this rank's tokens.
 
-        qkv: the projection, mixed: what `mix` made of it. What is summed over a rank's heads goes through `sum_over_heads`.
+        They must be equal on all tensor-parallel ranks, so sums over heads go through `sum_over_heads`. qkv: the
+        projection.
+        mixed: the output of `mix`.
         """
         return {}
 
     def query_factor(self, layer: Attention, tables: Tables) -> Tensor | None:
-        """[T, N] float32 by which q is multiplied, in float32 and before it is rounded; None for no factor."""
+        """Returns the factor of q, [T, N] float32, or None. It is applied in float32 before q is rounded."""
         return None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
-        """q [T, N, H]; k, v [T, K, H], or the whole cache where the layout says that keys were cached → [T, N, H]."""
+        """Returns [T, N, H] from q [T, N, H] and k, v [T, K, H]. With `layout.past`, k and v are the whole cache."""
         raise NotImplementedError
 
     def plan_decode(
         self, starts: list[int], lengths: list[int], rows: Tensor, capacity: int, window: int | None
     ) -> Any:
-        """What all layers need of a pass over cached keys, as `layout.past.decode`."""
+        """Returns what all layers need for a pass over cached keys, which becomes `layout.past.decode`."""
         return None
 
-    # What can be seen of it
+    # What can be observed
 
     def chosen(self, model: ModelConfig, device: torch.device, dtype: torch.dtype, length: int) -> str:
-        """The kernel that runs, for the log."""
+        """Returns a description of the kernel that runs, for the log."""
         return ""
 
     def observed_weights(self, layer: Attention) -> dict[str, Tensor]:
-        """Learned numbers to log by layer and head: name → [N] of this rank's heads."""
+        """Returns the learned numbers to log by layer and head: name → [N] for this rank's heads."""
         return {}
 
-    observes: ClassVar[tuple[str, ...]] = ()  # the names of what `look` returns
+    observes: ClassVar[tuple[str, ...]] = ()  # the names of the values that `look` returns
 
     def look(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
-        """[len(observes)] float32 of one layer, from what goes into `attend`; run without gradients and torch.compile."""
+        """Returns [len(observes)] float32 for one layer. Runs without gradients and torch.compile, on the inputs of
+        `attend`.
+        """
         raise NotImplementedError
 
     def lacks(self, what: str, so: str) -> UserError:
@@ -194,7 +199,7 @@ class Mixer:
 
 
 def rotated(q: Tensor, k: Tensor, rotation: Rotation | None, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q and k with their positions in them, q times `factor` [T, N] as well (in float32, rounded once)."""
+    """Returns q and k with positions, and q times `factor` [T, N]. Computes in float32 and rounds once."""
     from ssscale_kernels.rotation import rotate
 
     cos, sin = rotation or (None, None)

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Backend(StrEnum):
-    """`auto`: cuDNN on Hopper, FlashAttention-2 where it is faster or deterministic."""
+    """The kernel. `auto` takes cuDNN on Hopper, and FlashAttention-2 where it is faster or must be deterministic."""
 
     auto = "auto"
     cudnn = "cudnn"
     flash = "flash"
 
 
-# base [T], s [N] and b [N] of the factor s · base + b of q
+# base [T], s [N] and b [N], which give the factor s · base + b of q
 Factor = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
@@ -44,7 +44,7 @@ def mix_softmax(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAt
 def softmax_tile(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, batch: Batch, layer: ExportedAttention, first: int
 ) -> Tensor:
-    """Of a block of queries, where a window or padding leaves them other keys than all earlier ones."""
+    """Returns the output for a block of queries under an explicit mask, which a window or padding makes necessary."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layer.scale)
 
 
@@ -53,10 +53,10 @@ def softmax_tile(
 class Softmax(Mixer):
     """o_i = Σ_{j ≤ i} softmax_j(q_i·k_j / sqrt(H) + bias_ij) v_j   (arXiv:1706.03762, Eq. 1)
 
-    The bias is the position method's, where it is one. A window leaves the keys i − window < j ≤ i.
+    The position method may add the bias. With a window, query i attends to the keys i − window < j ≤ i.
     """
 
-    backend: Backend = Backend.auto  # of the kernel on a GPU
+    backend: Backend = Backend.auto  # the kernel on a GPU
 
     positions: ClassVar[tuple[str, ...]] = ("rope", "nope", "alibi", "fire")
     no_window = None
@@ -66,14 +66,14 @@ class Softmax(Mixer):
 
     @property
     def plain(self) -> bool:
-        return type(self) is Softmax  # what builds on it is something else
+        return type(self) is Softmax  # subclasses are not plain
 
     def flops(self, width: int, keys: float) -> float:
-        """Two products forward, four backward, of 2 FLOPs each."""
+        """Two products forward and four backward, each of 2 FLOPs per element."""
         return 12.0 * width * keys
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """The log-sum-exp, and the rotated copies of q and k; Ulysses keeps one v less."""
+        """The log-sum-exp and the rotated copies of q and k. Ulysses keeps one v less."""
         copies = sizes.q + sizes.kv if sizes.rotated else 0.0
         if sizes.ring == 1 and sizes.ulysses > 1 and sizes.rotated:
             copies -= sizes.kv
@@ -85,7 +85,7 @@ class Softmax(Mixer):
     def mix(
         self, qkv: Tensor, layer: Attention, layout: PackedLayout, tables: Tables, extend: Extend | None = None
     ) -> Tensor:
-        """In one kernel where q and k are changed, nothing is cached and no other rank has a part."""
+        """Uses one fused kernel if q and k change, nothing is cached or biased and no other rank shares the row."""
         from ssscale_kernels.ssmax import rotary_attention
 
         base, s, b = self.factor_parameters(layer, tables)

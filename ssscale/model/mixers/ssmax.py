@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Variant(StrEnum):
-    """s `learned` per head (Eq. 2) or `fixed`; `bias` with b (Eq. 4); `pn` with p_n in place of ln n (Eq. 3)."""
+    """`learned`: s per head (Eq. 2). `fixed`: constant s. `bias`: with b (Eq. 4). `pn`: p_n instead of ln n (Eq. 3)."""
 
     learned = "learned"
     fixed = "fixed"
@@ -33,7 +33,7 @@ class Variant(StrEnum):
 
 
 def ssmax_base(batch: Batch, model: SSScaleForCausalLM) -> Tensor:
-    """ln n of each token, or p_n, of which the last stands for all larger n: [B, T] float32   (arXiv:2501.19399)"""
+    """Returns ln n of each token, or p_n: [B, T] float32   (arXiv:2501.19399). The last p_n serves all larger n."""
     window = model.config.position["window"]
     n = batch.i + 1 if window is None else (batch.i + 1).clamp(max=window)
     pn = model.shared["ssmax"].pn if "ssmax" in model.shared else None
@@ -41,7 +41,7 @@ def ssmax_base(batch: Batch, model: SSScaleForCausalLM) -> Tensor:
 
 
 def ssmax_factor(batch: Batch, layer: ExportedAttention) -> Tensor:
-    """s ln n + b (arXiv:2501.19399, Eqs. 2 to 4): [B, N, T, 1] float32"""
+    """Returns the factor of q, s ln n + b: [B, N, T, 1] float32   (arXiv:2501.19399, Eqs. 2 to 4)"""
     s, b = layer.learned("s"), layer.learned("b")
     s = layer.options["scale"] if s is None else s.float()[:, None]
     factor = s * batch.own["ssmax"][:, None, :].expand(-1, layer.sizes[0], -1)
@@ -53,9 +53,10 @@ def ssmax_factor(batch: Batch, layer: ExportedAttention) -> Tensor:
 class SSMax(Softmax):
     """p_j = n^(s z_j) / Σ_m n^(s z_m) = softmax((s ln n) z)_j   (Eq. 2)
 
-    n counts the keys that a token sees within its document, at most `window`. s is learned per layer and head, or fixed;
-    `bias` replaces s ln n by s ln n + b (Eq. 4), `pn` by s p_n + b with p_n shared by all layers and heads (Eq. 3). Scaling q
-    is exact, so any softmax kernel serves unchanged.
+    n is the number of keys that a token attends to within its document, at most `window`. s is learned per layer and
+    head, or fixed. The variant `bias` replaces s ln n by s ln n + b (Eq. 4). `pn` replaces it by s p_n + b, where all
+    layers and heads share p_n (Eq. 3). Scaling q is exact, so the kernels of softmax attention are used without
+    changes.
     """
 
     positions = ("rope", "nope")
@@ -64,7 +65,7 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is no weight; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # s at the start of training, or forever under `fixed`
+    scale: float = 1.0  # s at the start of training; constant under `fixed`
     bias: float = 0.0  # b at the start of training
 
     def check(self, model: ModelConfig) -> None:
@@ -88,16 +89,16 @@ class SSMax(Softmax):
         return {"pn": Weight((length,), start=1.0)} if self.variant is Variant.pn else {}
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """As softmax with rotated copies; where ranks share a row, also its q in fp32 and the factor."""
+        """As softmax with rotated copies. If ranks share a row, also q in fp32 and the factor."""
         kept = super().kept_bytes(replace(sizes, rotated=True))
         shared = sizes.ulysses * sizes.ring > 1
         return kept + (4 * sizes.q + 4 * sizes.heads if shared else 0.0)
 
     def begun(self, model: ModelConfig, length: int) -> SSMax:
-        """s that changes the logits of a softmax model least on average, b = 0.
+        """Returns the options with the s that on average changes the logits of a softmax model least, and b = 0.
 
-        s = 1 / mean of ln n over n = 1 … length, which is length / Σ ln n (arXiv:2501.19399, Section 2.1 (e)); within a
-        window of W keys n is at most W. 1 under `pn`, whose p_n start at 1.
+        s = 1 / mean of ln n over n = 1 … length, which is length / Σ ln n (arXiv:2501.19399, Section 2.1 (e)). With a
+        window of W keys, n is at most W. Under `pn`, s = 1, because p_n starts at 1.
         """
         window = min(model.position.window or length, length)
         total = math.lgamma(window + 1) + (length - window) * math.log(window)
@@ -105,10 +106,10 @@ class SSMax(Softmax):
         return replace(self, scale=scale, bias=0.0)
 
     def prepare(self, layout: PackedLayout, window: int | None, shared: Weights | None) -> Tensor:
-        """ln n of each token (Eq. 2), or p_n (Eq. 3), of which the last stands for all larger n: [T] float32."""
+        """Returns ln n of each token (Eq. 2), or p_n (Eq. 3): [T] float32. The last p_n also serves all larger n."""
         n = layout.num_visible_keys(window)
         if shared is None:
-            return n.float().log()  # float32: bf16 rounds ln 1000 and ln 1010 to one value
+            return n.float().log()  # bf16 would round ln 1000 and ln 1010 to the same value
         pn = shared.take("pn")
         return pn.float()[(n.clamp(max=pn.numel()) - 1).long()]
 

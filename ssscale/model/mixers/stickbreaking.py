@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from ssscale.layout import PackedLayout
     from ssscale.model.decoder import Attention
 
-ROWS, KEYS = 128, 64  # the tile in which liveness is counted
-HEADS = 4  # that are looked at for it
-BLOCK = 1024  # queries at once: a document of 16,384 tokens takes 256 MiB a matrix, not 4 GiB
+ROWS, KEYS = 128, 64  # the tile size for counting live tiles
+HEADS = 4  # heads that are counted
+BLOCK = 1024  # queries per block: a matrix takes 256 MiB for a document of 16,384 tokens, instead of 4 GiB
 
 
 def mix_stickbreaking(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAttention) -> Tensor:
-    """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = σ(scale · q·k), strictly earlier keys   (arXiv:2410.17980, Eq. 5)
+    """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = σ(scale · q·k), over strictly earlier keys   (arXiv:2410.17980, Eq. 5)
 
-    With the remainder, what is left of the stick goes to the query's own value (Eq. 13).
+    With `remainder`, the unspent stick goes to the query's own value (Eq. 13).
     """
     return attend_in_tiles(break_stick, q, k, v, batch, layer, strict=True)
 
@@ -38,10 +38,10 @@ def mix_stickbreaking(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: Expo
 def break_stick(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, batch: Batch, layer: ExportedAttention, first: int
 ) -> Tensor:
-    """Of the queries from `first` on."""
+    """Returns the output for a block of queries that starts at index `first`."""
     z = q.float() @ k.float().transpose(-1, -2) * layer.scale
     kept = F.logsigmoid(-z).masked_fill(~visible, 0.0)
-    # From the near end on, with a zero for it: subtracting a key's own share from an inclusive sum would cancel.
+    # Starts with 0 and sums over nearer keys only. Subtracting a key from an inclusive sum would cause cancellation.
     spent = F.pad(kept.flip(-1).cumsum(-1).flip(-1), (0, 1))
     weights = (F.logsigmoid(z) + spent[..., 1:]).exp().masked_fill(~visible, 0.0)
     o = weights @ v.float()
@@ -56,7 +56,7 @@ def break_stick(
 class StickBreaking(Mixer):
     """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = sigmoid(q·k / sqrt(H)), over strictly earlier keys   (Eq. 5)
 
-    With the remainder, what is left of the stick goes to the query's own value: o_j += Π_{k<j} (1 − β_kj) v_j (Eq. 13).
+    With `remainder`, the unspent stick goes to the query's own value: o_j += Π_{k<j} (1 − β_kj) v_j (Eq. 13).
     """
 
     positions_reason = "it takes the nearest keys first, which tells positions apart"
@@ -76,11 +76,11 @@ class StickBreaking(Mixer):
             raise UserError(f"model.mixer.stickbreaking.skip_below must be {bound}, not {self.skip_below}")
 
     def flops(self, width: int, keys: float) -> float:
-        """As softmax: two products forward, four backward, of 2 FLOPs each."""
+        """As softmax: two products forward and four backward, each of 2 FLOPs per element."""
         return 12.0 * width * keys
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """The logarithm of the unspent stick; in a ring one more step's k and v."""
+        """The logarithm of the unspent stick. In a ring, also k and v of one more step."""
         return 4 * sizes.heads + (2 * sizes.number * sizes.kv if sizes.ring > 1 else 0.0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
@@ -93,7 +93,7 @@ class StickBreaking(Mixer):
         return o
 
     def _break(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-        """o without the remainder, and the logarithm of the unspent stick [T, N]."""
+        """Returns o without the remainder [T, N, H], and the logarithm of the unspent stick [T, N]."""
         from ssscale_kernels.stickbreaking import stickbreaking_attention
 
         from ssscale.parallel.stickbreaking_ring import ring_stickbreaking
@@ -115,7 +115,7 @@ class StickBreaking(Mixer):
         )
 
     def look(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
-        """Mean share of the stick that no key took; share of live tiles (`live_tiles`) in the batch's longest document."""
+        """Returns the mean unspent stick, and the share of live tiles (`live_tiles`) in the longest document."""
         import torch
 
         _, log_rest = self._break(q, k, v, layer, layout)
@@ -126,9 +126,11 @@ class StickBreaking(Mixer):
 
 
 def live_tiles(q: Tensor, k: Tensor, scale: float, skip_below: float) -> float:
-    """The share of one document's causal tiles that some query enters with at least `skip_below` of its stick.
+    """Returns the share of a document's causal tiles that are live.
 
-    Tiles are of 128 queries × 64 keys. q: [T, N, H], k: [T, K, H]; the first HEADS heads are counted.
+    A tile is 128 queries × 64 keys. It is live if some query still has at least `skip_below` of its stick when it
+    reaches the tile.
+    q: [T, N, H], k: [T, K, H]. Only the first HEADS heads are counted.
     """
     import torch
     from torch.nn.functional import logsigmoid, pad
@@ -145,7 +147,7 @@ def live_tiles(q: Tensor, k: Tensor, scale: float, skip_below: float) -> float:
         log_keep = torch.where(keys < queries[:, None], logsigmoid(-z), 0.0)
         tiles = pad(log_keep, (0, -last % KEYS)).unflatten(2, (-1, KEYS)).sum(-1)  # [N, queries, key tiles]
         entering = tiles.flip(-1).cumsum(-1).flip(-1) - tiles
-        # A query is no query of the tiles ahead of it.
+        # A query never attends to later tiles.
         own = keys[::KEYS] < queries[:, None]
         counted = pad(own & (entering >= least), (0, 0, 0, -(last - first) % ROWS))
         live += int(counted.unflatten(1, (-1, ROWS)).any(2).sum())

@@ -1,4 +1,4 @@
-"""ALiBi: a penalty that grows with the distance."""
+"""ALiBi: a bias that decreases with the distance."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def alibi_slopes(num_heads: int, heads: range, device: torch.device) -> Tensor:
-    """m_h = 2^(−8h / N), h = 1 … N, for the heads h − 1 in `heads`, float32   (arXiv:2108.12409, Section 3)
+    """Returns m_h = 2^(−8h / N), h = 1 … N, for the heads h − 1 in `heads`, float32   (arXiv:2108.12409, Section 3)
 
-    Where N is no power of two: the slopes for the power P below it, then every other one of those for 2P.
+    If N is not a power of two, the first P heads take the slopes for P, the largest power below N. The others take
+    every second slope for 2P.
     """
     import torch
 
@@ -32,7 +33,7 @@ def alibi_slopes(num_heads: int, heads: range, device: torch.device) -> Tensor:
 @POSITIONS.register("alibi")
 @dataclass(frozen=True)
 class ALiBi(BiasPosition):
-    """−m_h · (i − j)   (arXiv:2108.12409, Eq. 1)"""
+    """bias(i, j) = −m_h · (i − j)   (arXiv:2108.12409, Eq. 1)"""
 
     exported = True
 
@@ -43,7 +44,7 @@ class ALiBi(BiasPosition):
 
 @dataclass(frozen=True)
 class ALiBiBias:
-    """The bias of some of the heads."""
+    """The bias of the heads in `heads`, out of num_heads heads of the whole model."""
 
     num_heads: int
     heads: range

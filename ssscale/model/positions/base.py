@@ -1,7 +1,8 @@
-"""What a position method declares: how a model tells one place in a document from another.
+"""The base class of position methods, which tell a model where a token is in its document.
 
-A method is a frozen dataclass whose fields are its options, `model.position.NAME.OPTION`, registered under its name. It
-turns q and k (`rotation`) or adds to their products (`bias`). Its file imports torch only where it computes.
+A position method is a frozen dataclass that is registered under its name. Its fields are its options,
+`model.position.NAME.OPTION`. It rotates q and k (`rotation`) or adds a bias to their products (`bias`). Its file
+imports torch only inside functions.
 """
 
 from __future__ import annotations
@@ -22,53 +23,53 @@ Rotation = tuple["Tensor", "Tensor"]
 
 
 class Bias(Protocol):
-    """What is added to the logits of queries at positions i [..., Q] and keys at j [..., S], j ≤ i: [..., N, Q, S]."""
+    """A bias of the logits. Maps query positions i [..., Q] and key positions j [..., S], j ≤ i, to [..., N, Q, S]."""
 
     def __call__(self, i: Tensor, j: Tensor) -> Tensor: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
-        """Softmax attention with this bias by FlexAttention, for a layout that has a block mask."""
+        """Computes softmax attention with this bias in FlexAttention. Requires `layout.block_mask`."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Defaults: neither rotates nor biases, learns nothing, keeps nothing. `name` is filled in by the registration."""
+    """By default a method neither rotates nor biases, and learns nothing. The registration sets `name`."""
 
     name: ClassVar[str]
-    adds_bias: ClassVar[bool] = False  # to the logits; for the mixers that add biases
-    exported: ClassVar[bool] = False  # whether ssscale/hf's model has it
+    adds_bias: ClassVar[bool] = False  # it adds a bias to the logits; only mixers that support biases take it
+    exported: ClassVar[bool] = False  # exported models support it (ssscale/hf)
 
     def check(self, model: ModelConfig, gpu: bool) -> None:
-        """Raise UserError where the options do not go together."""
+        """Raises UserError if the options contradict each other or the model. gpu: whether the run uses a GPU."""
 
     def refuses_context(self) -> str | None:
-        """Why the method does not run under context parallelism; None: it does."""
+        """Returns why the method does not run under context parallelism, or None if it does."""
         return None
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a token's rotation depends on how long its document is in the end, so that no prefix can be shared."""
+        """Whether rotations depend on a document's final length, so that documents cannot share a cached prefix."""
         return False
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
-        """What each layer learns."""
+        """The weights of each layer."""
         return {}
 
     def rotation(self, head_size: int, layout: PackedLayout) -> Rotation | None:
-        """cos and sin [T, H / 2] float32 by which q and k are turned in every layer; computed once a batch."""
+        """Returns cos and sin [T, H / 2] float32 for the rotation of q and k in all layers. Called once per batch."""
         return None
 
     def lay_out(self, layout: PackedLayout, window: int | None) -> PackedLayout:
-        """The layout with what all layers need besides; called once a batch."""
+        """Returns the layout with additions that all layers need. Called once per batch."""
         return layout
 
     def bias(self, layer: Attention) -> Bias | None:
         return None
 
     def table_bytes(self, head_size: int, length: int) -> int:
-        """Of what `rotation` makes of one row."""
+        """Bytes of the tables that `rotation` returns for one row of `length` tokens."""
         return 0
 
     def kept_bytes(self, heads: float, length: int) -> float:
-        """At the peak of a training step besides what the mixer keeps, for `heads` heads of a rank."""
+        """Bytes at the peak of a training step in addition to `Mixer.kept_bytes`. heads: query heads of a rank."""
         return 0.0

@@ -1,4 +1,4 @@
-"""What the positions that bias the logits share on a GPU, where FlexAttention runs them."""
+"""The base class of position methods that bias the logits. On a GPU they run in FlexAttention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BiasPosition(Position):
     """softmax(q·k / √H + bias(i, j))"""
 
     adds_bias = True
-    hidden: ClassVar[int] = 1  # numbers that the exported model holds for each pair of positions
+    hidden: ClassVar[int] = 1  # numbers that the exported model holds per pair of positions
 
     def check(self, model: ModelConfig, gpu: bool) -> None:
         if gpu and model.head_size < 16:

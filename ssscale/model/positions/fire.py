@@ -1,4 +1,4 @@
-"""FIRE: a learned bias of the distance, relative to where the query is."""
+"""FIRE: a learned bias of the distance relative to the position of the query."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from ssscale.model.decoder import Attention
 
 HIDDEN = 32
-LENGTH = 512.0  # L0: the threshold where L_mult = 1
+LENGTH = 512.0  # L0, the threshold if L_mult = 1
 EPS = 1e-6
 
 
 @POSITIONS.register("fire")
 @dataclass(frozen=True)
 class FIRE(BiasPosition):
-    """MLP(ψ(i − j) / ψ(max(i, |L_mult · L0|))), ψ(x) = ln(|c| · x + 1)   (arXiv:2310.04418, Eqs. 6 and 16)
+    """bias(i, j) = MLP(ψ(i − j) / ψ(max(i, |L_mult · L0|))), ψ(x) = ln(|c| · x + 1)   (arXiv:2310.04418, Eqs. 6 and 16)
 
-    The MLP has one input, 32 hidden units with ReLU and an output a head, drawn as torch draws a Linear layer (by
-    1 / sqrt(inputs)); each layer has its own. c starts at 0.1, L_mult at 1, L0 = 512; 1e-6 is added to the denominator.
-    Computes in float32 (float64 for float64 weights).
+    The MLP has one input, 32 hidden units with ReLU and one output per head. Each layer has its own. It is initialised
+    as torch initialises a Linear layer, from U(−1 / sqrt(inputs), 1 / sqrt(inputs)). c starts at 0.1, L_mult at 1; L0 =
+    512. 1e-6 is added to the denominator. Computes in float32 (float64 for float64 weights).
     """
 
     exported = True
@@ -48,15 +48,16 @@ class FIRE(BiasPosition):
         return FIREBias(layer.position_weights.all())
 
     def kept_bytes(self, heads: float, length: int) -> float:
-        """Of one layer at a time, fp32 for each pair of positions: (2·N + 4·32)·L² numbers.
+        """Bytes for one layer at a time: (2·N + 4·32)·L² fp32 numbers, L = length.
 
-        The table of the bias and its gradient; the MLP's hidden layer before and behind ReLU, and their gradients.
+        They are the table of the bias and its gradient, and the MLP's hidden layer before and after ReLU with their
+        gradients.
         """
         return 4 * (2 * heads + 4 * HIDDEN) * length**2
 
 
 class FIREBias:
-    """The bias from c, length_multiplier, w1 [32, 1], b1 [32], w2 [N, 32], b2 [N]."""
+    """The bias with the weights c [1], length_multiplier [1], w1 [32, 1], b1 [32], w2 [N, 32] and b2 [N]."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         import torch
@@ -80,7 +81,7 @@ class FIREBias:
 
     @classmethod
     def values(cls, w: dict[str, Tensor], i: Tensor, j: Tensor) -> Tensor:
-        """The bias from `weights`, [..., N, Q, S]."""
+        """Returns the bias [..., N, Q, S] for query positions i [..., Q] and key positions j [..., S]."""
         distance = i[..., :, None] - j[..., None, :]
         x = cls.reach(w, distance) / cls.norm(w, i)[..., :, None]
         hidden = (x[..., None] * w["w1"] + w["b1"]).relu()
@@ -90,10 +91,12 @@ class FIREBias:
         return self.values(self.weights, i, j)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
-        """With gradients: a table of the bias by (i, j) for the longest document, made again in backward. Else in place.
+        """Computes softmax attention with the bias, [T, N, H].
 
-        FlexAttention could differentiate the MLP in place too, but would add every logit's gradient into the same hundred
-        numbers by atomics; into the table, each of a document's logits has an entry of its own.
+        With gradients, FlexAttention reads the bias from a table over (i, j) of the longest document, which backward
+        builds again. Without gradients, the bias is computed inside the kernel. Computing it there with gradients would
+        work too, but would add the gradient of every logit to the same hundred numbers by atomics. In the table, each
+        logit of a document has an entry.
         """
         import torch
         from ssscale_kernels.flex import biased_attention, mlp_bias, table_attention

@@ -9,6 +9,6 @@ from ssscale.model.positions.base import Position
 @POSITIONS.register("nope")
 @dataclass(frozen=True)
 class NoPosition(Position):
-    """Nothing: a causal mask alone, or an order of its own, tells positions apart (NoPE, arXiv:2305.19466)."""
+    """No positions: the causal mask alone, or the mixer's own order, distinguishes them (NoPE, arXiv:2305.19466)."""
 
     exported = True

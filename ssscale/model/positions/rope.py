@@ -1,4 +1,4 @@
-"""Rotary position embedding, and its forms beyond the training length."""
+"""Rotary position embedding, with scaling for rows longer than those of training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 class RopeScaling(StrEnum):
-    """Beyond the training length. `linear` divides positions by `factor`, `ntk` stretches the base by it; `dynamic_ntk`
-    stretches the base only for documents longer than `train_length`, by as much as they need.
+    """Scaling for rows longer than those of training.
+
+    `linear` divides positions by `factor`. `ntk` increases the base according to `factor`. `dynamic_ntk` increases the
+    base only for documents longer than `train_length`, depending on their length.
     """
 
     none = "none"
@@ -29,9 +31,9 @@ class RopeScaling(StrEnum):
 
 
 def rope_tables(positions: Tensor, head_dim: int, base: float | Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of p · θ_k, θ_k = base^(−2k / H), k = 0 … H/2 − 1   (arXiv:2104.09864, Eq. 15)
+    """Returns cos and sin of p · θ_k, θ_k = base^(−2k / H), k = 0 … H/2 − 1   (arXiv:2104.09864, Eq. 15)
 
-    positions: [T], within their documents. Returns two [T, H / 2] float32.
+    positions: [T], p within each document. Each result is [T, H / 2] float32.
     """
     import torch
 
@@ -43,11 +45,13 @@ def rope_tables(positions: Tensor, head_dim: int, base: float | Tensor) -> tuple
 @POSITIONS.register("rope")
 @dataclass(frozen=True)
 class RoPE(Position):
-    """q and k turned by the angles p · θ_k   (arXiv:2104.09864). No option is a weight: all can change at evaluation."""
+    """Rotates q and k by the angles p · θ_k (arXiv:2104.09864). Its options are not weights and can change at
+    evaluation.
+    """
 
     exported = True
 
-    base: float = 10_000.0  # of the angles base^(−2k/H)
+    base: float = 10_000.0  # base of the angles base^(−2k/H)
     scaling: RopeScaling = RopeScaling.none  # for rows longer than those of training (docs/model.md)
     factor: float = 1.0  # linear: 1 / the scale of positions; ntk: α; dynamic_ntk: f
     train_length: int | None = None  # tokens; L of dynamic_ntk
@@ -100,12 +104,15 @@ class RoPE(Position):
         return rope_tables(positions, head_size, self.scaled_base(head_size, layout))
 
     def scaled_base(self, head_size: int, layout: PackedLayout) -> float | Tensor:
-        """linear: as it is (positions are divided instead, arXiv:2306.15595).
+        """Returns the base θ of `rope_tables`, a number or, for dynamic_ntk, [T, 1] float32.
 
-        ntk: base' = base · α^(H / (H − 2)) with α = factor, so that the slowest pair turns α times slower.
-        dynamic_ntk: α = f · S / L − (f − 1) with f = factor, for documents of a length S beyond the training length L, else
-        1; [T, 1] float32, as S is each document's own. A document that grows in a cache has the length that it is to reach
-        from its first token on: what was computed for another base could not be told from what was not.
+        linear: the base is unchanged; positions are divided instead (arXiv:2306.15595).
+        ntk: base' = base · α^(H / (H − 2)) with α = factor, so that the slowest pair rotates α times slower.
+        dynamic_ntk: α = f · S / L − (f − 1) with f = factor for documents longer than the training length L, otherwise
+        1. S is the length of each document. For a document that grows in a cache, S is its final length from the first
+        token on, because cached keys for one base cannot be combined with keys for another.
+
+        Raises ValueError if dynamic_ntk has no train_length.
         """
         import torch
 
@@ -120,7 +127,7 @@ class RoPE(Position):
         final = counts if layout.final_lengths is None else layout.final_lengths
         lengths = torch.repeat_interleave(final, counts, output_size=len(layout.positions)).double()
         excess = (lengths / self.train_length).clamp(min=1.0) - 1
-        # float64: a power in float32 depends on where in a vector it is computed.
+        # In float64: the float32 power of a number depends on its index in a vector.
         return (self.base * (self.factor * excess[:, None] + 1) ** power).float()
 
     def table_bytes(self, head_size: int, length: int) -> int:
