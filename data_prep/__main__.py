@@ -1,4 +1,4 @@
-"""`python -m data_prep pack | merge | train-tokenizer | verify | stats | show`: raw text to packed shards (docs/data.md)."""
+"""`python -m data_prep pack | merge | train-tokenizer | verify | stats | show`: raw text to packed shards (docs/guide/data.md)."""
 
 import argparse
 import dataclasses
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m data_prep", description="Raw text to packed shards; see docs/data.md."
+        prog="python -m data_prep", description="Raw text to packed shards; see docs/guide/data.md."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     pack = commands.add_parser("pack", help="tokenize and pack sources into a data folder")

@@ -1,6 +1,6 @@
 """The one place that writes the data folder: MDS shards of packed rows, and the manifest that makes the folder whole.
 
-docs/data.md describes the format. The folder is built as FOLDER.partial and renamed at the end. Beside the shards
+docs/reference/data_format.md describes the format. The folder is built as FOLDER.partial and renamed at the end. Beside the shards
 FOLDER.partial holds what `resume.py` needs to go on after a kill.
 """
 

@@ -1,4 +1,4 @@
-"""The manifest of a data folder (docs/data.md): read, checked against its checksum, and reduced to a fingerprint."""
+"""The manifest of a data folder (docs/reference/data_format.md): read, checked and reduced to a fingerprint."""
 
 import hashlib
 import json
@@ -90,7 +90,7 @@ def sources(manifest: dict[str, Any], path: str, split: str, hint: str | None = 
 def _how_to_make(path: str, length: int | None) -> str:
     return (
         f"make it with `python -m data_prep pack --out {path} --length {length or 4096}"
-        " --tokenizer FILE --source NAME=PATH` (docs/data.md)"
+        " --tokenizer FILE --source NAME=PATH` (docs/guide/data.md)"
     )
 
 

@@ -208,7 +208,7 @@ def data_job(folder: Path, *arguments: str) -> str:
 
 
 def test_data_from_a_corpus_to_a_training_step(slurm: None, tmp_path: Path) -> None:
-    """docs/data.md's commands, with a smaller tokenizer and shorter rows; then 1b_sb's own mix, on a small model."""
+    """docs/guide/slurm.md's commands, with a smaller tokenizer and shorter rows; then 1b_sb's own mix, on a small model."""
     write_corpus(tmp_path / "corpus")
     settings = yaml.safe_load((ROOT / "configs/corpus/pretrain.yaml").read_text())
     settings |= {"sources": {source: str(tmp_path / f"corpus/{source}") for source in settings["sources"]}}
