@@ -1,6 +1,6 @@
 """Checkpoints that any parallel layout can read: safetensors and JSON, no pickle.
 
-A checkpoint is a folder `step-00001000` (docs/checkpoints.md gives the format):
+A checkpoint is a folder `step-00001000` (docs/reference/checkpoints.md gives the format):
   rank-00000.safetensors  the pieces of fp32 weights and of the optimizer's states that one rank owns, flat
   rank-00000.json         for each piece: weight, state, and which elements of which part of the whole weight it is
   state.json              step, tokens, samples, fingerprints, world layout
