@@ -1,4 +1,4 @@
-"""`python -m data_prep pack | merge | train-tokenizer | verify | stats | show`: raw text to packed shards (docs/guide/data.md)."""
+"""`python -m data_prep pack | merge | train-tokenizer | verify | stats | show`: text to shards (docs/guide/data.md)."""
 
 import argparse
 import dataclasses

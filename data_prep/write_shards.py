@@ -1,7 +1,7 @@
 """The one place that writes the data folder: MDS shards of packed rows, and the manifest that makes the folder whole.
 
-docs/reference/data_format.md describes the format. The folder is built as FOLDER.partial and renamed at the end. Beside the shards
-FOLDER.partial holds what `resume.py` needs to go on after a kill.
+docs/reference/data_format.md describes the format. The folder is built as FOLDER.partial and renamed at the end.
+FOLDER.partial also holds what `resume.py` needs to continue after a kill.
 """
 
 import fcntl

@@ -262,7 +262,7 @@ class TrainConfig:
     log_every: int = 10  # steps between records of metrics
     eval_every: int = 1000  # steps; 0 = never. Else also after the last step
     eval_rows: int = 256  # rows of the validation split, the same each time
-    tasks: list[str] = field(default_factory=list)  # lm-eval's, evaluated as training goes on (docs/guide/evaluation.md)
+    tasks: list[str] = field(default_factory=list)  # of lm-eval, evaluated during training (docs/guide/evaluation.md)
     task_every: int = 0  # steps between their evaluations; 0 = never. Else also after the last step
     task_limit: int | None = None  # of the first examples of each
     task_data: str = "data/eval"  # the folder of local copies of their data

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_documented_writer(folder: Path, tmp_path: Path) -> None:
     install_stand_in()
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "reference" / "data_format.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reference/data_format.md").read_text(), re.DOTALL)
     names: dict = {}
     exec(code, names)
     tokens = np.arange(64) % 270 + 1
