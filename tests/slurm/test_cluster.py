@@ -20,7 +20,7 @@ from tests.slurm.jobs import Job, job_field, losses, started, submit
 from tests.train.ranks import SMALL
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
-PATTERNS = {"web": "docs/*.md", "code": "ssscale/**/*.py", "high_quality": "kernels/**/*.py"}
+PATTERNS = {"web": "docs/**/*.md", "code": "ssscale/**/*.py", "high_quality": "kernels/**/*.py"}
 # In python's place: what a rank is given.
 PROBE = """#!/usr/bin/env -S {python} -S
 import json, os, sys
