@@ -1,5 +1,5 @@
 """`python -m data_prep pack | merge | train-tokenizer | verify | stats | show`: packs raw text to shards
-(docs/data.md).
+(docs/guide/data.md).
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m data_prep", description="Raw text to packed shards; see docs/data.md."
+        prog="python -m data_prep", description="Raw text to packed shards; see docs/guide/data.md."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     pack = commands.add_parser("pack", help="tokenize and pack sources into a data folder")

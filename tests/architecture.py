@@ -1,4 +1,4 @@
-"""What docs/model.md promises about the sources, read from their syntax trees: nothing of ours is imported.
+"""What CONTRIBUTING.md promises about the sources, read from their syntax trees: nothing of ours is imported.
 
 `python -m tests.architecture` prints what breaks a rule, in the form of tests/known_offenders.txt.
 """

@@ -62,7 +62,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small data folder in tiny_sb's form, from this repository's own texts."""
     folder = tmp_path_factory.mktemp("corpus")
     sources = []
-    for source, pattern in (("code", "ssscale/**/*.py"), ("docs", "docs/*.md")):
+    for source, pattern in (("code", "ssscale/**/*.py"), ("docs", "docs/**/*.md")):
         # Held out by place, not by what a text says: editing a document must not empty a split.
         for number, path in enumerate(sorted(ROOT.glob(pattern))):
             place = folder / (f"{source}-valid" if number % 5 == 0 else source)

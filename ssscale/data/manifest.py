@@ -1,4 +1,4 @@
-"""Reads and checks the manifest of a data folder (docs/data.md) and computes its fingerprint."""
+"""Reads and checks the manifest of a data folder (docs/reference/data_format.md) and computes its fingerprint."""
 
 import hashlib
 import json
@@ -95,7 +95,7 @@ def sources(manifest: dict[str, Any], path: str, split: str, hint: str | None = 
 def _how_to_make(path: str, length: int | None) -> str:
     return (
         f"make it with `python -m data_prep pack --out {path} --length {length or 4096}"
-        " --tokenizer FILE --source NAME=PATH` (docs/data.md)"
+        " --tokenizer FILE --source NAME=PATH` (docs/guide/data.md)"
     )
 
 

@@ -1,6 +1,6 @@
 """Reads checkpoints, which any parallel layout can load. They are safetensors and JSON, without pickle.
 
-A checkpoint is a folder such as `step-00001000` (docs/checkpoints.md specifies the format):
+A checkpoint is a folder such as `step-00001000` (docs/reference/checkpoints.md specifies the format):
   rank-00000.safetensors  flat pieces of the fp32 weights and of the optimizer's states that one rank owns
   rank-00000.json         for each piece: its weight, its state, and which elements of the whole weight it holds
   state.json              `TrainState`, the format's version and the number of ranks

@@ -17,7 +17,7 @@ __all__ = ["KINDS", "attempt", "make_world"]
 
 def make_world(folder: Path) -> World:
     """A small data folder from this repository's own texts, and the runs on it."""
-    sources = [f"--source=code={ROOT / 'ssscale'}/**/*.py", f"--source=docs={ROOT / 'docs'}/*.md"]
+    sources = [f"--source=code={ROOT / 'ssscale'}/**/*.py", f"--source=docs={ROOT / 'docs'}/**/*.md"]
     pack(folder / "data", "--train-vocab-size=1024", *sources)
     tokenizer = f"--tokenizer={folder / 'data/tokenizer.json'}"
     pack(folder / "data-shuffled", tokenizer, *sources, "--seed=1")

@@ -26,8 +26,8 @@ HEAD = """# Faults
 What happens to a run, what is seen, the exit code, and whether the run then ends with the same losses, weights and moments, to
 the last bit, as a run without the fault. `python -m tests.chaos.table` makes this page of the tests that show each row.
 
-Exit codes are listed in [running.md](running.md). After codes 75 and 76 the same command goes on, which `pretrain.sbatch` does
-by itself. Empty cells: it does not apply, or no test compares it.
+[Exit codes](reference/exit_codes.md) has the meaning of each code. After codes 75 and 76 the same command continues, which
+`pretrain.sbatch` does by itself. Empty cells: it does not apply, or no test compares it.
 """
 CHAOS = """
 ## Random damage and kills

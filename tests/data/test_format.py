@@ -1,4 +1,4 @@
-"""docs/data.md gives a program that writes the format: it runs, and what it writes is read."""
+"""docs/reference/data_format.md gives a program that writes the format: it runs, and what it writes is read."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_documented_writer(folder: Path, tmp_path: Path) -> None:
     install_stand_in()
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reference/data_format.md").read_text(), re.DOTALL)
     names: dict = {}
     exec(code, names)
     tokens = np.arange(64) % 270 + 1

@@ -1,4 +1,4 @@
-"""A user's own tasks: JSON lines and the lm-eval YAML files over them, as docs/evaluation.md shows them."""
+"""A user's own tasks: JSON lines and the lm-eval YAML files over them, as docs/guide/own_tasks.md shows them."""
 
 import json
 import random

@@ -20,7 +20,7 @@ from tests.slurm.jobs import Job, job_field, losses, started, submit
 from tests.train.ranks import SMALL
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
-PATTERNS = {"web": "docs/*.md", "code": "ssscale/**/*.py", "high_quality": "kernels/**/*.py"}
+PATTERNS = {"web": "docs/**/*.md", "code": "ssscale/**/*.py", "high_quality": "kernels/**/*.py"}
 # In python's place: what a rank is given.
 PROBE = """#!/usr/bin/env -S {python} -S
 import json, os, sys
@@ -208,7 +208,7 @@ def data_job(folder: Path, *arguments: str) -> str:
 
 
 def test_data_from_a_corpus_to_a_training_step(slurm: None, tmp_path: Path) -> None:
-    """docs/data.md's commands, with a smaller tokenizer and shorter rows; then 1b_sb's own mix, on a small model."""
+    """docs/guide/slurm.md's commands, with a smaller tokenizer and shorter rows; then 1b_sb's own mix, on a small model."""
     write_corpus(tmp_path / "corpus")
     settings = yaml.safe_load((ROOT / "configs/corpus/pretrain.yaml").read_text())
     settings |= {"sources": {source: str(tmp_path / f"corpus/{source}") for source in settings["sources"]}}

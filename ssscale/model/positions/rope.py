@@ -52,7 +52,7 @@ class RoPE(Position):
     exported = True
 
     base: float = 10_000.0  # base of the angles base^(−2k/H)
-    scaling: RopeScaling = RopeScaling.none  # for rows longer than those of training (docs/model.md)
+    scaling: RopeScaling = RopeScaling.none  # for rows longer than those of training (docs/guide/model.md)
     factor: float = 1.0  # linear: 1 / the scale of positions; ntk: α; dynamic_ntk: f
     train_length: int | None = None  # tokens; L of dynamic_ntk
 
