@@ -1,7 +1,7 @@
 """Writing of data folders: MDS shards of packed rows, and the manifest that completes the folder.
 
-docs/reference/data_format.md describes the format. The folder is built as FOLDER.partial and renamed at the end. FOLDER.partial also
-holds what `resume.py` needs to continue after a kill.
+docs/reference/data_format.md describes the format. The folder is built as FOLDER.partial and renamed at the end.
+FOLDER.partial also holds what `resume.py` needs to continue after a kill.
 """
 
 import fcntl

@@ -261,7 +261,7 @@ class TrainConfig:
     log_every: int = 10  # steps between records of metrics
     eval_every: int = 1000  # steps between validations (and after the last step); 0 = never
     eval_rows: int = 256  # validation rows, the same each time
-    tasks: list[str] = field(default_factory=list)  # lm-eval tasks to evaluate during training (docs/guide/evaluation.md)
+    tasks: list[str] = field(default_factory=list)  # of lm-eval, evaluated during training (docs/guide/evaluation.md)
     task_every: int = 0  # steps between evaluations of `tasks` (and after the last step); 0 = never
     task_limit: int | None = None  # evaluate only this many examples of each task; None: all
     task_data: str = "data/eval"  # folder of local copies of the tasks' data
