@@ -28,7 +28,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 ROWS, LENGTH, HEADS, HEAD_DIM = 4, 4096, 24, 64  # the 1b shape
-SETS = 3  # of inputs, used in turn, so that the caches do not hold them
+SETS = 3  # of inputs, used in turn
 DEVICE = torch.device("cuda", 0)
 
 
@@ -224,6 +224,7 @@ def attention_step(lengths: list[int], factor: bool, window: int | None = None) 
 
 
 def measure(flex: bool) -> None:
+    """Prints the table of README.md, and under each row with ragged documents, or one per row, the times of windows."""
     columns = "softmax + RoPE | SSMax + RoPE | SSMax / softmax | attention alone | FA2 varlen | dense cuDNN | dense FA2"
     print(f"| documents per row | {columns} | TFLOP/s: attention, varlen, dense cuDNN, dense FA2 |\n|---|" + "---|" * 8)
     for name, lengths in packings().items():
@@ -232,36 +233,49 @@ def measure(flex: bool) -> None:
         # In turns, and the median of each, because clocks drift by more than the difference.
         rounds = [[times(attention_step(lengths, factor), sets) for factor in (False, True)] for _ in range(5)]
         cells = [tuple(statistics.median(turn[i][j] for turn in rounds) for j in range(2)) for i in range(2)]
-        q, k, v = ([x["qkv"][:, i * HEADS : (i + 1) * HEADS].contiguous() for x in sets] for i in range(3))
-        parts = [list(part) for part in zip(q, k, v, (x["grad"] for x in sets))]
-        cu, longest = boundaries(lengths, bucket(len(lengths) + 1)), max(lengths)
-        uniform = lengths[0] if name == "1" else None
-        ours = forward_and_backward(
-            lambda q, k, v: softmax_attention(q, k, v, cu_seqlens=cu, max_seqlen=LENGTH, uniform_length=uniform),
-            parts,
-        )
-        exact_cu = boundaries(lengths)
-        varlen = forward_and_backward(
-            lambda q, k, v: varlen_attn(q, k, v, exact_cu, exact_cu, longest, longest, window_size=(-1, 0)), parts
-        )
-        peers = [varlen]
-        if len(set(lengths)) == 1:
-            dense = [[x.unflatten(0, (-1, lengths[0])).transpose(1, 2) for x in part] for part in parts]
-            for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-                with sdpa_kernel(backend):
-                    peers.append(forward_and_backward(partial(scaled_dot_product_attention, is_causal=True), dense))
-        shown = [f"{a:.3f} / {b:.3f}" for a, b in (*cells, ours, *peers)] + [""] * (3 - len(peers))
         ratio = statistics.median(sum(turn[1]) / sum(turn[0]) for turn in rounds)
-        rates = ", ".join(f"{teraflops(lengths, sum(t)):.0f}" for t in (ours, *peers))
+        q, k, v = ([x["qkv"][:, i * HEADS : (i + 1) * HEADS].contiguous() for x in sets] for i in range(3))
+        tensors = [list(own) for own in zip(q, k, v, (x["grad"] for x in sets))]
+        alone = measure_kernels(lengths, tensors)
+        shown = [f"{a:.3f} / {b:.3f}" for a, b in (*cells, *alone)] + [""] * (4 - len(alone))
+        rates = ", ".join(f"{teraflops(lengths, sum(t)):.0f}" for t in alone)
         print(f"| {name} | {shown[0]} | {shown[1]} | {ratio:.4f} | {' | '.join(shown[2:])} | {rates} |", flush=True)
-        for window in () if "equal" in name else (512, 1024, 2048):
+        if "equal" in name:
+            continue
+        for window in (512, 1024, 2048):
             windowed = times(attention_step(lengths, False, window), sets)
             print(f"#   {name}, window {window}: softmax + RoPE {windowed[0]:.3f} / {windowed[1]:.3f}", flush=True)
-        if flex and "equal" not in name:
-            measure_flex(name, lengths, parts)
+        if flex:
+            measure_flex(name, lengths, tensors)
 
 
-def measure_flex(name: str, lengths: list[int], parts: list[list[Tensor]]) -> None:
+def measure_kernels(lengths: list[int], tensors: list[list[Tensor]]) -> list[tuple[float, float]]:
+    """Times of our attention, FlashAttention-2 and, for documents of one length, dense cuDNN and FlashAttention-2.
+
+    tensors: sets of q, k, v and the gradient of o, [T, N, H] each.
+    """
+    cu, exact_cu = boundaries(lengths, bucket(len(lengths) + 1)), boundaries(lengths)
+    longest, uniform = max(lengths), LENGTH if lengths[0] == LENGTH else None
+    found = [
+        forward_and_backward(
+            lambda q, k, v: softmax_attention(q, k, v, cu_seqlens=cu, max_seqlen=LENGTH, uniform_length=uniform),
+            tensors,
+        ),
+        forward_and_backward(
+            lambda q, k, v: varlen_attn(q, k, v, exact_cu, exact_cu, longest, longest, window_size=(-1, 0)),
+            tensors,
+        ),
+    ]
+    if len(set(lengths)) == 1:
+        # [B, N, length, H]
+        dense = [[x.unflatten(0, (-1, longest)).transpose(1, 2) for x in own] for own in tensors]
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(backend):
+                found.append(forward_and_backward(partial(scaled_dot_product_attention, is_causal=True), dense))
+    return found
+
+
+def measure_flex(name: str, lengths: list[int], tensors: list[list[Tensor]]) -> None:
     """FlexAttention with ALiBi, without and with a window, on the same documents."""
     from ssscale_kernels.flex import biased_attention, document_mask, linear_bias
 
@@ -270,7 +284,7 @@ def measure_flex(name: str, lengths: list[int], parts: list[list[Tensor]]) -> No
     for label, window in (("ALiBi", None), ("ALiBi, window 512", 512)):
         mask = document_mask(positions, window)
         run = partial(biased_attention, score_mod=linear_bias(slopes), block_mask=mask)
-        a, b = forward_and_backward(lambda q, k, v: run(q, k, v), parts)
+        a, b = forward_and_backward(lambda q, k, v: run(q, k, v), tensors)
         print(f"#   {name}, FlexAttention, {label}: {a:.3f} / {b:.3f}", flush=True)
 
 
