@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Begun first, so that no process of `make test` is left alone with one of them at the end.
 LONG = (
     "distributed/test_matrix.py",
+    "distributed/test_checkpoint.py",
     "distributed/test_compiled.py",
+    "distributed/test_activations.py",
     "hf/test_convert.py",
     "train/test_lost.py",
     "train/test_faults.py",
