@@ -6,11 +6,18 @@ from ssscale.data.torchvision_stand_in import install_stand_in
 
 install_stand_in()
 
-import deepspeed.comm.torch  # noqa: F401
+import deepspeed.comm.mori
+import deepspeed.comm.torch
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import rich.console  # noqa: F401
+import ssscale_kernels.softmax
+import ssscale_kernels.stickbreaking  # noqa: F401
 import streaming.base.format.mds.reader  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 import transformers  # noqa: F401
 
+import launch.pretrain  # noqa: F401
 import ssscale.engine.deepspeed
 import ssscale.train.loop
 import ssscale.train.pretrain  # noqa: F401
