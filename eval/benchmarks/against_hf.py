@@ -1,10 +1,10 @@
-"""Our harness beside lm-eval's `hf` backend on one device: values and speed of the same requests.
+"""Compares our harness with lm-eval's `hf` backend on one device: values and speed of the same requests.
 
-The checkpoint is exported and loaded by transformers, in plain torch. Seconds are those of lm-eval's calls into a backend,
-tokenization included, the median of three where they are short; what is not: loading, lm-eval's making of requests and
-metrics (the same code for both), and one run of each over the sample before, in which kernels are compiled and batch sizes
-are tried. In bfloat16 the sample is also computed by the hf backend in float32: `off float32` is the mean distance from that,
-of ours and of theirs, in nats a request.
+The checkpoint is exported, and transformers loads it in plain torch. Seconds are the time of lm-eval's calls into a
+backend, tokenization included. Short calls are repeated, and the median of three counts. Seconds do not include
+loading, nor lm-eval's work on requests and metrics, which is the same code for both. Nor do they include a first run
+of each backend on a sample, which compiles kernels and tries batch sizes. In bfloat16, the hf backend also computes
+the sample in float32. `off float32` is the mean distance of each backend from these values, in nats per request.
 """
 
 import contextlib
@@ -55,18 +55,25 @@ COMMAND = Command(
         Option("out", str, "for the results as JSON", metavar="FILE"),
     ),
 )
-SAMPLE = 512  # requests, of all their examples, on which kernels are compiled and batch sizes tried
-SAMPLE_PAGES = 4  # of whole texts
+SAMPLE = 512  # requests in the sample that compiles kernels and tries batch sizes
+SAMPLE_PAGES = 4  # whole texts in the sample
 SAMPLE_NEW_TOKENS = 32
 REPEATS = 3
-REPEATED_SECONDS = 4.0  # a call that has taken as long, with its repeats, is not made again
+REPEATED_SECONDS = 4.0  # a call is not repeated once its runs have taken this long in total
 
 Result = Any  # (log-likelihood, greedy), a log-likelihood or a text
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One task. difference: the largest, in nats a request (rolling: a token). metric: name, ours, theirs."""
+    """The comparison of one task.
+
+    our_seconds, hf_seconds: time of all requests. hf_batch_size: the fastest one. hf_rates: requests per second on the
+    sample, by batch size. runs: seconds of every call, ours first, then those of the hf backend.
+    difference: the largest difference in nats per request, for whole texts per word. None for generated texts.
+    same: share of requests with the same greedy flag or text. metric: name, our value, their value.
+    off_float32: mean distances of both backends from float32 on the sample, in nats per request.
+    """
 
     task: str
     examples: int
@@ -74,10 +81,10 @@ class Comparison:
     our_seconds: float
     hf_seconds: float
     hf_batch_size: str
-    hf_rates: dict[str, float]  # requests a second on the sample, by batch size
-    runs: list[list[float]]  # seconds of every call: ours, then hf's
+    hf_rates: dict[str, float]
+    runs: list[list[float]]
     difference: float | None
-    same: float  # share of requests with the same greedy flag or text
+    same: float
     metric: tuple[str, float, float]
     off_float32: tuple[float, float] | None = None
 
@@ -87,7 +94,7 @@ class Comparison:
 
 
 class Backends:
-    """Both backends of a checkpoint."""
+    """Our backend and the hf backend of one checkpoint."""
 
     def __init__(self, checkpoint: Path, folder: Path, dtype: str, length: int | None) -> None:
         import torch
@@ -117,7 +124,7 @@ class Backends:
         self._models: dict[str, Any] = {}
 
     def hf(self, batch_size: str, largest: int, rolling: bool, dtype: str | None = None) -> Any:
-        """lm-eval's backend. Rolling log-likelihoods put BOS before the tokenizer's own unless it is told to add none."""
+        """Return lm-eval's hf backend. rolling: lm-eval adds BOS itself, so the tokenizer must not add a second one."""
         from lm_eval.models.huggingface import HFLM
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -138,12 +145,12 @@ class Backends:
         )
 
     def seconds(self, work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-        """How long it took until the device had done all of it, and what `work` returns."""
+        """Return the seconds until the device has finished `work`, and the result of `work`."""
         import torch
 
         self._wait()
         began = time.perf_counter()
-        said = io.StringIO()  # progress bars of every batch, and what batch size lm-eval has found
+        said = io.StringIO()  # hides progress bars and the batch size that lm-eval finds
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), torch.no_grad():
             result = work(*arguments)
         self._wait()
@@ -199,7 +206,7 @@ def main(argv: list[str]) -> None:
 
 
 def quiet() -> None:
-    """lm-eval and transformers say of every text that is cut or padded that it is."""
+    """Silence lm-eval and transformers, which warn about every text that is cut or padded."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -208,7 +215,7 @@ def quiet() -> None:
 
 
 def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list[str]) -> Comparison:
-    """One task on both."""
+    """Run one task on both backends."""
     from lm_eval import simple_evaluate
 
     from eval.checkpoint.lm_eval_patches import without_environment
@@ -265,7 +272,7 @@ def compare(backends: Backends, manager: Any, name: str, limit: int, sizes: list
 
 
 def measured_rates(backends: Backends, asked: Any, sample: list[Any], sizes: list[str], kind: str) -> dict[str, float]:
-    """Requests of the sample per second of the other backend, by the batch sizes that fit the memory."""
+    """Return requests per second of the hf backend on the sample, by batch sizes that fit into memory."""
     import torch
 
     largest = max(int(size) for size in sizes if size != "auto")
@@ -281,7 +288,7 @@ def measured_rates(backends: Backends, asked: Any, sample: list[Any], sizes: lis
 
 
 def repeated(backends: Backends, call: Any, spent: list[float], runs: list[list[float]]) -> Any:
-    """A backend's method, called until its seconds are certain: their median goes to `spent`, all of them to `runs`."""
+    """Wrap a backend's method to repeat each call. The median seconds go to `spent`, all seconds to `runs`."""
 
     def timed(requests: list[Any], **_: Any) -> list[Result]:
         taken: list[float] = []
@@ -296,9 +303,9 @@ def repeated(backends: Backends, call: Any, spent: list[float], runs: list[list[
 
 
 def answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[int, list[float | None], list[bool]]:
-    """The number of samples, and of each request how far apart the answers are and whether they agree."""
+    """Return the number of samples, and for each request the distance of the answers and whether they agree."""
     differences, same = [], []
-    # A sample comes once for each of the task's filters, with the same answers.
+    # A sample occurs once per filter of the task, with the same answers.
     once = [[sample for sample in found if sample["filter"] == found[0]["filter"]] for found in (ours, theirs)]
     for a, b in zip(*once, strict=True):
         if a["arguments"] != b["arguments"]:
@@ -310,7 +317,7 @@ def answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[i
 
 
 def sampled(requests: list[Any], kind: str) -> list[Any]:
-    """All requests of evenly spread examples; fewer new tokens where texts are generated."""
+    """Return all requests of evenly spread examples. Generated texts get fewer new tokens."""
     examples = list(dict.fromkeys(request.doc_id for request in requests))
     most = SAMPLE_PAGES if kind == "loglikelihood_rolling" else max(1, SAMPLE * len(examples) // len(requests))
     chosen = set(examples[:: max(1, -(-len(examples) // most))])
@@ -326,7 +333,7 @@ def value(result: Result) -> float:
 
 
 def distance(x: Result, y: Result, sample: dict[str, Any]) -> float | None:
-    """In nats a request, of a whole page a word; None for texts."""
+    """Return the distance in nats per request, or per word for a whole text. None for generated texts."""
     if isinstance(x, str):
         return None
     page = sample["doc"].get("page") if isinstance(x, float) else None
@@ -364,7 +371,7 @@ def heading() -> str:
 
 
 def line(r: Comparison) -> str:
-    """Seconds of all requests; the largest difference in nats; the share of equal greedy flags or texts."""
+    """Format one row: seconds of all requests, largest difference in nats, share of equal greedy flags or texts."""
     off = "" if r.off_float32 is None else f"{r.off_float32[0]:.1e} {r.off_float32[1]:.1e}"
     name, ours, hf = r.metric
     cells = [

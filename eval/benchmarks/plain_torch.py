@@ -1,7 +1,8 @@
-"""The yardstick for a training step: the same shape in plain torch, as one would write it in an afternoon.
+"""Measures a training step of a simple plain torch model of the same shape, as the baseline of launch/benchmark.py.
 
-bf16 weights and optimizer state, torch.compile of the whole model, cuDNN attention, fused AdamW, no DeepSpeed, no Megatron,
-no data loading. `python -m eval.benchmarks.plain_torch CONFIG MICROBATCH ACCUMULATION STEPS` prints one JSON line.
+It has bf16 weights and optimizer state, torch.compile of the whole model, cuDNN attention and fused AdamW, but no
+DeepSpeed, no Megatron-core and no data loading. `python -m eval.benchmarks.plain_torch CONFIG MICROBATCH ACCUMULATION
+STEPS` prints one JSON line.
 """
 
 import json
@@ -21,7 +22,7 @@ from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 
 
 class PlainBlock(nn.Module):
-    """Pre-norm attention and SwiGLU."""
+    """A block of pre-norm attention and SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """The softmax model with RoPE of a configuration's shape; the vocabulary is a multiple of 128, as tensor cores want it."""
+    """A softmax model with RoPE in a config's shape. The vocabulary is padded to a multiple of 128 for tensor cores."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,7 +67,11 @@ class PlainDecoder(nn.Module):
 
 
 def measure(name: str, microbatch: int, accumulation: int, steps: int) -> dict[str, float]:
-    """Tokens a second (median of the steps after the second), MFU in both counts, peak memory, seconds to the first step."""
+    """Time training steps of a config.
+
+    Returns tokens per second (median of the steps after the second), MFU with all and with only causal attention FLOPs,
+    peak memory in GiB, and seconds until the first step has ended.
+    """
     config = load_config([f"config={name}"])
     model, length = config.model, config.data.length
     began = time.perf_counter()

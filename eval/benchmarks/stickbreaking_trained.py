@@ -1,10 +1,11 @@
-"""Stick-breaking attention on a trained model's own activations: live tiles, time with and without skipping, and softmax's.
+"""Measures stick-breaking attention on activations of a trained model: live tiles, and time with and without skipping.
 
     python -m eval.benchmarks.stickbreaking_trained RUN DATA [--rows 4] [--lengths 4096,16384]
 
-RUN is the folder of a run made by launch/pretrain.py with `model.mixers=[stickbreaking]`, DATA a packed data folder whose
-validation rows are joined to sequences of each length, every one read as one document. One forward and one backward pass
-collect q, k, v and dO of all layers; each layer is then timed on its own. Last, decoded texts against full passes.
+RUN is the folder of a run of launch/pretrain.py with `model.mixers=[stickbreaking]`. DATA is a packed data folder.
+Its validation rows are joined to sequences of each length, and each sequence is read as one document. One forward and
+one backward pass collect q, k, v and dO of all layers. Then each layer is timed separately, and softmax attention on
+the same tensors. At the end, decoded texts are compared with full passes.
 """
 
 import argparse
@@ -35,15 +36,18 @@ from ssscale.train.build import load_for_inference
 THRESHOLD = 2**-12
 ROWS, KEYS = 128, 64  # the tile in which liveness is counted
 PROMPT, NEW_TOKENS = 500, 200
-LONGEST_CHECKED = 4096  # float64 takes length² numbers
-FAINT = (2**-18, 2**-14, 2**-10)  # of a stick spent by any row of a tile
+LONGEST_CHECKED = 4096  # the float64 reference holds length² numbers
+FAINT = (2**-18, 2**-14, 2**-10)  # bounds on the stick that a row spends in a tile
 BASELINES = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 Times = tuple[float, float]
 Kernel = Callable[..., tuple[Tensor, Any]]
 
 
 def held_out(data: PackedData, length: int, rows: int) -> Tensor:
-    """At most `rows` sequences of `length` tokens, joined from validation rows spread over the split. [rows · length]"""
+    """Return at most `rows` sequences of `length` tokens, [rows · length] int64, joined from rows across the split.
+
+    Exits with a message if length is not a multiple of the rows' length, or if there are too few rows.
+    """
     joined = length // data.length
     if joined * data.length != length:
         raise SystemExit(f"a length must be a multiple of the rows' {data.length} tokens, got {length}")
@@ -63,7 +67,7 @@ def layers_of(model: Decoder) -> list[Attention]:
 
 
 def capture(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayout) -> list[list[Tensor]]:
-    """q, k, v and dO of every layer, dO for the mean of the losses."""
+    """Return [q, k, v, dO] of every layer. dO is the gradient of the mean loss."""
     layers: list[list[Tensor]] = []
 
     def recording(layer: Attention, *inputs: Any) -> Tensor:
@@ -86,8 +90,11 @@ def capture(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayout
 
 
 class Tiles(NamedTuple):
-    """Shares of the causal tiles of ROWS queries × KEYS keys: those that some row enters with a stick of at least THRESHOLD,
-    and of these, those in which no row spends more than each of FAINT."""
+    """Shares of tiles of ROWS queries × KEYS keys.
+
+    live: the share of causal tiles that some row enters with a remaining stick of at least THRESHOLD.
+    faint: for each bound of FAINT, the share of live tiles in which no row spends more than the bound.
+    """
 
     live: float
     faint: tuple[float, ...]
@@ -106,9 +113,12 @@ def count_tiles(q: Tensor, k: Tensor, length: int, scale: float) -> Tiles:
             position = torch.arange(start, end, device=q.device)[:, None]
             seen = torch.arange(end, device=q.device) < position
             spent = torch.where(seen, softplus(z), 0.0)
-            missing = -end % KEYS, start - end + -(-(end - start) // ROWS) * ROWS  # whole tiles: (keys, rows)
+            missing = (
+                -end % KEYS,
+                start - end + -(-(end - start) // ROWS) * ROWS,
+            )  # padding to whole tiles: (keys, rows)
             spent = torch.nn.functional.pad(spent, (0, missing[0], 0, missing[1])).unflatten(-1, (-1, KEYS)).sum(-1)
-            entering = spent.flip(-1).cumsum(-1).flip(-1) - spent  # by the nearer tiles
+            entering = spent.flip(-1).cumsum(-1).flip(-1) - spent  # spent by the nearer tiles
             reaches = torch.arange(0, end, KEYS, device=q.device) < position
             reaches = torch.nn.functional.pad(reaches, (0, 0, 0, missing[1]))
             alive = (reaches & ((-entering).exp() >= THRESHOLD)).unflatten(1, (-1, ROWS)).any(2)
@@ -120,7 +130,7 @@ def count_tiles(q: Tensor, k: Tensor, length: int, scale: float) -> Tiles:
 
 
 def softmax_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, None]:
-    """Causal softmax attention of one head in the inputs' precision, or in float32 for less."""
+    """Causal softmax attention of one sequence, computed in at least float32. q, k, v: [T, N, H]."""
     precise = torch.promote_types(q.dtype, torch.float32)
     z = scale * torch.einsum("ind,jnd->nij", q.to(precise), k.to(precise))
     future = torch.ones(z.shape[1:], dtype=torch.bool, device=z.device).triu(1)
@@ -135,8 +145,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
 
 
 def worst_error(function: Kernel, reference: Kernel, layer: list[Tensor], length: int, scale: float) -> str:
-    """The first sequence's errors against float64 over those of float32 torch with inputs and outputs in the same dtype, for o,
-    dq, dk and dv: the largest and the root mean square, the worst of the heads."""
+    """Format error ratios for o, dq, dk and dv on the first sequence, as the largest over the heads.
+
+    A ratio is the error of `function` over that of `reference` with inputs and outputs in the same dtype. Errors are
+    measured against `reference` in float64, as the largest error and as the root mean square.
+    """
     q, k, v, grad = (x[:length] for x in layer)
     group = q.shape[1] // k.shape[1]
     worst = torch.zeros(4, 2)
@@ -160,7 +173,7 @@ def worst_error(function: Kernel, reference: Kernel, layer: list[Tensor], length
 
 
 def timed(function: Callable[..., Tensor], layer: list[Tensor]) -> Times:
-    """ms forward and backward: medians on a GPU, one call on the CPU."""
+    """Return milliseconds of forward and backward. These are medians on a GPU, and one call on a CPU."""
     if layer[0].is_cuda:
         from ssscale_kernels.stickbreaking.benchmark import forward_and_backward
 
@@ -178,7 +191,7 @@ def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def measure(layer: list[Tensor], length: int, scale: float) -> dict[str, Times]:
-    """Forward and backward ms of one layer: with skipping, dense, and softmax's on the same tensors."""
+    """Time one layer with skipping, without skipping ("dense"), and softmax attention on the same tensors."""
     batch = layer[0].shape[0] // length
     cu = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=layer[0].device)
 
@@ -246,7 +259,7 @@ def _print_row(name: str, live: float, times: dict[str, Times]) -> None:
 
 @torch.no_grad()
 def evaluate(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayout) -> None:
-    """Loss and time of the whole model's forward pass, with skipping and without."""
+    """Print loss and time of the whole model's forward pass, with and without skipping."""
     results = {}
     for name, skip_below in (("on", THRESHOLD), ("off", 0.0)):
         for layer in layers_of(model):
@@ -265,7 +278,10 @@ def evaluate(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayou
 
 @torch.no_grad()
 def decode(model: Decoder, tokens: Tensor, length: int) -> str:
-    """How many of 200 greedily decoded tokens of every sequence are the full forward pass's likeliest ones."""
+    """Decode 200 tokens of every sequence greedily, and compare them with the argmax of a full forward pass.
+
+    Returns a sentence with the result.
+    """
     device = model.groups.device
     prompts = [row[: PROMPT + 37 * i].tolist() for i, row in enumerate(tokens.unflatten(0, (-1, length)))]
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Which requests a forward pass takes together."""
+"""Packs requests into forward passes within limits on tokens, rows of logits and cache."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,13 +9,18 @@ import torch.distributed as dist
 from ssscale.model.decoder import Decoder
 
 CPU_TOKENS, CPU_LOGITS = 16_384, 2**28
-MAX_TOKENS = 131_072  # more would be no faster
-MEMORY_SHARE = 8  # of a GPU's memory, one part for what a batch's tokens need and one for its logits
-CACHE_SHARE = 4  # of its memory, for the keys and values of texts that are generated together
+MAX_TOKENS = 131_072  # larger batches are not faster
+MEMORY_SHARE = 8  # 1/8 of the GPU memory for activations and keys of the tokens, and 1/8 for logits
+CACHE_SHARE = 4  # 1/4 of the GPU memory for the KV cache during generation
 
 
 class Bounds(NamedTuple):
-    """The most tokens and rows of logits of a pass, and the most cached tokens while texts are generated."""
+    """Upper limits of one batch.
+
+    tokens: tokens per forward pass.
+    rows: rows of logits per forward pass.
+    cached: tokens in the KV cache during generation.
+    """
 
     tokens: int
     rows: int
@@ -23,7 +28,10 @@ class Bounds(NamedTuple):
 
 
 def batch_bounds(model: Decoder) -> Bounds:
-    """The same on all ranks, which must call this together."""
+    """Return the limits for a model, from the memory of its GPU. On a CPU, memory is not considered.
+
+    A collective call: every rank must make it. All ranks get the minimum over the ranks.
+    """
     config, groups = model.config, model.groups
     tokens, rows, cached = CPU_TOKENS, CPU_LOGITS // config.vocab_size, CPU_TOKENS
     if groups.device.type == "cuda":
@@ -32,9 +40,9 @@ def batch_bounds(model: Decoder) -> Bounds:
         keys = size * 2 * config.num_layers * config.kv_heads * config.head_size // groups.tensor_size
         alive = size * (8 * config.hidden_size + 4 * config.ffn_hidden_size)
         tokens = min(MAX_TOKENS, memory // MEMORY_SHARE // (keys + alive))
-        rows = memory // MEMORY_SHARE // ((size + 8) * config.vocab_size)  # logits, in float32, and their exponentials
+        rows = memory // MEMORY_SHARE // ((size + 8) * config.vocab_size)  # logits, also in float32, and exponentials
         cached = memory // CACHE_SHARE // keys
-    if model.sequence_parallel:  # the head gathers all tokens before rows are chosen
+    if model.sequence_parallel:  # the head gathers all tokens before it selects rows
         tokens = min(tokens, rows)
     bounds = torch.tensor([tokens, rows, cached], device=groups.device)
     dist.all_reduce(bounds, dist.ReduceOp.MIN)
@@ -48,12 +56,17 @@ def pack(
     max_rows: int = 0,
     slots: Sequence[int] | None = None,
 ) -> Iterator[list[int]]:
-    """Numbers of documents by batches of at most max_tokens tokens (or one document), the longest documents first.
+    """Yield batches of document indices, the longest documents first.
 
-    rows: of logits that each document needs, at most max_rows a batch. slots: sequences of a key/value cache that each
-    takes; every one of them has the room of the batch's longest.
+    A batch has at most max_tokens tokens. A document that is longer than max_tokens is a batch of its own.
 
-    The longest first: what does not fit into memory fails at once, and neighbours take equally long.
+    lengths: tokens per document.
+    rows: rows of logits per document. A batch has at most max_rows of them.
+    slots: slots of the KV cache per document. Each slot is as long as the longest document of the batch. With slots,
+    max_tokens limits the cached tokens: slots times the longest length.
+
+    Long documents come first for two reasons. A batch that does not fit into memory fails at once. Documents of one
+    batch have similar lengths.
     """
     batch: list[int] = []
     tokens = used = taken = 0
@@ -75,7 +88,7 @@ def pack(
 
 
 def alike(settings: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
-    """Requests by their generation settings."""
+    """Group requests by generation settings. Returns (settings, indices of the requests) per group."""
     groups: list[tuple[dict[str, Any], list[int]]] = []
     for index, options in enumerate(settings):
         for known, members in groups:

@@ -1,8 +1,8 @@
-"""Items of the last-word cloze task, from the held-out documents of any data folder.
+"""Builds items of the last-word cloze task from the held-out documents of any data folder.
 
-Context: 20 to 200 words of a document (fewer where the model's length ends first). The choices: the word that follows,
-and three answers of other items of the same kind. As wrong choices are drawn from the answers themselves, a model that
-knows nothing but how frequent words are gains next to nothing: chance is 1/4.
+The context of an item is 20 to 200 words of a document, or fewer if the model's length is too short for them. The
+choices are the word that follows the context and the answers of three other items of the same kind. Wrong choices are
+themselves answers of other items, so word frequency alone gives a model almost no advantage. Chance is 1/4.
 """
 
 import json
@@ -20,17 +20,17 @@ from ssscale.errors import UserError
 CHOICES = 4
 NUM_ITEMS = 400
 FEWEST_ITEMS = 8
-MIN_WORDS, MAX_WORDS = 20, 200  # of a context
-RESERVED = 16  # tokens kept free for the choices
-MOST_OF_A_WORD = 5  # items with the same answer: code would be all `self` and `return`
-# An answer follows one space, so that it is tokenized as a word, and is no part of an identifier.
+MIN_WORDS, MAX_WORDS = 20, 200  # words of a context
+RESERVED = 16  # tokens reserved for the choices
+MOST_OF_A_WORD = 5  # items with the same answer. Without this limit, most answers in code are `self` and `return`.
+# An answer follows exactly one space, so that it is tokenized as a word. It is not a part of an identifier.
 ANSWER = re.compile(r"(?<=\S )[A-Za-z][a-z]{3,11}(?=[\s.,;:!?)]|$)")
 ENDINGS = re.compile(r"(?:ing|ed|ly|tion|er|s)$")
 
 
 @dataclass(frozen=True)
 class Item:
-    """choices[answer] is the word that followed the context in the document."""
+    """One question. choices[answer] is the word that follows the context in the document."""
 
     id: str
     source: str
@@ -42,9 +42,10 @@ class Item:
 def build_items(
     documents: Iterable[HeldOut], tokenizer: TextTokenizer, length: int, count: int = NUM_ITEMS, seed: int = 0
 ) -> list[Item]:
-    """`count` items, or as many as the documents give, for a model that takes `length` tokens; the same ones each time.
+    """Return up to `count` items for a model that takes `length` tokens. The same arguments give the same items.
 
-    Passages do not overlap. Raises UserError where there are fewer than FEWEST_ITEMS.
+    Passages do not overlap. Raises UserError if the documents give fewer than FEWEST_ITEMS items, or fewer than CHOICES
+    different answers.
     """
     found = [item for document in documents for item in _passages(document, tokenizer, length - RESERVED, seed)]
     random.Random(f"{seed} items").shuffle(found)
@@ -64,13 +65,13 @@ def build_items(
 
 
 def _passages(document: HeldOut, tokenizer: TextTokenizer, max_tokens: int, seed: int) -> Iterator[Item]:
-    """Passages of one document, each with its answer as the only choice yet."""
+    """Yield the passages of one document. At this stage the answer is the only choice."""
     rng = random.Random(f"{seed} {document.source} {document.document} {document.offset}")
     words = [match.start() for match in re.finditer(r"\S+", document.text)]
     answers = {match.start(): match.group() for match in ANSWER.finditer(document.text)}
     first = 0
     while first + MIN_WORDS < len(words):
-        # Even over the logarithm: many short passages, some long ones.
+        # Uniform in the logarithm: many short passages, some long ones.
         wanted = round(math.exp(rng.uniform(math.log(MIN_WORDS), math.log(MAX_WORDS))))
         after = next((i for i in range(first + wanted, len(words)) if words[i] in answers), None)
         if after is None:
@@ -84,7 +85,10 @@ def _passages(document: HeldOut, tokenizer: TextTokenizer, max_tokens: int, seed
 
 
 def _fitting(context: str, tokenizer: TextTokenizer, max_tokens: int) -> str:
-    """The end of a context that takes at most max_tokens tokens with BOS, from the beginning of a word on."""
+    """Return the longest end of a context that starts at a word and has at most max_tokens tokens, BOS included.
+
+    The result is approximate: words are cut from the front in proportion to the excess tokens.
+    """
     while len(tokens := tokenizer.encode(context)) >= max_tokens:
         cut = max(1, len(context) * (len(tokens) - max_tokens) // len(tokens))
         space = re.search(r"\s\S", context[cut:])
@@ -95,7 +99,7 @@ def _fitting(context: str, tokenizer: TextTokenizer, max_tokens: int) -> str:
 
 
 def _kind(item: Item) -> tuple[str, bool, str]:
-    """Source, capital or small initial, and ending, which in English goes with the part of speech."""
+    """Return (source, whether the initial is a capital, ending). English endings indicate the part of speech."""
     word = item.choices[0]
     ending = ENDINGS.search(word)
     return item.source, word[0].isupper(), ending.group() if ending else ""
@@ -111,7 +115,7 @@ def _with_choices(items: list[Item], seed: int) -> list[Item]:
         rng = random.Random(f"{seed} {item.id}")
         word = item.choices[0]
         wrong: list[str] = []
-        # A kind with too few words is filled up from all of them.
+        # If a kind has too few words, words of all kinds are added.
         for pool in (answers[_kind(item)], everything):
             others = rng.sample(pool, len(pool))
             for other in others:
@@ -123,7 +127,7 @@ def _with_choices(items: list[Item], seed: int) -> list[Item]:
 
 
 def write_items(items: list[Item], file: Path) -> None:
-    """As JSON lines."""
+    """Write the items to a file as JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items]
     file.write_text("".join(lines), encoding="utf-8")

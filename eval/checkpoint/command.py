@@ -1,4 +1,4 @@
-"""What the commands of this folder share."""
+"""Functions that the commands below eval/ share: error messages, lists of integers, result files."""
 
 import json
 import os
@@ -15,9 +15,10 @@ from ssscale.unforeseen import describe, describe_os_error
 
 @contextmanager
 def sentences(command: Command | None = None) -> Iterator[None]:
-    """A UserError becomes its sentence on stderr and exit code 2; what nobody foresaw one sentence and exit code 70.
+    """Report errors of the block in one sentence on stderr and exit.
 
-    --help prints the command's options.
+    A UserError, or an OSError such as a missing permission, exits with code 2. Any other exception exits with code 70,
+    and its traceback is written to a file that the sentence names. With a command, --help prints its options.
     """
     if command is not None:
         command.help_if_asked(sys.argv[1:])
@@ -34,7 +35,10 @@ def sentences(command: Command | None = None) -> Iterator[None]:
 
 
 def whole_numbers(text: str, flag: str, least: int = 1, most: int = 2**24) -> list[int]:
-    """`1,2,3` as a list. Raises UserError."""
+    """Parse comma-separated integers such as `1,2,3`.
+
+    Raises UserError, which names `flag`, if one is not an integer or not in [least, most].
+    """
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
@@ -45,7 +49,10 @@ def whole_numbers(text: str, flag: str, least: int = 1, most: int = 2**24) -> li
 
 
 def begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier call with the same settings has written, else the settings alone."""
+    """Return the result that an earlier call with the same settings wrote to the file, or else the settings.
+
+    Raises UserError if the file is not JSON.
+    """
     if file.is_file():
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
@@ -57,7 +64,7 @@ def begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(file: Path, result: dict[str, Any], indent: int | None = None) -> None:
-    """Replace a result file as a whole."""
+    """Write a result to a JSON file. The file is replaced atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")

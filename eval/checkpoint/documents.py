@@ -1,4 +1,4 @@
-"""Documents from the files that an evaluation is given: JSON lines with a `text` (or `page`) key, or plain text."""
+"""Reads documents from JSON lines with a `text` (or `page`) key, or from plain text."""
 
 import io
 import json
@@ -13,7 +13,10 @@ KEYS = ("text", "page")
 
 
 def read_documents(file: Path, option: str = "--texts=") -> Iterator[str]:
-    """The texts of FILE.jsonl or the whole of any other file, .zst around either. Raises UserError naming the option."""
+    """Yield the texts of FILE.jsonl, or the whole content of any other file. Both may be compressed as .zst.
+
+    Raises UserError if the file is missing or broken. option: prefix of the file name in messages.
+    """
     if not file.is_file():
         raise UserError(f"{option}{file}: there is no such file")
     try:

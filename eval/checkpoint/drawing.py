@@ -1,4 +1,4 @@
-"""What all figures share. Importing this chooses matplotlib's backend that needs no display."""
+"""Colours, styles and functions that all figures share. Its import selects a matplotlib backend without display."""
 
 from pathlib import Path
 
@@ -10,18 +10,18 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, told apart by colour-blind readers; black is the baseline's.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish. Baselines are black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 BASELINE = "#000000"
-# Beside the colours, so that lines are told apart in grey too.
+# Used in addition to colours, so that lines can be distinguished in grey.
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DPI = 150
-SMALL_DPI = 110  # of figures that lie in docs/
+SMALL_DPI = 110  # for figures in docs/
 
 
 def axes_of(figure: Figure, axes: Axes, title: str, x: str, y: str) -> None:
-    """Title, labels with units, a faint grid."""
+    """Set title, axis labels and a faint grid. x, y: labels with units."""
     axes.set_title(title, fontsize=12, loc="left")
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
@@ -30,10 +30,10 @@ def axes_of(figure: Figure, axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def save(figure: Figure, file: Path) -> list[Path]:
-    """FILE.png and FILE.pdf."""
+    """Write FILE.png and FILE.pdf, and close the figure. Returns both paths."""
     file.parent.mkdir(parents=True, exist_ok=True)
     files = [file.with_suffix(".png"), file.with_suffix(".pdf")]
-    # The same data give the same bytes: no date in the PDF.
+    # No date in the PDF, so that the same data give the same bytes.
     figure.savefig(files[0], dpi=SMALL_DPI)
     figure.savefig(files[1], metadata={"CreationDate": None})
     plt.close(figure)

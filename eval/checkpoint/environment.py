@@ -1,4 +1,4 @@
-"""What lm-eval and the Hugging Face libraries read from the environment when they are imported."""
+"""Sets the environment variables that lm-eval and the Hugging Face libraries read when they are imported."""
 
 import logging
 import os
@@ -7,15 +7,17 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRAN
 
 
 def prepare() -> None:
-    """Keep this process off the network, unless the user has said otherwise (HF_HUB_OFFLINE=0), and libraries quiet.
+    """Disable network access, unless the user has set HF_HUB_OFFLINE=0, and silence the libraries.
 
-    Must run before lm_eval is imported.
+    Must be called before lm_eval is imported.
     """
     for name in OFFLINE:
         os.environ.setdefault(name, os.environ.get("HF_HUB_OFFLINE", "1"))
-    os.environ.setdefault("TQDM_DISABLE", "1")  # our own progress bar takes its place
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # many texts at once; nothing forks and then tokenizes
+    os.environ.setdefault("TQDM_DISABLE", "1")  # replaced by our own progress bar
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "true"
+    )  # tokenizes many texts at once. No process tokenizes after a fork.
     os.environ.setdefault(
         "DISABLE_MULTIPROC", "1"
-    )  # lm-eval would fork a pool for its bootstrap, torch's threads running
+    )  # otherwise lm-eval forks a pool for its bootstrap while torch's threads run
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""lm-eval's view of our model: requests become documents of packed forward passes, without padding, contexts once."""
+"""Runs lm-eval's requests on our model in packed forward passes without padding. Shared contexts are computed once."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +28,7 @@ from ssscale.model.decoder import Decoder
 from ssscale.model.generate import generate
 from ssscale.parallel.exchange import gather_json
 
-DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task does not say
+DEFAULT_NEW_TOKENS = 256  # lm-eval's default for tasks that set no limit
 
 Scored = tuple[float, bool]
 Tokens = Sequence[int] | np.ndarray
@@ -39,7 +39,10 @@ R = TypeVar("R")
 
 
 class Scores(NamedTuple):
-    """What a pass found, still on its device: ln p and greediness of every token of its requests, one behind the other."""
+    """Scores of one forward pass, on the device. members, counts: request indices and their numbers of tokens.
+
+    values: [tokens] float64, ln p in nats. greedy: [tokens] bool, whether a token is the argmax of its logits.
+    """
 
     members: list[int]
     counts: list[int]
@@ -50,14 +53,17 @@ class Scores(NamedTuple):
 class PackedLM(TemplateLM):
     """log p(continuation | context) and generation, for lm-eval's tasks.
 
-    Prefix: every document begins with BOS, as in training. An empty context is BOS alone, a context is BOS + its
-    tokens, a text for rolling log-likelihood is predicted from BOS on, and a prompt for generation begins with BOS.
-    Tokens: context and continuation are encoded together and split behind the context's own tokens; whitespace at the
-    context's end moves to the continuation; what is longer than the model takes loses its beginning, BOS included (all
-    three as lm-eval's own `hf` model).
-    length: the most tokens a document has in one pass. batch_tokens: the most of a pass (default: by the device's memory).
-    Ranks that hold the same weights are given all requests, share the batches out and all return all results; in_step: they
-    make every pass together, as ZeRO-3 needs it. alive: called after each batch.
+    Prefix: every document begins with BOS, as in training. This holds for contexts, for texts of rolling
+    log-likelihoods and for prompts. An empty context is BOS alone.
+    Tokens: three rules are those of lm-eval's own `hf` model. Context and continuation are encoded together and split
+    after the tokens of the context. Whitespace at the end of a context moves to the continuation. A text that is longer
+    than the model takes loses its beginning, BOS included.
+
+    length: the maximum number of tokens of a document in one pass. batch_tokens: the maximum number of tokens of a pass.
+    The default depends on the memory of the device. in_step: the ranks make every pass together, as ZeRO-3 requires.
+    alive: called after each batch.
+
+    Ranks that hold the same weights must get the same requests. They divide the batches, and each returns all results.
     """
 
     def __init__(
@@ -75,7 +81,7 @@ class PackedLM(TemplateLM):
         super().__init__()
         self.model, self.text, self.length, self.name, self.show = model, tokenizer, length, name, show
         self._in_step, self._alive = in_step, alive
-        self.in_passes = False  # whether an error is the model's or the machine's, not a task's
+        self.in_passes = False  # True: an exception comes from the model or the machine, not from a task
         self._device = model.groups.device
         bounds = batch_bounds(model)
         self.batch_tokens = max(length, batch_tokens or bounds.tokens)
@@ -99,12 +105,15 @@ class PackedLM(TemplateLM):
         return self.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """A document's beginning: BOS and the tokens, or the tokens alone with add_special_tokens=False."""
+        """Return BOS and the tokens of a text, or the tokens alone with add_special_tokens=False."""
         prefix = [] if add_special_tokens is False else [self.text.bos_id]
         return prefix + self.text.encode(string)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Scored]:
-        """(log-likelihood in nats, whether greedy decoding gives the continuation) of each (context, continuation)."""
+        """Return (log-likelihood in nats, whether greedy decoding gives the continuation) per (context, continuation).
+
+        Raises UserError if a continuation has no tokens of its own or more than the model takes.
+        """
         pairs = []
         for request in requests:
             context, continuation = request.args[:2]
@@ -126,14 +135,14 @@ class PackedLM(TemplateLM):
         return self._loglikelihood_tokens(encoded, name=named(requests, "log-likelihoods"))
 
     def _encode(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
-        """Each text's document: BOS and the tokens. Choices share their context, so most texts come several times."""
+        """Map each text to BOS and its tokens. Choices share their context, so most texts occur several times."""
         different = list(dict.fromkeys(texts))
         bos = np.array([self.text.bos_id], dtype=np.int32)
         tokens = self.text.encode_batch(different)
         return {text: np.concatenate([bos, ids]) for text, ids in zip(different, tokens, strict=True)}
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """The log-likelihood of each whole text in nats, in windows of the model's length that score a token once."""
+        """Return the log-likelihood of each text in nats, in windows of the model's length. Each token counts once."""
         windows: list[Encoded] = []
         owners: list[int] = []
         for request in requests:
@@ -153,7 +162,7 @@ class PackedLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[Encoded], disable_tqdm: bool = True, *, name: str = "log-likelihoods", **_: Any
     ) -> list[Scored]:
-        # Requests by the tokens of their context: the choices of a question share one.
+        # Group the requests by the tokens of their context: the choices of a question share one.
         groups: dict[bytes, Question] = {}
         answers: list[np.ndarray] = []
         for index, (_pair, before, after) in enumerate(requests):
@@ -170,7 +179,7 @@ class PackedLM(TemplateLM):
         ordered = with_headers(shared)
         families = [question for question in ordered if question.header]
         others = ordered[len(families) :]
-        # Where one token predicts all answers, or there is one answer, a question is a document.
+        # A question is one document if it has one answer, or if one token predicts all its answers.
         alone += [question for question in others if question.slots(answers) == 1 or len(question.members) == 1]
         several = [question for question in others if question.slots(answers) > 1]
         jobs = list(pack_families(families, answers, self.batch_tokens, self.batch_rows, self.cached_tokens))
@@ -186,7 +195,7 @@ class PackedLM(TemplateLM):
 
     @property
     def _shares(self) -> bool:
-        """Whether a context's keys serve all its continuations: not where they depend on the whole text's length."""
+        """Whether continuations of a context can share its keys. They cannot if keys depend on the text's length."""
         return not self.model.config.place.depends_on_length
 
     def _share_out(
@@ -197,12 +206,10 @@ class PackedLM(TemplateLM):
         work: Callable[[list[J]], P],
         collected: Callable[[list[P]], dict[int, R]],
     ) -> dict[int, R]:
-        """The results of all jobs by request, each of them done by one of the ranks that hold the same weights.
+        """Return the results of all jobs by request. Each job is done by one of the ranks that hold the same weights.
 
-        sizes: the requests of each job.
-
-        Whole batches are shared out, which are the same for any number of ranks: so are the results, to the last bit.
-        collected: reads what `work` has left on the device, when all of it has been launched.
+        sizes: requests per job. collected: reads the results of `work` from the device, after all work was launched.
+        Batches do not depend on the number of ranks, so the results are bitwise equal for any number of ranks.
         """
         groups = self.model.groups
         every = slice(groups.replica_rank, None, groups.replica_size)
@@ -224,7 +231,7 @@ class PackedLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, questions: list[Question], answers: list[np.ndarray]) -> Scores:
-        """One forward pass over contexts and answers, or one each over headers, contexts and answers where they are shared."""
+        """Score questions in one forward pass. Shared headers and contexts take a pass each before their answers."""
         members = [index for question in questions for index in question.members]
         cached = any(question.header or question.slots(answers) > 1 for question in questions)
         with varied_documents():
@@ -239,24 +246,24 @@ class PackedLM(TemplateLM):
         return upload(torch.from_numpy(np.asarray(numbers, dtype=np.int64)), self._device)
 
     def _logits(self, questions: list[Question], answers: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Logits, and in which row of them each token of the answers is predicted, member by member."""
+        """Return logits [rows, V], and for each token of the answers, member by member, the row that predicts it."""
         rests = [answers[question.members[0]][:-1] for question in questions]
         inputs = [part for question, rest in zip(questions, rests, strict=True) for part in (question.context, rest)]
         lengths = [len(question.context) + len(rest) for question, rest in zip(questions, rests, strict=True)]
         firsts = [0, *itertools.accumulate(len(rest) + 1 for rest in rests)]
         chosen = np.concatenate([np.arange(end - len(rest) - 1, end) for end, rest in zip(np.cumsum(lengths), rests)])
-        # Each of several members is one token, for which there is one row.
+        # Where a question has several members, each is one token, and one row predicts them all.
         rows = [
             np.arange(first, first + len(rest) + 1)
             for first, question, rest in zip(firsts, questions, rests, strict=False)
             for _ in question.members
         ]
-        # Sequence parallelism shares the tokens out evenly; a document behind the others changes none of them.
+        # Sequence parallelism divides the tokens evenly. A filler document at the end does not change the others.
         filler = -sum(lengths) % self.model.groups.tensor_size
         if filler:
             inputs.append(np.full(filler, self.prefix_token_id))
             lengths.append(filler)
-        # A power of two: a bound for each batch's own longest document could have kernels compiled again and again.
+        # A power of two: with the exact maximum of each batch, kernels could be compiled again and again.
         layout = PackedLayout.from_lengths(lengths, 1 << (max(lengths) - 1).bit_length())
         cu_seqlens, positions = upload(layout.cu_seqlens, self._device), upload(layout.positions, self._device)
         layout = replace(layout, cu_seqlens=cu_seqlens, positions=positions)
@@ -264,11 +271,11 @@ class PackedLM(TemplateLM):
         return logits, self._upload(np.concatenate(rows))
 
     def _cached_logits(self, questions: list[Question], answers: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """As `_logits`, with a key/value cache: a family's header is computed once, and so is each context."""
+        """Like `_logits`, with a KV cache: the header of a family and each context are computed once."""
         slots = [question.slots(answers) for question in questions]
-        firsts = [0, *itertools.accumulate(slots)][:-1]  # each question's first sequence, which computes its context
+        firsts = [0, *itertools.accumulate(slots)][:-1]  # the first slot of each question computes the context
         finals: list[int] = []
-        rests: list[np.ndarray] = []  # the context's last token predicts an answer's first one, and so on
+        rests: list[np.ndarray] = []  # the last token of the context predicts the first token of an answer, and so on
         for question, count in zip(questions, slots, strict=True):
             rests += [answers[index][:-1] for index in question.members[:count]]
             finals += [len(question.context) + len(rest) + 1 for rest in rests[len(finals) :]]
@@ -301,14 +308,14 @@ class PackedLM(TemplateLM):
         return torch.cat(logits), self._upload(rows)
 
     def _extend(self, cache: KVCache, parts: list[np.ndarray], rows: np.ndarray) -> Tensor:
-        """Add parts[b] to each cached sequence; the logits of these rows of all parts."""
+        """Append parts[b] to each cached sequence. Returns the logits at `rows` of the concatenated parts."""
         layout = cache.begin([len(part) for part in parts])
         tokens = np.concatenate(parts)
         tokens = np.pad(tokens, (0, len(layout.positions) - len(tokens)))
         return self.model(self._upload(tokens), layout, cache=cache, rows=self._upload(rows))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Each context's continuation up to the first of its stop strings, the document's end or its token limit."""
+        """Generate up to a stop string, EOS or the token limit. Raises UserError if no token is left for the prompt."""
         prompts, settings = [], []
         for request in requests:
             context, given = request.args[:2]
@@ -341,7 +348,7 @@ class PackedLM(TemplateLM):
 
     def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
         until = [end for end in options.get("until") or [] if end]
-        # A token has a byte at least, so an end that has just come is within so many tokens; some more for cut characters.
+        # A token has at least one byte, so this many last tokens contain a new stop string. 8 more for cut characters.
         tail = max((len(end.encode()) for end in until), default=0) + 8
 
         def ended(texts: list[list[int]]) -> list[bool]:
@@ -365,18 +372,18 @@ class PackedLM(TemplateLM):
 
 
 def unscorable(request: Instance, reason: str) -> UserError:
-    """With the number of the document that the request is made from, where it has one."""
+    """Return a UserError that names the document of the request, if it has one."""
     return UserError(reason if request.doc_id is None else f"document {request.doc_id}: {reason}")
 
 
 def named(requests: list[Instance], what: str) -> str:
-    """What progress is shown of: lm-eval asks for one task's requests at a time."""
+    """Return the label of the progress display. lm-eval sends the requests of one task at a time."""
     task = requests[0].task_name if requests else None
     return what if task is None else f"{task}, {what}"
 
 
 def collect(parts: list[Scores]) -> dict[int, Scored]:
-    """Sums over each request's tokens."""
+    """Sum the scores over the tokens of each request. Returns {index of the request: (nats, greedy)}."""
     if not parts:
         return {}
     values = torch.cat([part.values for part in parts]).cpu().numpy()

@@ -1,4 +1,4 @@
-"""lm-eval's tasks inside a training run, on the weights as they are."""
+"""Evaluates lm-eval tasks during training, on the current weights."""
 
 import logging
 import random
@@ -25,11 +25,12 @@ logger = logging.getLogger("ssscale")
 
 
 class TaskEvaluation:
-    """`train.tasks` on a run's model, as launch/evaluate.py would find them for a checkpoint of the step.
+    """Evaluates `train.tasks` on the model of a run.
 
-    All ranks call it together. The run's model, data and random numbers are left as they were. A batch has as many
-    tokens as a microbatch of training at most, since the optimizer keeps its memory. Raises UserError, when it is made, for
-    unknown tasks and missing data.
+    The results equal those of launch/evaluate.py on a checkpoint of the same step. All ranks must call it together. The
+    model, the data and the random number generators of the run are not changed. A batch has at most as many tokens as a
+    microbatch of training, because the optimizer keeps its memory. The constructor raises UserError for unknown tasks
+    and missing data.
     """
 
     def __init__(self, config: Config) -> None:
@@ -38,10 +39,13 @@ class TaskEvaluation:
         self.names, self.limit = train.tasks, train.task_limit
         metadata = {"eval_data": train.task_data, "cloze_items": str(self.items)}
         self.manager = find_tasks(self.names, metadata, train.task_include, "train.tasks")
-        self._items_of: tuple[str, int] | None = None  # the data and the length that the items were made for
+        self._items_of: tuple[str, int] | None = None  # (fingerprint of the data, length) of the items
 
     def __call__(self, run: Run) -> dict[str, float]:
-        """`task/metric` → its value; on the main rank also RUN/eval/step-XXXXXXXX.json."""
+        """Evaluate, and return {"task/metric": value} on the main rank and {} on the others.
+
+        The main rank also writes RUN/eval/step-XXXXXXXX.json.
+        """
         config, model, source = run.config, run.engine.module, run.source
         assert isinstance(source, PackedRows)
         data = source.data
@@ -72,7 +76,7 @@ class TaskEvaluation:
         file = results_file(checkpoint, changes)
         try:
             add_results(file, content)
-        except OSError as error:  # training goes on over a full disk, and metrics.jsonl has the values
+        except OSError as error:  # a full disk must not stop training, and metrics.jsonl has the values
             logger.error("%s cannot be written: %s", file, error.strerror)
         return {
             f"{result.task}/{name.split(',')[0]}": value
@@ -81,7 +85,7 @@ class TaskEvaluation:
         }
 
     def _write_items(self, run: Run, tokenizer: TextTokenizer) -> None:
-        """The items of the cloze task, once for each data folder."""
+        """Write the items of the cloze task, once per data folder and length."""
         valid = open_data(run.config, "valid", fingerprint=run.source.fingerprint)
         if self._items_of == (valid.fingerprint, valid.length):
             return
@@ -92,7 +96,7 @@ class TaskEvaluation:
 
 
 def means(metrics: dict[str, object]) -> Iterator[tuple[str, float]]:
-    """The metrics that are numbers, without their standard errors."""
+    """Yield the numeric metrics, without standard errors."""
     for name, value in metrics.items():
         if "_stderr" not in name and isinstance(value, int | float):
             yield name, float(value)
@@ -100,12 +104,15 @@ def means(metrics: dict[str, object]) -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """The model in eval mode and uncompiled; lm-eval seeds all generators of random numbers, which get their states back."""
+    """Put the model into eval mode without torch.compile, and restore training mode and random states afterwards.
+
+    lm-eval seeds the generators of Python, NumPy and torch.
+    """
     states = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     model.eval()
     try:
-        # Shapes that vary would make torch.compile's graphs dynamic, those of training too.
+        # Varying shapes would make torch.compile's graphs dynamic, also those of training.
         with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             yield
     finally:

@@ -1,4 +1,4 @@
-"""What is changed in lm-eval (0.4.13), each for as long as a `with` block lasts."""
+"""Patches of lm-eval (seen in 0.4.13). Each lasts as long as its `with` block."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -10,17 +10,20 @@ from lm_eval import utils
 
 
 def without_environment() -> AbstractContextManager[Any]:
-    """simple_evaluate adds a description of the machine to its results, for which it waits seconds for `pip list`."""
+    """Leave out the description of the machine in the results. simple_evaluate waits seconds for its `pip list`."""
     return mock.patch("lm_eval.evaluator.add_env_info")
 
 
 def templates_end_with(finalize: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-    """Its Jinja environment has no other way to see what a template prints, and prints a missing field as nothing."""
+    """Pass every value that a template prints through `finalize`.
+
+    lm-eval's Jinja environment prints a missing field as nothing. It offers no other way to see what a template prints.
+    """
     return mock.patch.object(utils.env, "finalize", finalize)
 
 
 def download_gives(content: Any) -> AbstractContextManager[Any]:
-    """RULER's question answering reads no local file: its readers download their JSON."""
+    """Make RULER's question-answering readers use `content`. They cannot read local files, only download JSON."""
     from lm_eval.tasks.ruler import qa_utils
 
     return mock.patch.object(qa_utils, "download_json", return_value=content)
@@ -28,7 +31,10 @@ def download_gives(content: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def importing_ruler() -> Iterator[None]:
-    """RULER's prepare_niah downloads a sentence splitter and reads word lists as it is imported; neither is used here."""
+    """Allow the import of RULER's prepare_niah without its side effects.
+
+    It downloads a sentence splitter and reads word lists at import. We use neither.
+    """
     no_words = SimpleNamespace(_categories=dict.fromkeys(("adjectives", "nouns", "verbs"), ()))
     with mock.patch("nltk.data.find"), mock.patch("wonderwords.RandomWord", return_value=no_words):
         yield
@@ -36,7 +42,10 @@ def importing_ruler() -> Iterator[None]:
 
 @contextmanager
 def ruler_uses(replacements: list[tuple[ModuleType, str, Any]]) -> Iterator[None]:
-    """RULER's generators take no word list, sentence splitter, random generator or progress bar: they read globals."""
+    """Replace globals of RULER's generators: (module, name, value).
+
+    The generators read word lists, sentence splitter, random generator and progress bar from globals, not arguments.
+    """
     with ExitStack() as stack:
         for module, name, value in replacements:
             stack.enter_context(mock.patch.object(module, name, value, create=name == "print"))

@@ -1,4 +1,4 @@
-"""Ranks whose forward passes need each other: under ZeRO-3 every one gathers the weights layer by layer from all."""
+"""Keeps forward passes of ranks in step. Under ZeRO-3, each pass gathers the weights of each layer from all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +12,16 @@ from ssscale.model.decoder import Decoder
 
 @contextmanager
 def lockstep(model: Decoder) -> Iterator[None]:
-    """Inside, a rank may make any number of passes over anything: whoever is done makes empty ones until all are."""
+    """Let each rank make any number of passes of any size. Ranks that are done make empty passes until all are done."""
     groups = model.groups
 
     def working(ranks: int) -> bool:
-        """Before each pass, and before each that a rank which is done makes: whether any rank still has one of its own."""
+        """Return whether any rank still has a pass of its own. Called before each pass, empty ones included."""
         total = torch.tensor(ranks, device=groups.device)
         dist.all_reduce(total, group=groups.replica_group)
         return bool(total)
 
-    # First of all hooks: DeepSpeed's gather weights.
+    # Before all other hooks: those of DeepSpeed gather weights.
     hook = model.register_forward_pre_hook(lambda *_: working(1) and None, prepend=True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Loss curves of one or several runs."""
+"""Draws the loss curves of one or several runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ SIZE = (9.0, 6.5)
 
 
 def draw_run(run: Run, file: Path) -> None:
-    """Training loss, validation points and the bigram by tokens; the learning rate below; stages marked."""
+    """Draw training loss, validation loss and bigram by training tokens, and the learning rate below. Marks stages."""
     figure, (losses, rates) = _panels()
     tokens = [record["tokens"] for record in run.training]
     losses.plot(tokens, [record["loss"] for record in run.training], color=COLOURS[0], linewidth=1.4, label="training")
@@ -28,14 +28,14 @@ def draw_run(run: Run, file: Path) -> None:
     for start, name in run.stage_starts:
         for axes in (losses, rates):
             axes.axvline(start, color="0.4", linestyle=":", linewidth=1.2)
-        # Above the axes: text there covers neither curve nor legend.
+        # Text above the axes covers neither the curve nor the legend.
         at = losses.get_xaxis_transform()
         losses.text(start, 1.01, f"{name} stage", transform=at, va="bottom", ha="left", color="0.25", fontsize=10)
     _finish(figure, losses, rates, f"{run.name}: loss by training tokens", file)
 
 
 def draw_runs(runs: Sequence[Run], file: Path) -> None:
-    """The runs in one figure: training as thin lines, validation as marked ones, a bigram for each data set."""
+    """Draw several runs in one figure: training as thin lines, validation with markers, one bigram per data set."""
     figure, (losses, rates) = _panels()
     for index, run in enumerate(runs):
         colour = COLOURS[index % len(COLOURS)]

@@ -1,4 +1,4 @@
-"""A user's own tasks: lm-eval YAML files in folders, or one by its path, over the user's own data."""
+"""Tasks that users define: lm-eval YAML files, in folders or given by path, with data of the user."""
 
 import glob
 import os
@@ -22,14 +22,20 @@ Config = dict[str, Any]
 
 
 class TaskManager(lm_eval.tasks.TaskManager):
-    """lm-eval's, with relative data paths of a task's YAML found beside that YAML, or else in the working directory."""
+    """lm-eval's TaskManager with a different rule for relative data paths in a task's YAML.
+
+    They are looked up in the folder of the YAML first, then in the working directory.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._factory = _Factory(meta=self.metadata)
 
     def _load_spec(self, spec: str | Config) -> Task | Group | list[Task]:
-        """lm-eval's gives a group that is named by its file the list of its tasks for a name."""
+        """Load a task or group by name or by YAML file.
+
+        lm-eval's version names a group that is given by file after its list of tasks.
+        """
         if isinstance(spec, str) and is_yaml(spec):
             config = read_yaml(Path(spec))
             name, kind = (config["group"], Kind.GROUP) if "group" in config else (config["task"], Kind.TASK)
@@ -46,13 +52,13 @@ class _Factory(TaskFactory):
 
 
 def is_own(config: Any) -> bool:
-    """Whether a task's definition is not one of lm-eval's. config: its TaskConfig."""
+    """Return whether a task is defined outside lm-eval. config: its TaskConfig."""
     metadata = config.metadata if isinstance(config.metadata, dict) else {}
     return not Path(metadata.get("config_source", "")).is_relative_to(LM_EVAL)
 
 
 def with_found_data(config: Any, yaml: Path) -> Any:
-    """A task's or group's definition whose data paths lead to files. Raises UserError for a file that is not there."""
+    """Return a definition of a task or group with its data paths resolved. Raises UserError for a missing file."""
     if isinstance(config, list):
         return [with_found_data(item, yaml) for item in config]
     if not isinstance(config, dict):
@@ -61,7 +67,7 @@ def with_found_data(config: Any, yaml: Path) -> Any:
     path, settings = config.get("dataset_path"), config.get("dataset_kwargs")
     if isinstance(path, str) and path.startswith("."):
         found["dataset_path"] = find_data(path, yaml)
-    # Files of other data sets lie in their own folder or on the hub.
+    # Data sets of other kinds have their files in their own folder or on the hub.
     if isinstance(settings, dict) and (path is None or path in READERS):
         key = "data_dir" if settings.get("data_dir") else "data_files"
         if settings.get(key):
@@ -70,7 +76,7 @@ def with_found_data(config: Any, yaml: Path) -> Any:
 
 
 def _each(paths: Any, yaml: Path) -> Any:
-    """data_files is one path, a list, or either by split."""
+    """Resolve data_files, which is a path, a list of paths, or a dict of either by split."""
     if isinstance(paths, dict):
         return {split: _each(value, yaml) for split, value in paths.items()}
     if isinstance(paths, list | tuple):
@@ -79,7 +85,10 @@ def _each(paths: Any, yaml: Path) -> Any:
 
 
 def find_data(path: str, yaml: Path) -> str:
-    """A path or glob pattern that matches something: beside the YAML, or else from the working directory."""
+    """Resolve a path or glob pattern, first in the folder of the YAML, then in the working directory.
+
+    URLs are returned unchanged. Raises UserError if nothing matches.
+    """
     if "://" in path:
         return path
     path = os.path.expanduser(path)
@@ -93,17 +102,17 @@ def find_data(path: str, yaml: Path) -> str:
 
 
 def is_yaml(name: str) -> bool:
-    """Whether `tasks=` names a file, not a task."""
+    """Return whether an entry of `tasks=` is a YAML file rather than the name of a task."""
     return name.endswith((".yaml", ".yml"))
 
 
 def read_yaml(file: Path) -> Config:
-    """A task's or group's YAML, its functions unresolved. Raises UserError."""
+    """Read the YAML of a task or group without resolving functions. Raises UserError if it is missing or broken."""
     if not file.is_file():
         raise UserError(f"tasks={file}: there is no such file")
     try:
         config: Config = load_yaml(file, resolve_func=False)
-    except Exception as error:  # whatever the YAML parser or lm-eval's loader raises
+    except Exception as error:  # the YAML parser and lm-eval's loader raise many types
         raise UserError(f"{file} cannot be read: {first_line(error)}") from error
     if not isinstance(config.get("task", config.get("group")), str | list):
         raise UserError(f"{file} defines no task: it has neither task: nor group:")
@@ -116,9 +125,12 @@ def first_line(error: BaseException) -> str:
 
 
 class OwnTasks:
-    """What the YAML files of the user's folders define.
+    """The tasks and groups that the YAML files in a user's folders define.
 
-    files: by name of a task or group, where it is defined. Raises UserError where a folder is missing.
+    files: the defining files by name of the task or group.
+    broken: one sentence per file that cannot be read.
+
+    Raises UserError if a folder is missing.
     """
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
@@ -139,7 +151,7 @@ class OwnTasks:
                     self.files.setdefault(name, []).append(file)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises UserError for a name that two files define: lm-eval would take the first."""
+        """Raise UserError for a name that two files define. lm-eval would use the first without a warning."""
         for name in names:
             if len(self.files.get(name, [])) > 1:
                 files = " and ".join(map(str, self.files[name]))
@@ -147,12 +159,12 @@ class OwnTasks:
 
 
 def group_folders(names: Iterable[str]) -> list[Path]:
-    """Where the members of groups that are named by their files are looked for: in the folders of these files."""
+    """Return the folders of groups that are given by file. Members of such a group are looked up in its folder."""
     return [Path(name).parent for name in names if is_yaml(name) and "group" in read_yaml(Path(name))]
 
 
 def leads_to(names: Iterable[str], index: dict[str, Entry]) -> list[str]:
-    """The names of tasks, groups and tags that must be known: those asked for and the members of groups not lm-eval's."""
+    """Return all names that must be defined: the given ones, and the members of groups that lm-eval does not define."""
     found: dict[str, None] = {}
 
     def visit(name: str) -> None:
@@ -179,7 +191,7 @@ def _members(config: Config, index: dict[str, Entry]) -> Iterator[str]:
         if isinstance(member, str):
             yield member
         elif isinstance(member, dict) and "group" in member and member["group"] not in index:
-            yield from _members(member, index)  # defined here
+            yield from _members(member, index)  # defined inside this group
         elif isinstance(member, dict):
             name = member.get("group", member.get("task"))
             defined_here = {"dataset_path", "custom_dataset", "class"} & member.keys()

@@ -1,4 +1,4 @@
-"""The evaluation suite of the stick-breaking paper (arXiv:2410.17980) and its Tables 2 to 4, with ours beside."""
+"""The evaluation suite of the stick-breaking paper (arXiv:2410.17980), and its Tables 2 to 4 with our model added."""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -8,7 +8,7 @@ from rich.box import ASCII
 from rich.console import Console
 from rich.table import Table
 
-# (task, metric, heading) of Table 2: normalised accuracies, accuracies, and word perplexity last.
+# (task, metric, heading) of Table 2: normalised accuracies first, then accuracies. Word perplexity is its last column.
 TABLE_2 = [
     ("arc_challenge", "acc_norm,none", "ARC-c"),
     ("arc_easy", "acc_norm,none", "ARC-e"),
@@ -27,7 +27,7 @@ TABLE_4 = [
 ]
 SUITE = [task for task, _, _ in (*TABLE_2, PERPLEXITY, *TABLE_3, *TABLE_4)]
 
-# Rows as printed: Table 2's last two columns are the average and the perplexity.
+# Rows as the paper prints them. The last two columns of Table 2 are the average and the perplexity.
 PAPER_2 = {
     "1B softmax": (35.8, 65.6, 64.8, 38.8, 75.0, 36.5, 90.5, 63.4, 58.8, 13.8),
     "1B stick-breaking": (37.7, 67.6, 65.4, 36.6, 76.0, 37.4, 91.9, 63.1, 59.5, 13.4),
@@ -51,10 +51,13 @@ Row = tuple[float | None, ...]
 
 
 def our_rows(tasks: Mapping[str, Mapping[str, Any]]) -> tuple[Row, Row, Row]:
-    """This model's rows of the three tables, in per cent; None where a task was not run. tasks: metrics by task."""
+    """Return this model's rows of the three tables, in percent except for the perplexity.
+
+    A value is None if its task was not run. tasks: metrics by task.
+    """
 
     def value(task: str, metric: str) -> float | None:
-        found = tasks.get(task, {}).get(metric)  # a user's own task of the name may have other metrics
+        found = tasks.get(task, {}).get(metric)  # a task of the user with this name may have other metrics
         return None if found is None else float(found)
 
     def percent(columns: list[tuple[str, str, str]]) -> list[float | None]:
@@ -68,7 +71,7 @@ def our_rows(tasks: Mapping[str, Mapping[str, Any]]) -> tuple[Row, Row, Row]:
 
 
 def paper_tables(tasks: Mapping[str, Mapping[str, Any]], name: str) -> list[Table]:
-    """Tables 2 to 4 with a last row for this model. tasks: metrics by task."""
+    """Return Tables 2 to 4 with this model as the last row. tasks: metrics by task. name: the model's row label."""
     headings = [
         [*(heading for _, _, heading in TABLE_2), "Avg", PERPLEXITY[2]],
         [heading for _, _, heading in TABLE_3],
@@ -95,7 +98,7 @@ def paper_tables(tasks: Mapping[str, Mapping[str, Any]], name: str) -> list[Tabl
 
 
 def show_paper(tasks: Mapping[str, Mapping[str, Any]], name: str, console: Console) -> None:
-    """Print `paper_tables` of what a results file has under "tasks"."""
-    wide = Console(width=max(console.width, 112))  # a narrower one would cut Table 2
+    """Print `paper_tables` for the "tasks" entry of a results file."""
+    wide = Console(width=max(console.width, 112))  # a narrower console cuts Table 2
     for table in paper_tables({task: found["metrics"] for task, found in tasks.items()}, name):
         wide.print(table)

@@ -1,4 +1,4 @@
-"""How far a long evaluation is: a bar on a terminal, lines in a log file."""
+"""Shows the progress of long evaluations: a bar on a terminal, lines in a log file."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 T = TypeVar("T")
 
-FIRST, EVERY = 10.0, 30.0  # seconds until the first line of a log, and between lines
+FIRST, EVERY = 10.0, 30.0  # seconds before the first log line, and between log lines
 
 
 def track(
@@ -21,9 +21,12 @@ def track(
     sizes: Sequence[int] | None = None,
     unit: str = "batches",
 ) -> Iterator[T]:
-    """The items, with progress on stderr as they are taken. total: of the items.
+    """Yield the items and show progress on stderr.
 
-    sizes: how much of `unit` each item is (1). The time left is estimated by items, which take about as long as each other.
+    total: number of items.
+    sizes: number of `unit` per item. The default is 1 each.
+
+    The remaining time is estimated from the number of items, because items take similar times.
     """
     if not show:
         yield from items
@@ -59,7 +62,7 @@ def _lines(items: Iterable[T], name: str, total: int, sizes: Sequence[int] | Non
 
 
 def clock(seconds: float) -> str:
-    """h:mm:ss, or m:ss below an hour."""
+    """Format seconds as h:mm:ss, or as m:ss below one hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

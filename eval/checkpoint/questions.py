@@ -1,4 +1,8 @@
-"""What log-likelihood requests share: a context with their neighbours, contexts a header (the examples before each)."""
+"""Groups log-likelihood requests by shared tokens.
+
+The requests of a question share its context. The contexts of a family of questions share a header, for example few-shot
+examples.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -6,14 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-MIN_HEADER = 64  # tokens that are worth a pass of their own
-MIN_SAVED = 4096  # and what it must save in all
+MIN_HEADER = 64  # tokens. Shorter headers are not worth a pass of their own.
+MIN_SAVED = 4096  # tokens that a header must save in total
 
 
 class Question(NamedTuple):
-    """A context's tokens and the numbers of the requests that continue it.
+    """A context and the requests that continue it.
 
-    header: its first tokens, which the others of its family share; 0: it has no family.
+    context: [n] int32 tokens.
+    members: indices of the requests.
+    family: index of the family, -1 without one.
+    header: number of first tokens that all questions of the family share, 0 without a family.
     """
 
     context: np.ndarray
@@ -22,28 +29,34 @@ class Question(NamedTuple):
     header: int = 0
 
     def slots(self, answers: Sequence[np.ndarray]) -> int:
-        """Sequences of a key/value cache that the answers take: one where the context's last token predicts all of them."""
+        """Return the number of KV cache slots that the answers need.
+
+        It is 1 if each answer is one token, because the last token of the context predicts them all.
+        """
         return 1 if all(len(answers[i]) == 1 for i in self.members) else len(self.members)
 
     def rows(self, answers: Sequence[np.ndarray]) -> int:
-        """Of logits: the context's last token predicts all answers' first ones."""
+        """Return the rows of logits. The last token of the context predicts the first token of every answer."""
         return 1 + sum(len(answers[i]) - 1 for i in self.members)
 
     def size(self, answers: Sequence[np.ndarray]) -> int:
-        """Tokens of the longest sequence. An answer's last token is predicted only, so it takes no room."""
+        """Return the tokens of the longest sequence. The last token of an answer is only predicted, never an input."""
         return len(self.context) + max(len(answers[i]) for i in self.members) - 1
 
 
 def with_headers(questions: list[Question]) -> list[Question]:
-    """The questions whose contexts begin alike, family by family, then the others as they are."""
+    """Group questions whose contexts begin with the same tokens into families.
+
+    Returns the questions with families first, family by family, then the others unchanged.
+    """
     contexts = [question.context for question in questions]
-    # Big-endian bytes sort as the tokens do.
+    # Big-endian bytes sort like the tokens.
     order = sorted(range(len(questions)), key=lambda i: contexts[i].astype(">u4").tobytes())
     common = [0, *(_common(contexts[a], contexts[b]) for a, b in pairwise(order)), 0]
     families: list[tuple[int, list[int]]] = []
     for at, index in enumerate(order):
-        # A family is not joined by one that has far more in common with the next, nor where the others would lose more
-        # by a shorter header than this one saves.
+        # A question does not join a family if it shares far more with the next question. Nor does it join if the family
+        # would lose more by a shorter header than this question saves.
         if common[at] >= MIN_HEADER and common[at + 1] <= 2 * common[at]:
             header, members = families[-1]
             shorter = min(header, common[at])
@@ -63,7 +76,7 @@ def with_headers(questions: list[Question]) -> list[Question]:
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """The tokens that both begin with, one less than either has."""
+    """Return the length of the common prefix, at most one token less than either has."""
     length = min(len(a), len(b)) - 1
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
@@ -72,7 +85,11 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 def pack_families(
     questions: list[Question], answers: Sequence[np.ndarray], max_tokens: int, max_rows: int, max_cached: int
 ) -> Iterator[list[Question]]:
-    """Batches of questions that stand family by family: at most so many tokens a pass, rows of logits and cached tokens."""
+    """Yield batches of questions, which must be ordered family by family.
+
+    max_tokens: tokens per pass. max_rows: rows of logits per batch. max_cached: cached tokens per batch, which is slots
+    times the longest sequence.
+    """
     batch: list[Question] = []
     tokens = rows = slots = width = 0
     for question in questions:

@@ -1,4 +1,7 @@
-"""The results of a run, one JSON file per checkpoint: RUN/eval/step-00001000.json, of all documents as a task says."""
+"""Reads and writes evaluation results, one JSON file per checkpoint: RUN/eval/step-00001000.json.
+
+This file holds results of whole tasks with their default settings. Other settings have folders of their own.
+"""
 
 import fcntl
 import json
@@ -14,16 +17,18 @@ TASK, LOSS = {"metric", "value", "stderr", "chance", "items"}, {"nats_per_token"
 
 
 def run_folder(checkpoint: Path) -> Path:
-    """The run that a checkpoint folder belongs to; the checkpoint itself where it lies alone."""
+    """Return the run folder of a checkpoint, or the checkpoint folder itself if it is not inside a run."""
     absolute = checkpoint.resolve()
     return checkpoint.parent.parent if absolute.parent.name == "checkpoints" else checkpoint
 
 
 def results_file(checkpoint: Path, changes: Sequence[str] = (), out: str | None = None) -> Path:
-    """Of the checkpoint as it was trained, or, in a folder named after them, with other settings for the evaluation.
+    """Return the results file of a checkpoint.
 
-    changes: `key=value` of the model or of the evaluation, such as limit=100: results of different settings never replace each
-    other. out: a folder in place of RUN/eval, or a .json file for whatever settings.
+    changes: settings that differ from the defaults, as `key=value` of the model or of the evaluation, such as
+    limit=100. Their results go into a folder named after them. So results of different settings never replace each
+    other.
+    out: a folder in place of RUN/eval, or a .json file that is used for all settings.
     """
     if out is not None and out.endswith(".json"):
         return Path(out)
@@ -34,7 +39,7 @@ def results_file(checkpoint: Path, changes: Sequence[str] = (), out: str | None 
 
 
 def check_same(file: Path, checkpoint: Path, settings: dict[str, Any]) -> None:
-    """Raises UserError where a file that `out=` leads to holds results of another checkpoint or of other settings."""
+    """Raise UserError if the file that `out=` names holds results of another checkpoint or of other settings."""
     before = read_results(file)
     if "checkpoint" in before:
         place = Path(before["checkpoint"]).parts[-3:]  # RUN/checkpoints/step-XXXXXXXX
@@ -47,7 +52,7 @@ def check_same(file: Path, checkpoint: Path, settings: dict[str, Any]) -> None:
 
 
 def read_results(file: Path) -> dict[str, Any]:
-    """What a file holds, nothing where it is missing. Raises UserError where it is broken."""
+    """Return the content of a results file, or {} if it is missing. Raises UserError if it is broken."""
     if not file.is_file():
         return {}
     try:
@@ -65,7 +70,7 @@ def read_results(file: Path) -> dict[str, Any]:
 
 
 def check_writable(file: Path) -> None:
-    """Raise UserError, before the work, where results could not be written to a file after it."""
+    """Raise UserError if results could not be written to the file. Called before the evaluation starts."""
     folder = next(parent for parent in file.absolute().parents if parent.is_dir())
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise UserError(
@@ -74,7 +79,10 @@ def check_writable(file: Path) -> None:
 
 
 def add_results(file: Path, results: dict[str, Any]) -> None:
-    """Put results beside those of other evaluations of the same checkpoint, also while these run; tasks are merged by name."""
+    """Merge results into a results file. Tasks are merged by name.
+
+    A lock allows concurrent evaluations of the same checkpoint. The file is replaced atomically.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_name(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -87,6 +95,6 @@ def add_results(file: Path, results: dict[str, Any]) -> None:
 
 
 def newest_results(run: Path) -> dict[str, Any]:
-    """The results of the newest checkpoint of a run that has any; empty without."""
+    """Return the results of the newest evaluated checkpoint of a run, or {} if there are none."""
     files = sorted((run / FOLDER).glob("step-*.json"), key=lambda file: int(file.stem.removeprefix("step-")))
     return read_results(files[-1]) if files else {}

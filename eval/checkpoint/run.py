@@ -1,4 +1,4 @@
-"""A run folder as the report reads it."""
+"""Reads a run folder for reports and figures."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,24 +12,29 @@ from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import find_checkpoint, list_checkpoints
 from ssscale.train.records import read_metrics
 
-RECORD = {"step", "tokens", "stage", "loss", "lr", "tokens_per_second"}  # keys of a training record
-LAST = 5  # training records whose mean is the final training loss: one alone is noisy
+RECORD = {"step", "tokens", "stage", "loss", "lr", "tokens_per_second"}  # keys that every training record has
+LAST = 5  # the final training loss is the mean of this many records, because one record is noisy
 
 
 @dataclass(frozen=True)
 class Run:
-    """training, validation: the records of metrics.jsonl by kind. results: of the newest one evaluated, or {}."""
+    """The content of a run folder.
+
+    training, validation: the records of metrics.jsonl by kind.
+    results: the results of the newest evaluated checkpoint, or {}.
+    checkpoint: the newest complete checkpoint, or None.
+    """
 
     folder: Path
     config: Config
     training: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     results: dict[str, Any]
-    checkpoint: Path | None  # the newest whose files are all there
+    checkpoint: Path | None
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
-        """Raises UserError where the folder is no run, or has not logged anything yet."""
+        """Read a run folder. Raises UserError if it is not a run, or has not logged a training loss yet."""
         saved = folder / "config.yaml"
         if not saved.is_file():
             raise UserError(f"{folder} is not a run folder: it has no config.yaml")
@@ -57,18 +62,18 @@ class Run:
 
     @property
     def training_loss(self) -> float:
-        """The mean of the last records."""
+        """The mean loss of the last training records, in nats per token."""
         last = [record["loss"] for record in self.training[-LAST:]]
         return float(sum(last) / len(last))
 
     @property
     def tokens_per_second(self) -> float:
-        """The median, which a pause or the first step's compilation does not move."""
+        """The median over the records. A pause or the compilation in the first step does not change it."""
         return float(median(record["tokens_per_second"] for record in self.training))
 
     @property
     def stage_starts(self) -> list[tuple[int, str]]:
-        """(tokens, name) where a later stage begins, as far as the run has come."""
+        """(tokens, name) of the start of each stage after the first, up to the current tokens of the run."""
         starts, tokens = [], 0
         for before, stage in zip(self.config.train.stages, self.config.train.stages[1:], strict=False):
             tokens += before.tokens
@@ -78,6 +83,6 @@ class Run:
 
     @property
     def bigram(self) -> float | None:
-        """The Kneser–Ney bigram's loss in nats a token, where it was evaluated."""
+        """The loss of the Kneser–Ney bigram in nats per token, or None if it was not evaluated."""
         baseline = self.results.get("baseline")
         return float(baseline["nats_per_token"]) if baseline else None

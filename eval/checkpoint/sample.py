@@ -1,4 +1,4 @@
-"""What a model makes of the beginnings of held-out documents."""
+"""Samples continuations of the beginnings of held-out documents."""
 
 from pathlib import Path
 
@@ -13,7 +13,10 @@ MOST_PROMPTS = 2
 
 
 def prompts_of(data: PackedData, tokenizer: TextTokenizer, num_tokens: int) -> list[tuple[str, list[int]]]:
-    """(title, tokens) of the beginning of each source's first held-out document that is longer than the prompt."""
+    """Return (title, tokens) of up to MOST_PROMPTS prompts of `num_tokens` tokens, BOS included.
+
+    Each prompt is the beginning of the first held-out document of its source that is long enough.
+    """
     found: dict[str, tuple[str, list[int]]] = {}
     for document in held_out(data, tokenizer):
         if document.offset == 0 and document.source not in found and len(found) < MOST_PROMPTS:
@@ -27,7 +30,7 @@ def prompts_of(data: PackedData, tokenizer: TextTokenizer, num_tokens: int) -> l
 def write_sample(
     model: Decoder, tokenizer: TextTokenizer, data: PackedData | None, length: int, title: str, file: Path
 ) -> None:
-    """Sampled continuations of fixed prompts, the prompt marked; without data, of the empty document."""
+    """Write sampled continuations of fixed prompts to a text file. Without data, the prompt is an empty document."""
     size = max(2, min(PROMPT_TOKENS, length // 4))
     prompts = prompts_of(data, tokenizer, size) if data is not None else []
     prompts = prompts or [("an empty document", [tokenizer.bos_id])]

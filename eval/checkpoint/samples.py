@@ -1,4 +1,4 @@
-"""Every example of a task as it was scored, one JSON line each: RUN/eval/step-00001000-samples/TASK.jsonl."""
+"""Writes every scored example of a task as one JSON line: RUN/eval/step-00001000-samples/TASK.jsonl."""
 
 import json
 import os
@@ -9,12 +9,15 @@ from lm_eval.utils import handle_non_serializable
 
 
 def samples_file(results: Path, task: str) -> Path:
-    """Beside the results file, in a folder of its own."""
+    """Return the samples file of a task. It is in a separate folder next to the results file."""
     return results.with_name(f"{results.stem}-samples") / f"{task.replace('/', '_')}.jsonl"
 
 
 def write_samples(file: Path, task: str, samples: list[dict[str, Any]]) -> None:
-    """Replace the file as a whole. samples: as lm-eval logs them, one for each document and filter of the task."""
+    """Write samples as JSON lines. The file is replaced atomically.
+
+    samples: as lm-eval logs them, one per document and filter of the task.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(file.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as opened:
@@ -25,7 +28,7 @@ def write_samples(file: Path, task: str, samples: list[dict[str, Any]]) -> None:
 
 
 def to_line(task: str, sample: dict[str, Any]) -> dict[str, Any]:
-    """A document with its requests, what the model answered, the target and the metrics of this document alone."""
+    """Return the JSON object of a sample: the document, requests, answers, target, and metrics of this document."""
     return {
         "task": task,
         "doc_id": sample["doc_id"],
@@ -39,7 +42,7 @@ def to_line(task: str, sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _request(arguments: tuple[Any, ...], responses: list[Any]) -> dict[str, Any]:
-    """responses: one, or as many as the task repeats its requests."""
+    """Return the JSON object of a request. responses: one per repetition of the request."""
     if len(arguments) == 1:
         return {"text": arguments[0], "loglikelihood": responses[0]}
     first, second, *_ = arguments

@@ -1,4 +1,4 @@
-"""SSMax's learned numbers as tables."""
+"""Writes the learned parameters of SSMax as CSV tables."""
 
 import csv
 from pathlib import Path
@@ -8,9 +8,9 @@ from ssscale.train.checkpoint import CheckpointReader
 
 
 def write_scales(checkpoint: Path, config: Config, folder: Path) -> list[Path]:
-    """Write ssmax.csv (layer, head, s and, where it is learned, b) and, of the p_n study, pn.csv (n, p_n).
+    """Write ssmax.csv with layer, head, s, and b if it is learned. For the p_n study, also write pn.csv with n, p_n.
 
-    Layers and heads count from 0. Returns the files written: none for a checkpoint without SSMax.
+    Layers and heads are counted from 0. Returns the written files. A checkpoint without SSMax gives none.
     """
     reader, ssmax = CheckpointReader(checkpoint), config.model.used.get("ssmax")
     if ssmax is None:

@@ -1,4 +1,4 @@
-"""One task of lm-eval on the harness; what cannot be scored is named by its document."""
+"""Scores one lm-eval task with the harness. Errors name the document that cannot be scored."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,17 +19,22 @@ from eval.checkpoint.own_tasks import first_line, is_own
 from ssscale.errors import UserError
 from ssscale.parallel.exchange import gather_json
 
-BOOTSTRAP = 100  # resamplings for the standard error of metrics that are not a mean; that of a mean is exact
+BOOTSTRAP = 100  # resamples for standard errors of metrics that are not means. Those of means are exact.
 
 Doc = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A task's first metric with its standard error; `metrics` holds all. chance: of a guess, for multiple choice.
+    """The result of one task or group.
 
-    num_fewshot: examples before each document; None: a group's tasks differ. limit: of the first documents; None: all. length:
-    the most tokens that the model was given.
+    metric, value, stderr: the first metric with its standard error.
+    chance: the expected accuracy of guessing, for multiple choice.
+    items: number of scored documents.
+    num_fewshot: examples before each document. None: the tasks of a group differ.
+    limit: number of first documents that were scored. None: all.
+    length: the maximum number of tokens in a sequence.
+    metrics: all metrics of the task.
     """
 
     task: str
@@ -49,7 +54,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Scored:
-    """A task's result, each document as lm-eval logs it, and what a group's mean is taken from."""
+    """A task's result, its documents as lm-eval logs them, and the raw metrics for the mean of a group."""
 
     result: TaskResult
     samples: list[dict[str, Any]]
@@ -57,10 +62,12 @@ class Scored:
 
 
 def score_task(lm: PackedLM, task: Task, limit: int | None = None) -> Scored | None:
-    """Every rank of the model takes part; the first of a machine gets the result, the others None.
+    """Score a task. Every rank must call it. The first rank of each machine gets the result, the others None.
 
-    Raises UserError, on all ranks before the model is called, where a document gives no request, and where one cannot be
-    scored, with the document's number. What the model's passes raise is raised as it is.
+    limit: number of first documents to score. None: all.
+
+    Raises UserError with the number of the document if a document gives no request or cannot be scored. The first case
+    is found on all ranks before the model is called. Exceptions of the model's passes are not converted.
     """
     check_shots(task)
     lm.in_passes = False
@@ -71,18 +78,18 @@ def score_task(lm: PackedLM, task: Task, limit: int | None = None) -> Scored | N
             )
         except UserError:
             raise
-        except Exception as error:  # anything that a task's own code raises
+        except Exception as error:  # the code of a task can raise anything
             if lm.in_passes:
                 raise
             raise UserError(watch.sentence(error)) from error
     return None if output is None else _scored(task.task_name, output, limit, lm.length)
 
 
-_NO_TASKS = TaskManager(include_defaults=False)  # tasks come built
+_NO_TASKS = TaskManager(include_defaults=False)  # tasks are already built
 
 
 def check_shots(task: Task) -> None:
-    """Raises UserError where the examples before a document are too few, or may be that document itself."""
+    """Raise UserError if there are too few few-shot examples, or if a document could be its own example."""
     shots = task.config.num_fewshot or 0
     if not shots or not isinstance(task, ConfigurableTask):
         return
@@ -93,21 +100,24 @@ def check_shots(task: Task) -> None:
             f"num_fewshot={shots}: the task has no documents for examples but those that are scored; name a fewshot_split in "
             "its YAML (the test split, too: a document is then never an example for itself)"
         )
-    excluded = task.fewshot_cfg.split == task.config.test_split  # lm-eval leaves the scored document out
+    excluded = task.fewshot_cfg.split == task.config.test_split  # lm-eval excludes the scored document
     available = len(task.sampler.df)
     if available < shots + excluded:
         raise UserError(f"num_fewshot={shots}: the task has {available} documents for examples")
 
 
 def agree(failure: str | None) -> str | None:
-    """The first rank's failure that has any, on all ranks: one alone would wait for the others in the next pass."""
+    """Return the failure of the first rank that has one, on all ranks.
+
+    Without it, ranks without a failure would wait for the failed one in the next pass.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return failure
     return next((found for found in gather_json(failure) if found is not None), None)
 
 
 class Watch:
-    """Which document of a task is made into requests or scored."""
+    """Records which document of a task is being turned into requests or scored. document: its number, or None."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -141,7 +151,7 @@ class Watch:
         return requests
 
     def process_results(self, doc: Doc, results: Any) -> Any:
-        """lm-eval asks for the documents in order, once for every filter of the task."""
+        """Score a document. lm-eval passes the documents in order, once per filter of the task."""
         self.document = self._scored % self._docs
         self._scored += 1
         found = self._process(doc, results)
@@ -152,7 +162,7 @@ class Watch:
         return sentence(error, self.document)
 
     def finalize(self, value: Any) -> Any:
-        """What a template prints. JSON lines give None for a field that a document lacks and others have."""
+        """Check a value that a template prints. JSON lines give None for a field that only other documents have."""
         if value is None and self._strict:
             raise ValueError("a field that a template prints is missing or null")
         return value
@@ -173,7 +183,10 @@ def watched(task: Task, lm: PackedLM) -> Iterator[Watch]:
 
 
 def check_document(task: ConfigurableTask, doc: Doc) -> None:
-    """Raises ValueError where lm-eval would score a document that lacks its answer: as wrong, or as the text None."""
+    """Raise ValueError if a document lacks its answer or a choice, or if the answer is not one of the choices.
+
+    lm-eval would score such a document as wrong, or use the text "None".
+    """
     target = task.doc_to_target(doc)
     if target is None:
         raise ValueError("doc_to_target gives nothing: the field is missing or null")
@@ -189,7 +202,7 @@ def check_document(task: ConfigurableTask, doc: Doc) -> None:
 
 
 def sentence(error: Exception, document: int | None) -> str:
-    """What went wrong, with the number of the document from 0."""
+    """Describe an error in one sentence, with the number of the document, counted from 0."""
     text = first_line(error)
     if isinstance(error, UndefinedError):
         text = f"a template needs a field that the document lacks: {text}"
@@ -199,7 +212,7 @@ def sentence(error: Exception, document: int | None) -> str:
 
 
 def first_document(error: Exception) -> int | None:
-    """0 where a task's first document is at fault, on which lm-eval tries the templates when it loads a task."""
+    """Return 0 if the first document caused the error, else None. lm-eval tests templates on it at loading."""
     at: TracebackType | None = error.__traceback__
     while at is not None:
         if at.tb_frame.f_code is ConfigurableTask.__init__.__code__:
@@ -213,12 +226,14 @@ def _scored(task: str, output: dict[str, Any], limit: int | None, length: int) -
     choices = [len(sample["arguments"]) for sample in samples]
     config = output["configs"][task]
     multiple_choice = config["output_type"] == "multiple_choice"
-    in_documents = (config.get("metadata") or {}).get("num_fewshot", 0)  # where a task's own prompts hold them
+    in_documents = (config.get("metadata") or {}).get(
+        "num_fewshot", 0
+    )  # for tasks whose prompts already contain the examples
     result = make_result(
         task,
         metrics,
         chance=fmean(1 / count for count in choices) if multiple_choice else None,
-        items=len({sample["doc_id"] for sample in samples}),  # each comes once for every filter of the task
+        items=len({sample["doc_id"] for sample in samples}),  # a document occurs once per filter of the task
         num_fewshot=output["n-shot"][task] or in_documents,
         limit=limit,
         length=length,

@@ -1,4 +1,4 @@
-"""lm-eval's tasks by name, ours (eval/checkpoint/tasks/) and its own, run on our harness."""
+"""Finds lm-eval tasks by name and runs them on our harness: ours (eval/checkpoint/tasks/), lm-eval's and the user's."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -32,11 +32,16 @@ Samples = list[dict[str, Any]]
 def find_tasks(
     names: list[str], metadata: dict[str, Any], include: Sequence[str] = (), option: str = "tasks"
 ) -> TaskManager:
-    """A manager that knows all the names: the user's own, ours over local files where these are there, else lm-eval's own.
+    """Return a TaskManager that knows all the names.
 
-    names: of tasks and groups, or YAML files. metadata: what custom data sets are made from: `eval_data`, the folder of local
-    files; `cloze_items`, a file. include: folders of the user's YAML files. Raises UserError as `check_tasks` does, and for
-    definitions of the user's that are broken.
+    Definitions of the user come first, then ours over local files if these exist, then lm-eval's.
+
+    names: names of tasks and groups, or YAML files.
+    metadata: sources of custom data sets. `eval_data` is the folder of local files, `cloze_items` a file.
+    include: folders with YAML files of the user.
+    option: the name of the option in messages.
+
+    Raises UserError like `check_tasks`, and for broken definitions of the user.
     """
     own = OwnTasks([*include, *group_folders(names)])
     theirs = [str(folder) for folder in own.folders]
@@ -62,13 +67,13 @@ def find_tasks(
 
 @dataclass
 class Outcome:
-    """failures: one sentence for each task that could not be scored, by its name."""
+    """The results of several tasks. failures: one sentence for each task that could not be scored, by task name."""
 
     results: list[TaskResult] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
 
     def check(self, kept: str) -> None:
-        """Raises UserError where a task failed. kept: where the others' results are."""
+        """Raise UserError if a task failed. kept: where the results of the others are, for the message."""
         if self.failures:
             reasons = "; ".join(f"{task}: {reason}" for task, reason in self.failures.items())
             count = f"{len(self.failures)} of {len(self.failures) + len(self.results)} tasks failed"
@@ -85,11 +90,14 @@ def run_tasks(
     done: Callable[[TaskResult, Samples], None] = lambda *_: None,
     failed: Callable[[str, str], None] = lambda *_: None,
 ) -> Outcome:
-    """Every task, or every task of a group and the group's means, in order. A task that cannot be scored leaves the others.
+    """Score tasks and groups in order. A group gives the results of its tasks and its own means.
 
-    limit: of the first examples of each. num_fewshot: in place of the tasks' own. done: called with each result as it comes
-    and its documents as lm-eval logs them. failed: called with a task that failed and the reason. Every rank of the model
-    takes part; the first of a machine gets the results, the others none.
+    limit: number of first documents of each task. None: all.
+    num_fewshot: replaces the number of examples that the tasks define.
+    done: called with each new result, and with its documents as lm-eval logs them.
+    failed: called with the name of a task that cannot be scored, and the reason. The other tasks are still scored.
+
+    Every rank must call it. The first rank of each machine gets the results, the others none.
     """
     outcome = Outcome()
     metrics: dict[str, Any] = {}
@@ -104,7 +112,7 @@ def run_tasks(
 
     tasks, groups = load_tasks(names, manager, fail)
     for name, task in tasks.items():
-        # A whole text has no examples before it.
+        # Rolling log-likelihoods are of whole texts, without examples.
         if num_fewshot is not None and task.OUTPUT_TYPE != "loglikelihood_rolling":
             task.set_config("num_fewshot", num_fewshot)
         try:
@@ -127,9 +135,10 @@ def run_tasks(
 def load_tasks(
     names: list[str], manager: TaskManager, fail: Callable[[str, str], None]
 ) -> tuple[dict[str, Task], dict[str, Group]]:
-    """The tasks and groups with their data; those that cannot be loaded are left out on all ranks, and `fail` is told why.
+    """Load tasks and groups with their data.
 
-    Raises UserError where two of the names lead to the same task.
+    If one cannot be loaded, all ranks leave it out, and `fail` is called with its name and the reason. Raises UserError
+    if two of the names contain the same task.
     """
     tasks: dict[str, Task] = {}
     groups: dict[str, Group] = {}
@@ -138,7 +147,7 @@ def load_tasks(
         failure, loaded = None, None
         try:
             loaded = manager.load([name])
-        except Exception as error:  # whatever a task's YAML, its code and its data may raise
+        except Exception as error:  # the YAML, code and data of a task can raise anything
             failure = not_loaded(error)
         failure = agree(failure)
         if failure is not None or loaded is None:
@@ -157,7 +166,7 @@ def not_loaded(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     document = first_document(error)
-    if document is None and isinstance(error, OSError):  # and so ConnectionError, FileNotFoundError
+    if document is None and isinstance(error, OSError):  # includes ConnectionError and FileNotFoundError
         return (
             f"the data cannot be reached ({first_line(error)}); HF_HUB_OFFLINE=0 lets lm-eval download what the machine's "
             "cache does not have"
@@ -166,7 +175,7 @@ def not_loaded(error: Exception) -> str:
 
 
 def group_result(group: Group, metrics: dict[str, Any], results: list[TaskResult]) -> TaskResult:
-    """The group's means over its tasks."""
+    """Return the means of a group over its tasks."""
     found = group.aggregate(metrics)
     members = {task.task_name for task in group.get_all_tasks()}
     results = [result for result in results if result.task in members]
@@ -184,7 +193,7 @@ def group_result(group: Group, metrics: dict[str, Any], results: list[TaskResult
 def run_lm_eval(
     lm: PackedLM, tasks: Iterable[str | dict[str, Any]], manager: TaskManager, limit: int | None = None
 ) -> list[TaskResult]:
-    """As `run_tasks`, of tasks by name or by definition. Raises what loading raises, and UserError for a document."""
+    """Score tasks given by name or by definition. Errors of loading are raised, and UserError for a bad document."""
     loaded = manager.load(list(tasks))["tasks"].values()
     found: list[Scored | None] = [score_task(lm, task, limit) for task in loaded]
     return [scored.result for scored in found if scored is not None]

@@ -1,4 +1,4 @@
-"""What launch/evaluate.py prints."""
+"""Prints the results of launch/evaluate.py."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from eval.checkpoint.validation import Loss
 
 
 def show(console: Console, checkpoint: Path, tasks: list[TaskResult], losses: dict[str, Loss], settings: str) -> None:
-    """The results as two tables. settings: what they are limited by, for the title."""
+    """Print task results and losses as two tables. settings: the changed settings, for the title."""
     title = f"{checkpoint}, {settings}" if settings else f"{checkpoint}"
     table = Table(title=title, box=ASCII, title_justify="left")
     for column in ("task", "shots", "metric", "value", "chance", "items"):

@@ -1,4 +1,4 @@
-"""Names of tasks, checked before lm-eval and torch are imported, which takes seconds."""
+"""Checks names of tasks without importing lm-eval and torch, because these imports take seconds."""
 
 import difflib
 import os
@@ -14,19 +14,22 @@ from ssscale.errors import UserError
 TASKS = Path(__file__).parent / "tasks"
 OURS = [*FILES, "cloze", *RULER]
 
-# `task: name`, in lists too; and the names below a bare `tag:` or `group:`.
+# `task: name`, also in lists, and the names listed under `tag:` or `group:`.
 _NAMED = re.compile(rb"^[ \t-]*[\"']?(?:task|group|tag)[\"']?[ \t]*:[ \t]*([^\s#].*)$", re.MULTILINE)
 _LISTED = re.compile(rb"^[ \t-]*[\"']?(?:tag|group)[\"']?[ \t]*:[ \t]*\n((?:[ \t]*-[ \t]*.+\n?)+)", re.MULTILINE)
 
 
 def check_tasks(names: Sequence[str], eval_data: str, option: str = "tasks", include: Sequence[Path] = ()) -> list[str]:
-    """Raise UserError for a name that nothing defines, with the nearest ones, and for local files that are missing.
+    """Check that all tasks are defined and their local files exist. Returns the names that lm-eval must define.
 
-    eval_data: the folder of local files, which are only needed while this process keeps off the network. include: further
-    folders of definitions. Returns the names that lm-eval itself has to define.
+    eval_data: the folder of local files. They are required only without network access.
+    option: the name of the option in messages.
+    include: further folders of definitions.
+
+    Raises UserError for an unknown name, with similar names, and for missing files.
     """
     ruler = [name for name in names if name in (*RULER, "ruler")]
-    if ruler:  # lm-eval's would download texts and a tokenizer
+    if ruler:  # lm-eval's own versions download texts and a tokenizer
         raise UserError(f"{option}={','.join(ruler)}: RULER's tasks have a command: launch/evaluate.py suite=ruler")
     absent = {name: missing(name, eval_data) for name in names if name in FILES}
     lacking = {name: file for name, file in absent.items() if file}
@@ -50,9 +53,9 @@ def check_tasks(names: Sequence[str], eval_data: str, option: str = "tasks", inc
 
 
 def check_request(names: Sequence[str], eval_data: str, option: str = "tasks", include: Sequence[str] = ()) -> None:
-    """`check_tasks` for what a user asks for: names, or the paths of YAML files; include: folders of the user's own ones.
+    """Check a user's request like `check_tasks`. names may also contain paths of YAML files.
 
-    Raises UserError for a file or folder that is not there, too.
+    include: folders with YAML files of the user. Raises UserError also for a missing file or folder.
     """
     files = [Path(name) for name in names if name.endswith((".yaml", ".yml"))]
     for file in files:
@@ -66,7 +69,7 @@ def check_request(names: Sequence[str], eval_data: str, option: str = "tasks", i
 
 
 def lm_eval_tasks() -> Path:
-    """The folder of lm-eval's own definitions, found without importing it."""
+    """Return the folder of lm-eval's definitions without importing lm-eval."""
     spec = find_spec("lm_eval")
     if spec is None or spec.origin is None:
         raise UserError("lm-eval is not installed: make setup")
@@ -74,16 +77,16 @@ def lm_eval_tasks() -> Path:
 
 
 def defined(folders: Iterable[Path]) -> set[str]:
-    """The names of tasks, groups and tags in the YAML files below some folders.
+    """Return the names of tasks, groups and tags that YAML files in the folders and their subfolders define.
 
-    A look at lines, not at YAML: lm-eval's 14,000 files take 0.3 s so and a minute through its own index. It may find a name
-    too many, which lm-eval refuses later.
+    It matches lines with regular expressions and does not parse YAML. lm-eval's 14,000 files take 0.3 s this way, but
+    one minute with lm-eval's own index. A name that is found in error is refused later by lm-eval.
     """
     names: set[bytes] = set()
     for folder in folders:
         for root, _, files in os.walk(folder):
             for file in files:
-                # Templates that others include often have no suffix.
+                # Templates that other files include often have no suffix.
                 if "yaml" in file or os.path.splitext(file)[1] in ("", ".yml"):
                     content = Path(root, file).read_bytes()
                     found = _NAMED.findall(content)

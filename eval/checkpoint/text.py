@@ -1,4 +1,4 @@
-"""Text to tokens and back, as the training data has them, and the held-out documents as text."""
+"""Converts between text and tokens as in the training data, and reads held-out documents as text."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,14 @@ from data_prep.words import word_encoder
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
 
-TEXTS_AT_ONCE = 4096  # their encodings are much larger than their tokens
+TEXTS_AT_ONCE = 4096  # limits memory, because encodings are much larger than the tokens
 
 
 class TextTokenizer:
-    """A tokenizer.json with the two tokens that bound a document: [BOS] + ids + [EOS].
+    """A tokenizer.json with the two tokens that enclose a document: [BOS] + ids + [EOS].
 
-    A special token spelt out in a text is text, as in `data_prep`: no text can forge a document's end.
+    As in `data_prep`, the spelling of a special token in a text is encoded as ordinary text. So no text can imitate the
+    end of a document.
     """
 
     def __init__(self, file: str, bos_id: int, eos_id: int) -> None:
@@ -33,11 +34,12 @@ class TextTokenizer:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path, data: PackedData | None = None) -> "TextTokenizer":
-        """The tokenizer that lies in a checkpoint; its boundary tokens as boundaries.json there says.
+        """Return the tokenizer in a checkpoint.
 
-        Checkpoints without that file: by the data's manifest or else by their names.
+        boundaries.json in the checkpoint has the ids of BOS and EOS. Without that file, they come from the manifest of
+        `data`, or without data from the names of the tokens.
 
-        Raises UserError where the checkpoint has none, or where nothing says which tokens bound a document.
+        Raises UserError if the checkpoint has no tokenizer, or if BOS and EOS cannot be determined.
         """
         file = checkpoint / "tokenizer.json"
         if not file.is_file():
@@ -55,30 +57,33 @@ class TextTokenizer:
         return cls(str(file), info.bos_id, info.eos_id)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without boundaries. Its words are looked up: several times as fast in long texts."""
+        """Encode a text without BOS and EOS.
+
+        Words are looked up in a table, which is several times faster for long texts.
+        """
         found = self._words(text) if self._words else None
         if found is None:
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         return list(np.frombuffer(found, np.uint32).tolist())
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """`encode` of many texts, on all cores: the tokens of each, int32."""
+        """Encode many texts on all cores. Yields int32 tokens per text."""
         for first in range(0, len(texts), TEXTS_AT_ONCE):
             some = list(texts[first : first + TEXTS_AT_ONCE])
             for encoding in self.tokenizer.encode_batch_fast(some, add_special_tokens=False):
                 yield np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Bytes that are no UTF-8 become U+FFFD."""
+        """Decode tokens to text. Bytes that are not valid UTF-8 become U+FFFD."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def decode_batch(self, texts: Sequence[Sequence[int]]) -> list[str]:
-        """`decode` of many texts, on all cores."""
+        """Decode many texts on all cores."""
         return list(self.tokenizer.decode_batch([list(tokens) for tokens in texts], skip_special_tokens=False))
 
 
 def _bounds(file: Path) -> tuple[int, int]:
-    """BOS and EOS of boundaries.json. Raises UserError."""
+    """Read the ids of BOS and EOS from boundaries.json. Raises UserError if the file is broken."""
     try:
         entry = json.loads(file.read_bytes())
         bos, eos = entry["bos_id"], entry["eos_id"]
@@ -93,7 +98,7 @@ def _bounds(file: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A stretch of a document without gaps; `offset` is the number of its first token in the document."""
+    """A stretch of a document without gaps. offset: the index of its first token in the document."""
 
     source: str
     document: int
@@ -102,10 +107,10 @@ class HeldOut:
 
 
 def held_out(data: PackedData, tokenizer: TextTokenizer, max_tokens: int = 4_000_000) -> Iterator[HeldOut]:
-    """The documents of a split, put together again from their parts, by source and number.
+    """Yield the documents of a split as text, joined from their pieces, ordered by source and number.
 
-    Packing drops the rest that fills no row, so a document may have gaps: each stretch between them comes by itself.
-    At most about max_tokens tokens are read, spread evenly over the sources.
+    Packing drops tokens that do not fill a row, so a document may have gaps. Each stretch between gaps is yielded
+    separately. About max_tokens tokens are read at most, divided evenly among the sources.
     """
     share = max(1, max_tokens // len(data.names) // data.length)
     for source in data.names:
@@ -123,7 +128,7 @@ def held_out(data: PackedData, tokenizer: TextTokenizer, max_tokens: int = 4_000
 
 
 def _joined(parts: dict[tuple[int, int], np.ndarray]) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-    """Parts that follow one another in a document as one, under the key of the first."""
+    """Join consecutive pieces of a document. Yields ((document, offset), tokens) per stretch."""
     first: tuple[int, int] | None = None
     stretch: list[np.ndarray] = []
     length = 0

@@ -1,4 +1,4 @@
-"""Loss over the whole validation split: the model's, and the bigram's on the same targets."""
+"""Computes the loss over the whole validation split, of the model and of a bigram on the same targets."""
 
 import math
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from ssscale.data.batch import Batch
 from ssscale.data.stream import PackedData, valid_batches
 from ssscale.model.decoder import Decoder
 
-ROWS = 64  # read at once where no model limits them
+ROWS = 64  # rows per batch if no model limits them
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A mean over `targets` predicted tokens; bits_per_byte = nats_per_token / (ln 2 · bytes a target)."""
+    """The mean loss over `targets` predicted tokens. bits_per_byte = nats_per_token / (ln 2 · bytes per target)."""
 
     nats_per_token: float
     bits_per_byte: float
@@ -34,7 +34,7 @@ def num_rows(data: PackedData) -> int:
 
 
 def all_batches(data: PackedData, one_document: bool, microbatch: int = ROWS) -> Iterator[Batch]:
-    """Every row of a split once, with the labels that training gives it."""
+    """Yield every row of a split once, with the same labels as in training."""
     return valid_batches(data, num_rows(data), microbatch, one_document=one_document)
 
 
@@ -45,7 +45,14 @@ def make_loss(total: float, targets: int, data: PackedData) -> Loss:
 
 @torch.no_grad()
 def model_loss(model: Decoder, data: PackedData, microbatch: int, one_document: bool, show: bool = False) -> Loss:
-    """The model's loss over every row of a split, shared out over the data-parallel ranks. `show`: progress."""
+    """Return the model's loss over every row of a split.
+
+    A collective call: the rows are divided among the data-parallel ranks, and all ranks get the result.
+
+    microbatch: rows per forward pass.
+    one_document: every row is one document, as in training with the same setting.
+    show: show progress.
+    """
     groups = model.groups
     rows = num_rows(data)
     batches = valid_batches(data, rows, microbatch, groups.data_rank, groups.data_size, one_document)
@@ -61,12 +68,12 @@ def model_loss(model: Decoder, data: PackedData, microbatch: int, one_document: 
 
 
 def bigram_fits(train: PackedData) -> bool:
-    """Whether the bigram's counts are worth the memory: at most MAX_TRAINING_TOKENS tokens."""
+    """Return whether the training data has at most MAX_TRAINING_TOKENS tokens, so that the counts fit into memory."""
     return num_rows(train) * train.length <= MAX_TRAINING_TOKENS
 
 
 def bigram_loss(train: PackedData, valid: PackedData, one_document: bool) -> Loss:
-    """The Kneser–Ney bigram of all training rows, on the targets that `model_loss` counts."""
+    """Return the loss of a Kneser–Ney bigram of all training rows, on the same targets as `model_loss`."""
     vocab_size = int(train.manifest["tokenizer"]["vocab_size"])
     model = KneserNeyBigram.train(target_pairs(all_batches(train, one_document)), vocab_size, DISCOUNT)
     pairs = target_pairs(all_batches(valid, one_document))

@@ -1,6 +1,7 @@
-"""Attention weights out of a layer: attention to values of which one column is 1 for some keys is the weight on them.
+"""Reads attention weights from a layer by choosing its values.
 
-It holds for every mixer, position bias, window and remainder alike, and runs whatever kernel the mixer does.
+The output is o_i = Σ_j A_ij v_j. With v_j = 1 for some keys and 0 for the others, o_i is the weight on these keys.
+This works for every mixer, position bias, window and remainder, and it runs the mixer's own kernel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +16,13 @@ from ssscale.layout import PackedLayout
 
 
 class Layer(Protocol):
-    """`ssscale.model.decoder.Attention`, or what stands in for it."""
+    """`ssscale.model.decoder.Attention` or a replacement with the same `attend`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor: ...
 
 
 class Inputs(NamedTuple):
-    """What a layer's mixer was given: q [T, N, H], rotated and scaled; k [S, K, H]; the layout."""
+    """The inputs of a layer's mixer: q [T, N, H], rotated and scaled, k [S, K, H], and the layout."""
 
     layer: Layer
     q: Tensor
@@ -31,7 +32,7 @@ class Inputs(NamedTuple):
 
 @contextmanager
 def recorded(layers: Sequence[Layer]) -> Iterator[list[Inputs]]:
-    """The inputs of every call of these layers' `attend`, in the order of the calls."""
+    """Record the inputs of every call of the layers' `attend`, in the order of the calls."""
     calls: list[Inputs] = []
 
     def record(layer: Layer, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
@@ -49,9 +50,9 @@ def recorded(layers: Sequence[Layer]) -> Iterator[list[Inputs]]:
 
 @torch.no_grad()
 def mass(inputs: Inputs, keys: Tensor) -> Tensor:
-    """The weights' sums over sets of keys, [T, N, sets] float32. keys: [S, sets] bool, which keys each set has.
+    """Return the sums of the weights over sets of keys, [T, N, sets] float32.
 
-    Computed in float32 from the recorded q and k.
+    keys: [S, sets] bool, the keys in each set. The weights are computed in float32 from the recorded q and k.
     """
     size = inputs.q.shape[-1]
     q, k = inputs.q.float(), inputs.k.float()
@@ -64,5 +65,5 @@ def mass(inputs: Inputs, keys: Tensor) -> Tensor:
 
 
 def weights(inputs: Inputs) -> Tensor:
-    """All weights of one short sequence, [N, T, T] float32."""
+    """Return all weights of one short sequence, [N, T, T] float32."""
     return mass(inputs, torch.eye(len(inputs.k), dtype=torch.bool, device=inputs.k.device)).transpose(0, 1)

@@ -1,16 +1,19 @@
-"""Loss on contexts longer than those of training, by position and by length:
+"""Computes the loss on contexts longer than in training, by position and by length.
 
     python -m eval.papers.long_context RUN [RUN ...] --texts FILE.jsonl[.zst] [--lengths 20000] [--windows 100] [--join]
         [model.position.rope.base=500000 ...]
 
-Documents are cut into windows of the longest of --lengths, without overlap, a document's rest left out (--join reads all
-documents as one, each with its boundary tokens); shorter lengths cut the same windows into more pieces. So all lengths have
-the same targets but the first of each piece, which are left out of every length. Every model sees the same windows.
-Figure 5 of arXiv:2501.19399 is the loss by position at --lengths 20000 with RoPE's base × 50, Figure 5 of arXiv:2410.17980
-the loss at --lengths 2048,4096,...,65536. model.* keys are changed for the evaluation only.
+Documents are cut into windows of the longest length, without overlap. The rest of a document is dropped. --join reads
+all documents as one, each with its boundary tokens. Shorter lengths divide the same windows into more pieces. So all
+lengths have the same targets, except the first token of each piece, which no length counts. Every model reads the
+same windows.
 
-Prints a table and writes RUN/eval/[CHANGES/]long_context-step-XXXXXXXX.json, length by length: a command that was stopped
-goes on where it was. Then `python -m eval.papers.figures loss_by_position RUN ...` and `extrapolation RUN ...`.
+Figure 5 of arXiv:2501.19399 is the loss by position at --lengths 20000 with 50 times RoPE's base. Figure 5 of
+arXiv:2410.17980 is the loss at --lengths 2048,4096,...,65536. model.* keys are changed for this evaluation only.
+
+The command prints a table and writes RUN/eval/[CHANGES/]long_context-step-XXXXXXXX.json after each length. If it was
+stopped, the same command continues. Then draw the figures with `python -m eval.papers.figures loss_by_position RUN ...`
+and `extrapolation RUN ...`.
 """
 
 import argparse
@@ -35,14 +38,20 @@ from ssscale.train.build import load_model
 from ssscale.train.reading import reading
 
 CHANGEABLE = ("model.mixers", "model.mixer.", "model.position.")
-BINS = 200  # of a window, at most
-PASS_TOKENS = 65_536  # a forward pass holds all logits of this many tokens, or of one piece
+BINS = 200  # maximum number of bins per window
+PASS_TOKENS = 65_536  # tokens per forward pass, or one piece. All their logits are in memory at once.
 
 
 def cut_windows(texts: Iterator[str], tokenizer: TextTokenizer, length: int, most: int, join: bool) -> np.ndarray:
-    """[windows, length] int64: from documents in turn, window by window, so that few windows come from many documents.
+    """Cut documents into windows, [windows, length] int64.
 
-    Raises UserError where no document has `length` tokens.
+    The first windows of all documents come first, then the second ones, and so on. So even a few windows come from many
+    documents.
+
+    most: maximum number of windows.
+    join: read all documents as one.
+
+    Raises UserError if no document has `length` tokens.
     """
     documents = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     if join:
@@ -60,8 +69,10 @@ def cut_windows(texts: Iterator[str], tokenizer: TextTokenizer, length: int, mos
 
 @torch.no_grad()
 def losses(model: Decoder, windows: np.ndarray, length: int, shortest: int) -> np.ndarray:
-    """[windows, tokens of a window] float32: each token's loss, read in pieces of `length`; NaN for tokens that are the first
-    of a piece of `shortest`, which some length cannot predict.
+    """Return the loss of each token in nats, [windows, tokens of a window] float32.
+
+    The windows are read in pieces of `length` tokens. The first token of every piece of `shortest` tokens is NaN,
+    because not all lengths predict it. Raises UserError if a pass does not fit into the GPU's memory.
     """
     device, size = model.groups.device, windows.shape[1]
     at_once = max(1, PASS_TOKENS // length)
@@ -83,7 +94,7 @@ def losses(model: Decoder, windows: np.ndarray, length: int, shortest: int) -> n
 
 
 def summarise(found: np.ndarray) -> dict[str, Any]:
-    """The result of one length: the mean, and the mean of each window's bins."""
+    """Return the result of one length: the mean loss, and the mean of each bin of each window."""
     size = found.shape[1]
     bins = max(b for b in range(1, min(BINS, size // 2) + 1) if size % b == 0)
     means = np.nanmean(found.reshape(len(found), bins, -1), -1)
@@ -97,7 +108,7 @@ def summarise(found: np.ndarray) -> dict[str, Any]:
 
 
 def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, lengths: list[int]) -> Path:
-    """All lengths of one run. Returns the result's file."""
+    """Evaluate one run at all lengths. Returns the result file."""
     groups = initialize()
     with reading(run, groups, "RUN") as checkpoint:
         model, config = load_model(checkpoint, groups, changes=changes)
@@ -129,7 +140,7 @@ def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, lengt
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Ascending. Raises UserError."""
+    """Parse --lengths into ascending order. Raises UserError if the lengths do not divide each other as needed."""
     lengths = sorted(set(whole_numbers(text, "--lengths")))
     if lengths[0] < 2 or any(lengths[-1] % length for length in lengths) or any(n % lengths[0] for n in lengths):
         raise UserError(

@@ -1,18 +1,20 @@
-"""A sentence to be found again in a long text (arXiv:2501.19399, Sections 3.3 and 3.4):
+"""Tests whether a model finds a sentence in a long text (arXiv:2501.19399, Sections 3.3 and 3.4).
 
     python -m eval.papers.needle RUN [RUN ...] --texts FILE.jsonl[.zst] [--lengths 1000,2000,4000,6000,8000,10000]
         [--depths 10,30,50,70,90] [--samples 100] [model.position.rope.base=500000 ...]
     python -m eval.papers.needle RUN [RUN ...] --texts FILE.jsonl[.zst] --scores [--lengths 8000] [--trials 100] [...]
 
-RUN is fine-tuned on question answering by launch/finetune.py, whose form of a prompt it gets: a text of --texts with "The
-special magic {city} number is: {7 digits}." somewhere in it, and the question for the number. A length counts all tokens of
-the prompt; the needle stands behind the end of a sentence at or before its depth. Decoding is greedy over all tokens but
-EOS. --scores: how much attention each head gives to the number while the first token of the answer is produced, for one
-prompt (Figure 7), and the top head's of every trial (Figure 8).
+RUN was fine-tuned on question answering by launch/finetune.py, and the prompts have the same format. A prompt is a
+text from --texts that contains "The special magic {city} number is: {7 digits}.", followed by a question for the
+number. A length counts all tokens of the prompt. The needle follows the last sentence that ends at or before the
+given depth, in percent. Decoding is greedy over all tokens except EOS.
 
-Every model gets the same prompts. Writes RUN/eval/[CHANGES/]needle-step-XXXXXXXX.json (needle_scores-...), cell by cell: a
-command that was stopped goes on where it was. Then
-`python -m eval.papers.figures needle_map RUN ...`, needle_heads, needle_top.
+--scores measures the attention of each head to the number while the model produces the first token of the answer. It
+does so for all heads on one prompt (Figure 7), and for the top head of every trial (Figure 8).
+
+Every model gets the same prompts. The command writes RUN/eval/[CHANGES/]needle-step-XXXXXXXX.json after each cell, and
+with --scores needle_scores-step-XXXXXXXX.json. If it was stopped, the same command continues. Then draw the figures
+with `python -m eval.papers.figures needle_map RUN ...`, `needle_heads RUN ...` and `needle_top RUN ...`.
 """
 
 import argparse
@@ -46,12 +48,17 @@ Manila Seoul Beijing Shanghai Sydney Melbourne Auckland Honolulu Seattle Chicago
 Vancouver Havana Lima Bogota Santiago Quito""".split()  # noqa: SIM905
 FIXED = "Tokyo", "8106422", 50  # the prompt of Figure 7
 ANSWER_TOKENS = 10  # seven digits are at most seven tokens and a space
-PASS_TOKENS = 131_072  # of prompts that are answered together
+PASS_TOKENS = 131_072  # tokens of the prompts in one batch
 SENTENCE_END = re.compile(r"[.!?\n][\"')\]]*\s*$")
 
 
 class Prompt(NamedTuple):
-    """tokens: text with the needle, and the question. span: the number's tokens, from behind the colon to the full stop."""
+    """A text with the needle, and the question.
+
+    tokens: the whole prompt.
+    number: the answer.
+    span: [start, stop) of the number in tokens, from after the colon to the full stop.
+    """
 
     tokens: list[int]
     number: str
@@ -59,7 +66,7 @@ class Prompt(NamedTuple):
 
 
 class Haystack:
-    """The texts as one stream of tokens, and where sentences end in it."""
+    """The texts as one stream of tokens. ends: [tokens] bool, whether a sentence ends at the token."""
 
     def __init__(self, texts: Iterator[str], tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -68,7 +75,12 @@ class Haystack:
         self.ends = np.array([bool(SENTENCE_END.search(tokenizer.decode([int(kind)]))) for kind in kinds])[where]
 
     def prompt(self, length: int, depth: int, city: str, number: str, rng: np.random.Generator) -> Prompt:
-        """A stretch of the stream from anywhere, `length` tokens with needle, question and BOS. depth: per cent of the text."""
+        """Return a prompt of `length` tokens: BOS, a random part of the stream with the needle in it, and the question.
+
+        depth: position of the needle in percent of the text.
+
+        Raises UserError if the needle leaves no room for a text, or if the texts are too short.
+        """
         encode = self.tokenizer.encode
         before, value = encode(f" The special magic {city} number is:"), encode(f" {number}.")
         question = question_tokens(f"What is the special magic {city} number?", encode)
@@ -89,7 +101,7 @@ class Haystack:
 
 
 def draw_prompt(haystack: Haystack, length: int, depth: int, sample: int) -> Prompt:
-    """Sample number `sample` of a length and a depth: city, number and text are drawn from a seed made of the three."""
+    """Return a sample of a length and a depth. The seed of city, number and text is (length, depth, sample)."""
     rng = np.random.default_rng((length, depth, sample))
     city = CITIES[int(rng.integers(len(CITIES)))]
     return haystack.prompt(length, depth, city, f"{rng.integers(10**6, 10**7)}", rng)
@@ -99,10 +111,12 @@ def draw_prompt(haystack: Haystack, length: int, depth: int, sample: int) -> Pro
 def answer(
     model: Decoder, prompts: Sequence[Sequence[int]], eos_id: int, spans: Sequence[tuple[int, int]] = ()
 ) -> tuple[list[list[int]], torch.Tensor | None]:
-    """Greedy answers of ANSWER_TOKENS tokens, EOS never chosen. With spans: also [prompts, layers, heads] float32, the
-    attention of each prompt's last token, which predicts the answer's first, on its span.
+    """Return greedy answers of ANSWER_TOKENS tokens, without EOS, and the scores or None.
 
-    The last token is a pass of its own: one row of scores a head, whatever the length.
+    With spans, the scores are [prompts, layers, heads] float32: the attention of each prompt's last token to its
+    span. The last token predicts the first token of the answer.
+
+    The last token is a pass of its own, so each head computes one row of weights for any length.
     """
     cache = KVCache(model, [len(prompt) + ANSWER_TOKENS for prompt in prompts])
     prefill(model, cache, [prompt[:-1] for prompt in prompts])
@@ -126,13 +140,13 @@ def answer(
 
 
 def outcome(text: str, number: str) -> str:
-    """`number`, `first digit` or `neither`: what of the number the answer begins with."""
+    """Return what the answer begins with: "number", "first digit" of the number, or "neither"."""
     found = text.strip()
     return "number" if found.startswith(number) else "first digit" if found.startswith(number[0]) else "neither"
 
 
 class Evaluation:
-    """One run under one set of changes."""
+    """The evaluation of one run with one set of changed keys."""
 
     def __init__(self, run: Path, changes: list[str], arguments: argparse.Namespace, kind: str) -> None:
         groups = initialize()
@@ -152,7 +166,7 @@ class Evaluation:
         }
 
     def answers(self, prompts: list[Prompt], scores: bool = False) -> Iterator[tuple[Prompt, str, torch.Tensor | None]]:
-        """The outcome for each prompt, several at once; with scores also [layers, heads]."""
+        """Yield (prompt, outcome, scores) in batches. scores: [layers, heads] float32 if requested, else None."""
         at_once = max(1, min(64, PASS_TOKENS // len(prompts[0].tokens)))
         for first in range(0, len(prompts), at_once):
             some = prompts[first : first + at_once]
@@ -163,7 +177,7 @@ class Evaluation:
                 yield prompt, shown, None if found is None else found[row]
 
     def retrieve(self, lengths: list[int], depths: list[int], samples: int) -> None:
-        """The cells of Figure 6 that the file does not have yet."""
+        """Compute the cells of Figure 6 that the result file does not contain yet."""
         self.result = {"cells": []} | begun(self.file, self.result | {"samples": samples})
         done = {(cell["length"], cell["depth"]) for cell in self.result["cells"]}
         for length in lengths:
@@ -180,7 +194,7 @@ class Evaluation:
                 )
 
     def score(self, length: int, trials: int) -> None:
-        """Figures 7 and 8, which share a context length."""
+        """Compute the scores of Figures 7 and 8, which have the same context length."""
         self.result = begun(self.file, self.result | {"length": length, "num_trials": trials})
         if "trials" in self.result:
             return

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# The papers' experiments at the small size of docs/reproduction.md, on the GPUs of one machine: data, models, results, figures.
+# Runs the papers' experiments at the small size of docs/reproduction.md on the GPUs of one machine: data, models,
+# results, figures.
 #
 #   bash eval/papers/papers.sh TEXT QUESTIONS [OUT]
 #
 # TEXT: a folder with train.NAME.jsonl.zst, valid.NAME.jsonl.zst (one NAME is books) and tokenizer.json.
-# QUESTIONS: files in SQuAD's form with commas between. OUT: runs/papers.
-# A job a GPU (GPUS="0 1": these), the longest first. Their output is in OUT/logs. SIGINT and SIGTERM save what is training and
-# end with 75; the same command again goes on from there and repeats nothing that has ended. JOBS="p_n mqrar_softmax_32" takes some of them, PRINT=1 prints what would be run.
+# QUESTIONS: comma-separated files in SQuAD's format. OUT: the output folder, by default runs/papers.
+# Each GPU runs one job at a time, the longest jobs first. Their output is in OUT/logs. SIGINT and SIGTERM save the
+# models in training and exit with code 75. The same command then continues, and does not repeat jobs that have ended.
+# GPUS="0 1" selects GPUs, JOBS="p_n mqrar_softmax_32" selects jobs, PRINT=1 only prints the commands.
 set -euo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
@@ -110,7 +112,7 @@ taken=$(mktemp -d)
 trap 'rm -rf "$taken"' EXIT
 stop() {
     trap '' INT TERM
-    exec 3>&2 2>/dev/null  # bash's own notices of what it ends
+    exec 3>&2 2>/dev/null  # hides bash's notices about ended jobs
     local group
     for group in $(jobs -p); do kill -TERM -- "-$group" || true; done
     wait
@@ -118,9 +120,9 @@ stop() {
     exit 75
 }
 trap stop INT TERM
-set -m  # each background job a process group, which `stop` can reach down to the programs
+set -m  # each background job is a process group, so that `stop` reaches its programs
 echo "data: $out/logs/data.log"
-# Not `(data) || fail`: within a condition bash goes on behind a command that failed.
+# Not `(data) || fail`: within a condition, bash continues after a command that failed.
 (trap 'exit 75' TERM; data) >"$out/logs/data.log" 2>&1 &
 wait $! || fail "the data could not be prepared: $(tail -1 "$out/logs/data.log")"
 worker() {
@@ -130,7 +132,7 @@ worker() {
     for job in $jobs; do
         mkdir "$taken/$job" 2>/dev/null || continue
         local began=$SECONDS log=$out/logs/$job.log
-        (trap 'exit 75' TERM; call "$job") >"$log" 2>&1 &  # behind the program, which saves first
+        (trap 'exit 75' TERM; call "$job") >"$log" 2>&1 &  # after the program, which saves first
         if wait $!; then
             echo "$job: $((SECONDS - began)) s on GPU $1"
         else

@@ -1,9 +1,10 @@
-"""The p_n study of arXiv:2501.19399 (Eq. 3, Figure 2): is the learned p_n logarithmic?
+"""Tests whether the learned p_n is logarithmic, as in the p_n study of arXiv:2501.19399 (Eq. 3, Figure 2).
 
     python -m eval.papers.pn_fit RUN [--figure FILE.png] [--data FOLDER]
 
-RUN is the folder of a run made by launch/pretrain.py with `model.mixer.ssmax.variant=pn`. Fits p_n ≈ a1 · ln n + a2 by least
-squares, each n weighted by how many targets stand behind it in training, prints a1, a2 and R², and draws p_n with the fit.
+RUN is the folder of a run of launch/pretrain.py with `model.mixer.ssmax.variant=pn`. The command fits
+p_n ≈ a1 · ln n + a2 by least squares. Each n is weighted by the number of training targets whose query sees n keys. The
+command prints a1, a2 and R², and draws p_n with the fit.
 """
 
 import argparse
@@ -30,7 +31,7 @@ PN = "shared.ssmax.pn"
 
 
 class Fit(NamedTuple):
-    """p_n ≈ a1 · ln n + a2; r2: the share of p_n's weighted variance that it explains."""
+    """p_n ≈ a1 · ln n + a2. r2: the share of the weighted variance of p_n that the fit explains."""
 
     a1: float
     a2: float
@@ -38,7 +39,11 @@ class Fit(NamedTuple):
 
 
 def fit_logarithm(p: np.ndarray, weights: np.ndarray) -> Fit:
-    """Weighted least squares over n = 1 … len(p); weights count how often each n occurs, 0 leaves an n out."""
+    """Fit p_n by weighted least squares over n = 1 … len(p).
+
+    p, weights: [n] float64. A weight of 0 leaves an n out. Raises ValueError for different shapes, negative weights, or
+    weights that are all 0.
+    """
     if p.shape != weights.shape or not weights.sum() > 0 or (weights < 0).any():
         raise ValueError(f"p and weights must be alike, weights ≥ 0 and not all 0, got {p.shape} and {weights.shape}")
     log_n = np.log(np.arange(1, len(p) + 1))
@@ -50,9 +55,10 @@ def fit_logarithm(p: np.ndarray, weights: np.ndarray) -> Fit:
 
 
 def occurrences(lengths: np.ndarray, size: int) -> np.ndarray:
-    """How many tokens with a target see n keys, n = 1 … size, in documents of these lengths.
+    """Return how many tokens with a target see n keys, for n = 1 … size, in documents of the given lengths.
 
-    A document's last token has no target. Nor does p_1 count: the softmax over one key is 1 whatever multiplies it.
+    The last token of a document has no target. The count of n = 1 is 0, because the softmax over one key is 1 for any
+    p_1.
     """
     ended = np.cumsum(np.bincount(np.minimum(lengths, size + 1), minlength=size + 2))
     counts = len(lengths) - ended[1 : size + 1]  # documents of more than n tokens
@@ -61,7 +67,7 @@ def occurrences(lengths: np.ndarray, size: int) -> np.ndarray:
 
 
 def training_lengths(run: Run, data_path: str | None) -> np.ndarray:
-    """Lengths of the documents as the run saw them; one row of `length` where each row is one document."""
+    """Return the lengths of the documents in training. If each row is one document, this is one row's length."""
     data = run.config.data
     if data.one_document:
         return np.array([data.length])
@@ -71,7 +77,7 @@ def training_lengths(run: Run, data_path: str | None) -> np.ndarray:
 
 
 def learned_pn(run: Run) -> np.ndarray:
-    """p_n of the newest checkpoint, in fp32."""
+    """Return p_n of the newest checkpoint, [n] float64. Raises UserError without a checkpoint or p_n."""
     if run.checkpoint is None:
         raise UserError(f"{run.folder} has no checkpoint")
     with reading(run.folder, initialize()) as checkpoint:
@@ -82,7 +88,7 @@ def learned_pn(run: Run) -> np.ndarray:
 
 
 def draw(p: np.ndarray, fit: Fit, title: str, file: Path) -> None:
-    """Figure 2's form: p_n by n, and the fit."""
+    """Draw p_n by n with the fit, like Figure 2."""
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
     n = np.arange(1, len(p) + 1)
     axes.plot(n, p, ".", color=COLOURS[0], markersize=3, label="learned $p_n$")

@@ -1,16 +1,17 @@
-"""Does one learning rate serve every width? Loss by learning rate at several widths, with width transfer and without.
+"""Tests whether one learning rate suits every width, with and without width transfer.
 
     python -m eval.papers.width_study DATA [--widths 256,512,1024] [--lrs 9,8,7,6,5] [--tokens 20000000] \
         [--out runs/width_study]
     python -m eval.papers.width_study DATA --config 50m_ssmax --widths 512 --lrs 7 \
         --variant "s=1" --variant "s=0.17 model.mixer.ssmax.scale=0.17"
 
-DATA is a folder made by data_prep. Each run trains `--config` (8 layers, heads of 64) at a width
-and a peak learning rate of 2 to the minus N, by launch/pretrain.py, with warmup over a sixth of the tokens and cosine
-decay to a tenth. A --variant is a name and the keys that make it, after those of the width transfer; without any, the two
-are `transfer` and `none`. --jobs runs share each GPU (on a machine without one they run in turn).
+DATA is a folder made by data_prep. Each run trains `--config` (8 layers, heads of 64) with launch/pretrain.py at one
+width and one peak learning rate of 2^-N. The learning rate warms up over a sixth of the tokens and decays to a tenth
+as a cosine. A --variant is a name followed by keys, which are applied after those of the width transfer. The default
+variants are `transfer` and `none`. --jobs runs share each GPU. Without a GPU, the runs follow one another.
 
-Writes OUT/results.json (one record per run, which a second call does not repeat), OUT/width.png and .pdf, and prints a table.
+The command prints a table and writes OUT/results.json, OUT/width.png and OUT/width.pdf. results.json has one record
+per run, and a second call does not repeat these runs.
 """
 
 import argparse
@@ -40,9 +41,9 @@ from ssscale.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_DIM = 64
-FFN_RATIO = 2.75  # of 50m
-LAST = 0.05  # of the steps, whose mean loss is the result
-LOST = 2.6  # nats above the best run, from which on the figure leaves a run out
+FFN_RATIO = 2.75  # as in the 50m models
+LAST = 0.05  # the result is the mean loss over this last share of the steps
+LOST = 2.6  # nats. The figure omits runs that are this far above the best run.
 NO_TRANSFER = ("model.init_std=0.02",)
 
 
@@ -61,7 +62,7 @@ class Run:
 
 
 def transfer_keys() -> tuple[str, ...]:
-    """What configs/model/power_width.yaml sets, as arguments."""
+    """Return the settings of configs/model/power_width.yaml as arguments."""
     model = load_config(["config=1b_softmax"]).model
     width = {key: value for key, value in asdict(model.width).items() if value is not None}
     own = {"init_std": model.init_std, "depth_scaled_init": model.depth_scaled_init}
@@ -69,7 +70,7 @@ def transfer_keys() -> tuple[str, ...]:
 
 
 def variants_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
-    """Name → keys, from `NAME [key=value ...]`. Raises UserError."""
+    """Parse variants of the form `NAME [key=value ...]` into {name: keys}. Raises UserError for another form."""
     if not texts:
         return {"transfer": transfer_keys(), "none": NO_TRANSFER}
     found = {}
@@ -82,7 +83,7 @@ def variants_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def arguments_of(run: Run, options: argparse.Namespace) -> list[str]:
-    """launch/pretrain.py's arguments, its folder left out."""
+    """Return the arguments of launch/pretrain.py except the run folder."""
     step_tokens = options.rows * options.length
     steps = -(-options.tokens // step_tokens)
     keys: dict[str, Any] = {
@@ -108,7 +109,7 @@ def arguments_of(run: Run, options: argparse.Namespace) -> list[str]:
 
 
 def execute(run: Run, options: argparse.Namespace, gpus: "queue.Queue[str]") -> dict[str, Any]:
-    """Train on the next free GPU. Raises UserError with the end of the log where the run fails."""
+    """Train on the next free GPU. Raises UserError with the end of the log if the run fails."""
     folder = options.out / run.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +132,7 @@ def execute(run: Run, options: argparse.Namespace, gpus: "queue.Queue[str]") -> 
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] if code in (0, 77) else []
     )
     training = [record for record in records if "loss" in record]
-    if code not in (0, 77) or not training:  # 77: the losses stayed NaN, which is a result
+    if code not in (0, 77) or not training:  # 77: the loss stayed NaN, which is a valid result
         tail = " ".join(file.read_text().splitlines()[-5:])
         raise UserError(f"the run {run.name} failed with code {code}: {tail}")
     last = max(1, int(LAST * len(training)))
@@ -152,7 +153,7 @@ def execute(run: Run, options: argparse.Namespace, gpus: "queue.Queue[str]") -> 
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: a row per variant and width, a column per learning rate, the best in bold."""
+    """Return a Markdown table: one row per variant and width, one column per learning rate, the best loss in bold."""
     rates = sorted({result["lr_log2"] for result in results})
     lines = [
         "| variant | width | " + " | ".join(f"2^{rate}" for rate in rates) + " | best |",
@@ -182,7 +183,7 @@ def grouped(results: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[st
 
 
 def draw(results: list[dict[str, Any]]) -> Figure:
-    """A panel per variant, a curve per width."""
+    """Draw one panel per variant and one curve per width."""
     names = list(dict.fromkeys(result["variant"] for result in results))
     figure, every = plt.subplots(
         1, len(names), figsize=(4.2 * len(names) + 0.6, 4.2), sharey=True, layout="constrained"
@@ -210,7 +211,7 @@ def draw(results: list[dict[str, Any]]) -> Figure:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Run what results.json does not hold yet, then print and draw everything."""
+    """Train the runs that results.json does not contain yet, then print and draw all results."""
     widths = whole_numbers(options.widths, "--widths", HEAD_DIM)
     rates = [-power for power in whole_numbers(options.lrs, "--lrs", 0, 30)]
     if odd := [width for width in widths if width % HEAD_DIM]:

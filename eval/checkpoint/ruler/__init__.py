@@ -1,6 +1,6 @@
-"""RULER (arXiv:2404.06654) on lm-eval's generators, prompts and scores, without the network."""
+"""RULER (arXiv:2404.06654) with lm-eval's generators, prompts and scores, without network access."""
 
-# By lm-eval's names, in the order of its group.
+# Task names of lm-eval, in the order of its group.
 TASKS = (
     "niah_single_1",
     "niah_single_2",

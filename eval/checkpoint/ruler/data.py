@@ -1,4 +1,7 @@
-"""The texts that RULER's tasks are made from: copies of the originals, or what stands in for them, which is always said."""
+"""Finds the source texts of RULER's tasks: copies of the originals, or stand-ins.
+
+The use of a stand-in is always reported in the output and in the results.
+"""
 
 import hashlib
 import inspect
@@ -20,12 +23,18 @@ from ssscale.errors import UserError
 
 Questions = tuple[
     list[dict[str, Any]], list[str]
-]  # lm-eval's: questions with the numbers of their documents; documents
+]  # lm-eval's format: questions with the indices of their documents; documents
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What lm-eval downloads. file, stand_in: where a copy, or else another text, is looked for in eval_data."""
+    """A text that lm-eval downloads.
+
+    file: path of a copy, relative to eval_data.
+    copy_of: the name of the original.
+    stand_in: path of a text that replaces it, relative to eval_data. It is used if there is no copy.
+    form: the file format, for messages.
+    """
 
     file: str
     copy_of: str
@@ -57,7 +66,7 @@ ORIGINS = {
 
 @dataclass(frozen=True)
 class Source:
-    """A file that samples were made from. stand_in_for: the original, where it is none of it."""
+    """A file that samples were made from. stand_in_for: the original that it replaces, None for a copy of it."""
 
     file: str
     sha256: str
@@ -71,7 +80,7 @@ class Source:
 
 
 def parse_stand_ins(text: str | None) -> dict[str, Path]:
-    """`essays:FILE,hotpotqa:FILE` by name. Raises UserError."""
+    """Parse `essays:FILE,hotpotqa:FILE`. Raises UserError for a bad format, an unknown name or a missing file."""
     found: dict[str, Path] = {}
     for part in text.split(",") if text else ():
         name, colon, file = part.partition(":")
@@ -84,7 +93,7 @@ def parse_stand_ins(text: str | None) -> dict[str, Path]:
 
 
 def download(name: str, file: Path) -> None:
-    """A copy of an original, from where lm-eval has it. Raises UserError."""
+    """Download an original from lm-eval's source to `file`. Raises UserError if this fails."""
     try:
         if name == "essays":
             texts = datasets.load_dataset("baber/paul_graham_essays", split="train")["text"]
@@ -93,7 +102,7 @@ def download(name: str, file: Path) -> None:
             reader = qa_utils.read_squad if name == "squad" else qa_utils.read_hotpotqa
             content = json.dumps(qa_utils.download_json(inspect.signature(reader).parameters["url"].default))
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # several ranks may do the same
+        temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # several ranks may download the same file
         temporary.write_text(content, encoding="utf-8")
         os.replace(temporary, file)
     except (OSError, ValueError) as error:
@@ -101,10 +110,12 @@ def download(name: str, file: Path) -> None:
 
 
 def find_sources(needed: list[str], eval_data: str, stand_ins: dict[str, Path]) -> dict[str, tuple[Path, Source]]:
-    """The file of each name, the user's stand-in before the folder's copy before the folder's stand-in.
+    """Return the file and its description for each name in `needed`.
 
-    HF_HUB_OFFLINE=0 in the environment downloads what the folder has no copy of. Raises UserError with all that are missing,
-    where to get them and what may stand in for them.
+    A stand-in of the user comes first, then the copy in the folder, then the stand-in in the folder. With
+    HF_HUB_OFFLINE=0 in the environment, a missing copy is downloaded.
+
+    Raises UserError that lists all missing files, their origins and possible stand-ins.
     """
     found, missing = {}, []
     for name in needed:
@@ -130,12 +141,15 @@ def find_sources(needed: list[str], eval_data: str, stand_ins: dict[str, Path]) 
 
 
 def read_essays(file: Path) -> list[str]:
-    """The words of all documents, one behind the other."""
+    """Return the words of all documents in sequence."""
     return " ".join(read_documents(file, "stand_in=essays:")).split()
 
 
 def read_questions(file: Path) -> Questions:
-    """Of a file in SQuAD's (1.1 or 2.0) or in HotpotQA's form, as lm-eval reads them. Raises UserError."""
+    """Read a file in the format of SQuAD (1.1 or 2.0) or HotpotQA with lm-eval's readers.
+
+    Raises UserError if it has neither format or no question with an answer.
+    """
     try:
         raw = file.read_bytes()
         content = json.loads(zstandard.ZstdDecompressor().stream_reader(raw).read() if file.suffix == ".zst" else raw)
@@ -145,7 +159,7 @@ def read_questions(file: Path) -> Questions:
             for article in content["data"]:
                 for paragraph in article["paragraphs"]:
                     for question in paragraph["qas"]:
-                        question.setdefault("is_impossible", False)  # SQuAD 1.1 has none that are
+                        question.setdefault("is_impossible", False)  # SQuAD 1.1 lacks this key
         with download_gives(content):
             questions, documents = read(os.fspath(file))
     except (OSError, zstandard.ZstdError) as error:

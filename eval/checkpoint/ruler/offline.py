@@ -1,7 +1,7 @@
-"""lm-eval's generators of RULER's samples, without what they download, print and draw from a state of their own.
+"""lm-eval's generators of RULER samples without downloads, prints and hidden random states.
 
-lm-eval's modules fetch nltk's punkt model when they are imported and make a list of 6 million words: one GB and half a minute
-in every process. Here sentences are split by a rule, and a word is put together when it is asked for.
+At import, lm-eval's modules download nltk's punkt model and build a list of 6 million words. This takes 1 GB and half a
+minute per process. Here a rule splits sentences, and each word is built on request.
 """
 
 import random
@@ -22,7 +22,7 @@ from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, qa_utils, vt_u
 
 __all__ = ["cwe_utils", "fwe_utils", "niah_utils", "offline", "prepare_niah", "qa_utils", "seeded", "vt_utils"]
 
-SEED = 42  # RULER's
+SEED = 42  # as in RULER
 Track = Callable[[Iterable[int]], Iterable[int]]
 
 SENTENCE_END = re.compile(r"""(?<!\S)(\S+[.!?])["')\]”’]*\s+(?=["'(\[“‘]?[A-Z0-9])""")
@@ -30,8 +30,11 @@ ABBREVIATION = re.compile(r"""["'(\[“‘]*(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Hon|Gen|
 
 
 def split_sentences(text: str) -> list[str]:
-    """In place of nltk's punkt model: a sentence ends behind . ! or ? (and what closes there) and white space, before a capital
-    or a digit (and what opens there), unless the full stop is a title's or an initial's.
+    """Split a text into sentences by a rule, in place of nltk's punkt model.
+
+    A sentence ends after `.`, `!` or `?`, optional closing quotes or brackets, and white space. The next sentence must
+    start with a capital or a digit, after optional opening quotes or brackets. A full stop after a title or an initial
+    does not end a sentence.
     """
     sentences, start = [], 0
     for end in SENTENCE_END.finditer(text):
@@ -42,12 +45,12 @@ def split_sentences(text: str) -> list[str]:
 
 
 class CompoundWords(Sequence[str]):
-    """sorted({f"{adjective}-{noun}"}) without its strings."""
+    """The sequence sorted({f"{adjective}-{noun}"}), without storing its strings."""
 
     def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
         self.nouns = sorted(set(nouns))
         self.firsts = sorted(f"{adjective}-" for adjective in set(adjectives))
-        # blue-eyed- sorts among the words of blue-: both are one run, whose words are put in order together.
+        # "blue-eyed-" sorts among the words of "blue-". Both belong to one run, whose words are sorted together.
         self.roots: list[int] = []
         for index, first in enumerate(self.firsts):
             root = self.roots[-1] if self.roots else 0
@@ -65,7 +68,7 @@ class CompoundWords(Sequence[str]):
             return self.firsts[first] + self.nouns[noun]
         return self._run(root)[index - root * len(self.nouns)]
 
-    @lru_cache(maxsize=64)  # noqa: B019 - there is one object a process
+    @lru_cache(maxsize=64)  # noqa: B019 - there is one object per process
     def _run(self, root: int) -> list[str]:
         firsts = [first for first, own in zip(self.firsts, self.roots, strict=True) if own == root]
         return sorted(first + noun for first in firsts for noun in self.nouns)
@@ -73,7 +76,7 @@ class CompoundWords(Sequence[str]):
 
 @cache
 def words() -> CompoundWords:
-    """What prepare_niah.WORDS holds."""
+    """Return the words of prepare_niah.WORDS."""
     categories = wonderwords.RandomWord()._categories
     return CompoundWords(categories["adjectives"], categories["nouns"])
 
@@ -87,7 +90,7 @@ def _tracking(track: Track) -> Callable[..., Iterator[int]]:
 
 @contextmanager
 def seeded() -> Iterator[None]:
-    """The global generators from SEED on, and back to where they were."""
+    """Seed the global random generators with SEED, and restore their states afterwards."""
     before, numbers = random.getstate(), np.random.get_state()
     random.seed(SEED)
     np.random.seed(SEED)
@@ -100,7 +103,10 @@ def seeded() -> Iterator[None]:
 
 @contextmanager
 def offline(track: Track = iter) -> Iterator[None]:
-    """lm-eval's generators may be called here: the same samples every time. track: is given the numbers of the samples."""
+    """Allow calls of lm-eval's generators in this block. The samples are the same every time.
+
+    track: wraps the iteration over the indices of the samples, to show progress.
+    """
     replaced = [
         (prepare_niah, "WORDS", words()),
         (prepare_niah, "cached_sent_tokenize", lru_cache(maxsize=16)(split_sentences)),

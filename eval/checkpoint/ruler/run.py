@@ -1,4 +1,4 @@
-"""RULER's 13 tasks (arXiv:2404.06654) at several lengths, a task and a length at a time."""
+"""Runs RULER's 13 tasks (arXiv:2404.06654) at several lengths, one task at one length at a time."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -32,18 +32,21 @@ LM_EVALS = "lm_eval_string_match"
 
 
 def score_answers(doc: Doc, results: list[str]) -> dict[str, float]:
-    """The share of the answers that the text holds."""
+    """Return the share of the answers that the text contains."""
     return {"string_match": string_match_all(postprocess_pred(results), [doc["outputs"]])}
 
 
 def score_question(doc: Doc, results: list[str]) -> dict[str, float]:
-    """Whether the text holds one of the answers, which mean the same. lm-eval's score is the share of them that it holds."""
+    """Return 1.0 if the text contains one of the answers, which are alternatives, and lm-eval's score.
+
+    lm-eval's score is the share of the alternatives that the text contains.
+    """
     share = string_match_part(postprocess_pred(results), [doc["outputs"]])
     return {"string_match": float(share > 0), LM_EVALS: share}
 
 
 def definition(task: str, length: int, docs: list[Doc]) -> dict[str, Any]:
-    """lm-eval's definition of a task, over these samples and with one name for a score at any length."""
+    """Return lm-eval's definition of a task with the given samples. The score has the same name at every length."""
     config = load_yaml(THEIRS / f"{task.removeprefix('ruler_')}.yaml", resolve_func=False)
     metrics = ["string_match", *([LM_EVALS] if task in QUESTIONS else [])]
     return config | {
@@ -56,7 +59,13 @@ def definition(task: str, length: int, docs: list[Doc]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Ruler:
-    """What was asked for. samples: of each task at each length."""
+    """A request for RULER.
+
+    tasks, lengths: every task runs at every length, in tokens.
+    samples: number of samples per task and length.
+    sources: the source files, by the names of `data.ORIGINS`.
+    texts: the content of these files.
+    """
 
     tasks: list[str]
     lengths: list[int]
@@ -77,7 +86,12 @@ def prepare_ruler(
     stand_ins: dict[str, Path],
     tokenizer: TextTokenizer,
 ) -> Ruler:
-    """Everything that can be wrong is found here: before hours of work. Raises UserError."""
+    """Find the texts and check all lengths before hours of work begin.
+
+    limit: number of samples per task and length. None: SAMPLES.
+
+    Raises UserError for missing texts and lengths that are too short for a task.
+    """
     tasks = [task for task in TASKS if task in tasks]
     found = find_sources(needed(tasks), eval_data, stand_ins)
     texts = Texts({name: file for name, (file, _) in found.items()})
@@ -89,10 +103,10 @@ def prepare_ruler(
 def run_ruler(
     ruler: Ruler, model: Decoder, tokenizer: TextTokenizer, name: str, console: Console
 ) -> Iterator[TaskResult]:
-    """The result of each task at each length, `TASK@LENGTH`, on the ranks that lm-eval gives any to; all take part.
+    """Yield the result `TASK@LENGTH` of each task at each length, on the ranks to which lm-eval gives results.
 
-    Every rank makes all samples, the same ones. Among the metrics are the tokens that samples take, on average and at
-    most, and the file that they are made from.
+    All ranks must call it. Every rank makes the same samples. The metrics include the mean and the maximum tokens per
+    sample, and the source file of the samples.
     """
     show = model.groups.is_main
     limit = None if ruler.samples == SAMPLES else ruler.samples
@@ -131,7 +145,10 @@ def evaluate_ruler(
     results: dict[str, Any],
     console: Console,
 ) -> list[TaskResult]:
-    """`run_ruler`, each result added to the results file, with `results`, when it is there: the whole may take hours."""
+    """Run RULER and add each result to the results file as soon as it is known, because the whole may take hours.
+
+    results: further content for the file.
+    """
     cells: list[TaskResult] = []
     about = ruler.to_json()
     for cell in run_ruler(ruler, model, tokenizer, name, console):
@@ -143,7 +160,7 @@ def evaluate_ruler(
 
 
 def averages(results: list[TaskResult]) -> dict[int, float]:
-    """The mean over the tasks at each length."""
+    """Return the mean over the tasks for each length."""
     by_length: dict[int, list[float]] = {}
     for result in results:
         by_length.setdefault(int(result.task.rpartition("@")[2]), []).append(result.value)
@@ -151,7 +168,7 @@ def averages(results: list[TaskResult]) -> dict[int, float]:
 
 
 def ruler_table(ruler: Ruler, results: list[TaskResult]) -> Table:
-    """Scores in per cent, tasks by lengths."""
+    """Return a table of scores in percent, one row per task and one column per length."""
     values = {result.task: result.value for result in results}
     table = Table(title="RULER (arXiv:2404.06654), per cent", box=ASCII, title_justify="left")
     table.add_column("task", no_wrap=True)

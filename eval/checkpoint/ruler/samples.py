@@ -1,7 +1,8 @@
-"""RULER's samples (arXiv:2404.06654): lm-eval's own, made from local texts and measured with our tokenizer.
+"""Makes RULER samples (arXiv:2404.06654) with lm-eval's generators, from local texts and with our tokenizer.
 
-A length is the tokens of everything: BOS, the prompt with the beginning of its answer, the tokens that are generated. lm-eval
-counts neither BOS nor what NIAH's and QA's answers begin with nor FWE's new tokens: its samples may be longer than it says.
+A length counts all tokens: BOS, the prompt with the beginning of its answer, and the tokens to generate. lm-eval
+counts neither BOS, nor the beginnings of answers in NIAH and QA, nor the new tokens in FWE. So its samples may exceed
+the length.
 """
 
 import random
@@ -27,12 +28,12 @@ from eval.checkpoint.ruler.offline import (
 from ssscale.errors import UserError
 
 Doc = dict[str, Any]
-SAMPLES = 500  # of a task and a length, as in RULER
+SAMPLES = 500  # per task and length, as in RULER
 FWE_TOKENS = fwe_utils.CONFIG["tokens_to_generate"]
-SPARE = 64  # tokens by which one drawing of a sample may exceed another
+SPARE = 64  # tokens by which one random draw of a sample may exceed another
 
 NUMBERS = {"type_needle_k": "words", "type_needle_v": "numbers"}
-# What lm-eval's functions of these names give to its generator.
+# The arguments that lm-eval's functions of these names pass to its generator.
 NIAH: dict[str, dict[str, Any]] = {
     "niah_single_1": {"type_haystack": "repeat", **NUMBERS},
     "niah_single_2": {"type_haystack": "essay", **NUMBERS},
@@ -46,7 +47,7 @@ NIAH: dict[str, dict[str, Any]] = {
 QUESTIONS = {"ruler_qa_squad": "squad", "ruler_qa_hotpot": "hotpotqa"}
 
 NIAH_QUESTION = re.compile(r"\nWhat (is|are)(?: all)? the (special magic .* mentioned in the provided text)\?")
-NAME_TOKENS = 3  # by which a name of VT's example may grow: its three letters are drawn anew for each sample
+NAME_TOKENS = 3  # by which a name of VT's example may grow: its three letters are drawn again for each sample
 
 
 class Counted(NamedTuple):
@@ -54,9 +55,11 @@ class Counted(NamedTuple):
 
 
 class Counter:
-    """What lm-eval's generators take for a tokenizer: they ask for the length of input_ids only.
+    """Replaces the tokenizer in lm-eval's generators, which use only the length of input_ids.
 
-    encode: the tokens of a text. whole: the prompt that a text is going to be. extra: further tokens that must fit.
+    encode: returns the tokens of a text.
+    whole: returns the final prompt that is made from a text.
+    extra: further tokens that must fit.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], whole: Callable[[str], str] = str, extra: int = 0) -> None:
@@ -70,14 +73,17 @@ class Counter:
 
 
 def niah_prompt(text: str) -> str:
-    """With the beginning of the answer, which is made from the question."""
+    """Return the text followed by the beginning of the answer, which is made from the question."""
     found = NIAH_QUESTION.match(text, text.rindex("\nWhat "))
     assert found, text[-300:]
     return f"{text} The {found[2]} {found[1]}"
 
 
 def counter_of(task: str, encode: Callable[[str], list[int]]) -> Counter:
-    """Counts all that a model is to take. 2 more where texts are joined with other white space than the generator has."""
+    """Return a counter of all tokens that a model must take for a task.
+
+    VT, CWE and FWE count 2 more, because the prompt joins texts with other white space than the generator.
+    """
     if task in NIAH:
         return Counter(encode, niah_prompt, 1)
     if task in QUESTIONS:
@@ -89,7 +95,7 @@ def counter_of(task: str, encode: Callable[[str], list[int]]) -> Counter:
 
 @dataclass
 class Texts:
-    """What the samples are made from; files: by the names of eval/checkpoint/ruler/data.py. Read when they are needed."""
+    """The source texts of the samples, read on first use. files: paths by the names of `data.ORIGINS`."""
 
     files: dict[str, Path]
 
@@ -113,15 +119,15 @@ class Texts:
 
 
 def needed(tasks: Iterable[str]) -> list[str]:
-    """The names of eval/checkpoint/ruler/data.py that tasks are made from."""
+    """Return the names of the texts in `data.ORIGINS` that the tasks need."""
     names = ["essays" if NIAH.get(task, {}).get("type_haystack") == "essay" else QUESTIONS.get(task) for task in tasks]
     return list(dict.fromkeys(name for name in names if name))
 
 
 def least_tokens(task: str, length: int, counter: Counter, texts: Texts) -> int:
-    """What the shortest sample takes that lm-eval makes of a length: with the first step of what it lengthens samples by.
+    """Return the tokens of the shortest sample that lm-eval can make: one with the first increment of its search.
 
-    Below that, its loops make samples without a text around the needle, or never end.
+    At smaller lengths, lm-eval's loops make samples without a text around the needle, or never end.
     """
     with offline():
         if task in NIAH:
@@ -143,8 +149,8 @@ def least_tokens(task: str, length: int, counter: Counter, texts: Texts) -> int:
             numbered = " ".join(f"{i}. {word}" for i, word in enumerate(answers, 1))
             return counter.count(f"{example}\n{text} {numbered}") + 120 + SPARE
         if task == "ruler_fwe":
-            # Of n words the third that is asked for must be more frequent than the next: int(0.038 n) > int(0.0243 n)
-            # from 53 on. n is shortened by steps of length // 32.
+            # Of n words, the third most frequent must be more frequent than the fourth. int(0.038 n) > int(0.0243 n)
+            # holds for n ≥ 53. The generator shortens n in steps of length // 32.
             words = ["".join(random.choices(string.ascii_lowercase, k=6)) for _ in range(53 + length // 32)]
             coded = " ".join("..." if index % 5 < 3 else word for index, word in enumerate(words))
             return max(counter.count(fwe_utils.TEMPLATE.format(context=coded, query="")), 250)
@@ -155,9 +161,9 @@ def least_tokens(task: str, length: int, counter: Counter, texts: Texts) -> int:
 
 
 def has_enough(task: str, length: int, counter: Counter, texts: Texts) -> bool:
-    """Whether the texts hold a sample of the length."""
+    """Return whether the texts are long enough for a sample of the length."""
     if task in QUESTIONS:
-        # Ten more: lm-eval's generator, which adds ten at a time, loses their numbers where it takes all documents.
+        # Ten more documents: lm-eval's generator adds ten at a time, and loses count if it takes all documents.
         total = longest = 0
         for document in texts.questions(task)[1]:
             size = counter.count(document)
@@ -171,12 +177,12 @@ def has_enough(task: str, length: int, counter: Counter, texts: Texts) -> bool:
 
 
 def full(example: Doc) -> str:
-    """VT's example with its answer, as it stands before each sample."""
+    """Return VT's example with its answer, as it precedes each sample."""
     return f"{example['input']} {' '.join(example['outputs'])}\n\n"
 
 
 def vt_example(counter: Counter) -> Doc:
-    """The solved example before each of VT's samples: of 500 tokens at most, or as few as the tokenizer makes it."""
+    """Return the solved example that precedes each sample of VT. It has at most 500 tokens if this is possible."""
     with offline():
         text, answers = vt_utils.generate_input_output(5, 1, 4, is_icl=True)
         room = max(500, counter.count(f"{text} {answers}") + 30 + SPARE)
@@ -184,7 +190,11 @@ def vt_example(counter: Counter) -> Doc:
 
 
 def vt_counter(counter: Counter, example: Doc) -> Counter:
-    """With room for the example's names, half of it at the example's count and half at the rest's. A plain one stays."""
+    """Return a counter with room for growing names in VT's example.
+
+    lm-eval counts the example and the rest separately, so each count gets half of the room. A counter without extra
+    tokens is returned unchanged.
+    """
     if not counter.extra:
         return counter
     names = sum(example["input"].count(name) + 1 for name in example["outputs"])
@@ -192,9 +202,10 @@ def vt_counter(counter: Counter, example: Doc) -> Counter:
 
 
 def generate(task: str, length: int, number: int, counter: Counter, texts: Texts, track: Track = iter) -> list[Doc]:
-    """lm-eval's samples, measured by `counter`; fewer where questions are fewer, or their documents longer than `length`.
+    """Make `number` samples with lm-eval's generators, measured by `counter`.
 
-    Raises UserError where there is none.
+    There are fewer samples if there are fewer questions, or if documents are longer than `length` tokens. Raises
+    UserError if there is no sample.
     """
     with offline(track):
         if task in NIAH:
@@ -218,7 +229,7 @@ def generate(task: str, length: int, number: int, counter: Counter, texts: Texts
         if task == "ruler_fwe":
             docs = list(fwe_utils.sys_kwext(counter, length, number))
             for doc in docs:
-                doc["length"] -= min(counter.extra, FWE_TOKENS)  # which it adds once more
+                doc["length"] -= min(counter.extra, FWE_TOKENS)  # the generator adds them a second time
             return docs
         questions, documents = texts.questions(task)
         number = min(number, len(questions))
@@ -229,7 +240,7 @@ def generate(task: str, length: int, number: int, counter: Counter, texts: Texts
 
 
 def check(tasks: list[str], lengths: list[int], encode: Callable[[str], list[int]], texts: Texts) -> None:
-    """Raises UserError for lengths that tasks cannot be made in, all at once."""
+    """Raise one UserError that names all lengths at which tasks cannot be made."""
     few: dict[int, dict[str, int]] = {}
     for length in lengths:
         for task in tasks:

@@ -1,7 +1,11 @@
-"""The papers' figures from result files:   python -m eval.papers.figures NAME [RUN or FILE ...] [--out docs/figures/NAME]
+"""Draws the papers' figures from result files.
+
+    python -m eval.papers.figures NAME [RUN or FILE ...] [--out docs/figures/NAME]
+
+NAME is one of these:
 
     fading, threshold                Figures 1 and 3 of arXiv:2501.19399, which need no model
-    training_losses RUN RUN ...      its Figure 4                 (of the runs themselves), and the differences to the first
+    training_losses RUN RUN ...      its Figure 4                 (from the runs), with differences to the first run
     loss_by_position RUN ...         its Figure 5                 (results of python -m eval.papers.long_context)
     needle_map RUN ...               its Figure 6                 (python -m eval.papers.needle)
     needle_heads, needle_top RUN ... its Figures 7 and 8          (python -m eval.papers.needle --scores)
@@ -9,7 +13,7 @@
     mqrar_attention [FOLDER]         its Figure 4                 (python -m eval.papers.mqrar picture)
     extrapolation RUN ...            its Figure 5                 (python -m eval.papers.long_context)
 
-Each is written as PNG and PDF. Figure 2 of arXiv:2501.19399 is `python -m eval.papers.pn_fit RUN`.
+Each figure is written as PNG and PDF. `python -m eval.papers.pn_fit RUN` draws Figure 2 of arXiv:2501.19399.
 """
 
 import argparse
@@ -38,7 +42,7 @@ OF_FOLDER: dict[str, Callable[[Path], Figure]] = {"mqrar": recall.curve, "mqrar_
 
 
 def draw(name: str, paths: list[Path]) -> Figure:
-    """Raises UserError for a name that is none and for results that are not there."""
+    """Draw the figure `name`. Raises UserError for an unknown name and for missing results."""
     if name in OF_RUNS:
         return OF_RUNS[name](paths)
     if name not in ALONE and name not in OF_FOLDER:

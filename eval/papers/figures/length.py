@@ -1,4 +1,7 @@
-"""Loss beyond the training length: by position (arXiv:2501.19399, Figure 5) and by context (arXiv:2410.17980, Figure 5)."""
+"""Draws the loss beyond the training length.
+
+By position, it is Figure 5 of arXiv:2501.19399. By context length, it is Figure 5 of arXiv:2410.17980.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ def longest(result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def smoothed(losses: np.ndarray, reach: int = 2) -> np.ndarray:
-    """The mean over up to `reach` bins on both sides, fewer at the ends."""
+    """Average each loss with up to `reach` neighbours on both sides, and with fewer near the ends."""
     sums = np.cumsum(np.concatenate([[0.0], losses]))
     at = np.arange(len(losses))
     near = np.minimum(np.minimum(at, len(losses) - 1 - at), reach)
@@ -26,7 +29,7 @@ def smoothed(losses: np.ndarray, reach: int = 2) -> np.ndarray:
 
 
 def by_position(paths: list[Path]) -> Figure:
-    """Mean loss of the targets in each stretch of the longest context."""
+    """Draw the mean loss by position in the longest context."""
     results = of_runs(paths, "long_context")
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     windows = set()
@@ -48,7 +51,7 @@ def by_position(paths: list[Path]) -> Figure:
 
 
 def by_context(paths: list[Path]) -> Figure:
-    """Mean loss of the same targets by the length of the context that they were read in."""
+    """Draw the mean loss of the same targets by context length."""
     results = of_runs(paths, "long_context")
     figure, axes = plt.subplots(figsize=(7.5, 5.0), layout="constrained")
     shared = set.intersection(*(set(result["lengths"]) for result in results))

@@ -1,4 +1,4 @@
-"""Figures 6, 7 and 8 of arXiv:2501.19399: a sentence to be found again in a long context."""
+"""Draws Figures 6, 7 and 8 of arXiv:2501.19399: retrieval of a sentence from a long context."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ OUTCOMES = (("number", "o"), ("first digit", "^"), ("neither", "x"))
 
 
 def heat_map(paths: list[Path]) -> Figure:
-    """Figure 6: the share of numbers found, depth by context size, a panel a run."""
+    """Draw Figure 6: the share of numbers found by depth and context length, one panel per run."""
     results = of_runs(paths, "needle")
     figure, row = plt.subplots(
         1, len(results), figsize=(1.2 + 4.2 * len(results), 3.6), layout="constrained", squeeze=False, sharey=True
@@ -41,7 +41,7 @@ def heat_map(paths: list[Path]) -> Figure:
 
 
 def heads(paths: list[Path]) -> Figure:
-    """Figure 7: the needle score of every head on one prompt, in descending order."""
+    """Draw Figure 7: the needle score of every head on one prompt, in descending order."""
     results = of_runs(paths, "needle_scores")
     figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
     for index, result in enumerate(results):
@@ -51,7 +51,7 @@ def heads(paths: list[Path]) -> Figure:
     length, depth = results[0]["length"], results[0]["heads"]["depth"]
     title = f"Needle scores of all heads, {length:,} tokens, depth {depth} %"
     axes_of(figure, axes, title, "head, by rank", "attention on the number")
-    axes.set_xscale("log")  # few heads retrieve
+    axes.set_xscale("log")  # only few heads retrieve
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper right")
@@ -59,7 +59,7 @@ def heads(paths: list[Path]) -> Figure:
 
 
 def top_heads(paths: list[Path]) -> Figure:
-    """Figure 8: the highest score of each trial in descending order, with what the model answered."""
+    """Draw Figure 8: the highest score of each trial in descending order, with the outcome of the answer."""
     results = of_runs(paths, "needle_scores")
     figure, axes = plt.subplots(figsize=(7.0, 4.6), layout="constrained")
     for index, result in enumerate(results):

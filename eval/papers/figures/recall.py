@@ -1,4 +1,4 @@
-"""Figures 3 and 4 of arXiv:2410.17980: multi-query repeated associative recall."""
+"""Draws Figures 3 and 4 of arXiv:2410.17980: multi-query repeated associative recall."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ NAMES = {"softmax": "softmax + RoPE", "stickbreaking": "stick-breaking"}
 
 
 def curve(folder: Path) -> Figure:
-    """The best model's accuracy by the number of pairs, at the end and before the first sequences of full length."""
+    """Draw the best model's accuracy by the number of pairs: at the end, and before training at full length."""
     results = of_mqrar(folder, "*-[0-9][0-9][0-9].json", f"python -m eval.papers.mqrar curve --out {folder}")
     figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
     for index, core in enumerate(sorted({result["core"] for result in results})):
@@ -32,12 +32,17 @@ def curve(folder: Path) -> Figure:
     first = results[0]
     title = f"MQRAR, {first['length']} tokens, width {first['width']}: the best of {len(first['lrs'])} learning rates"
     axes_of(figure, axes, title, "pairs of key and value", "share of questions answered")
-    figure.legend(fontsize=9.5, edgecolor="none", loc="outside lower center", ncols=2)  # curves may lie anywhere
+    figure.legend(
+        fontsize=9.5, edgecolor="none", loc="outside lower center", ncols=2
+    )  # outside, because curves can be anywhere inside
     return figure
 
 
 def before(result: dict[str, Any]) -> tuple[float, int] | None:
-    """The best model's accuracy when it last was tested before sequences of full length, and the longest until then."""
+    """Return (accuracy, length) before training at full length, or None without such a test.
+
+    accuracy: the best model's accuracy at the last test of the first stages. length: the longest sequence in them.
+    """
     stages = result["short_first"]
     steps = sum(share for share, _, _ in stages) * result["steps"]
     tested = [max(entry["accuracy"]) for entry in result["history"] if entry["step"] <= steps]
@@ -45,7 +50,7 @@ def before(result: dict[str, Any]) -> tuple[float, int] | None:
 
 
 def attention(folder: Path) -> Figure:
-    """The weights of both layers on one sequence, questions marked where the answer is wrong."""
+    """Draw the weights of both layers on one sequence. Markers show questions with a wrong answer."""
     results = of_mqrar(folder, "attention-*.json", f"python -m eval.papers.mqrar picture --out {folder}")
     results = [result for result in results if "weights" in result]
     if not results:

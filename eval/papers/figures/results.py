@@ -1,4 +1,4 @@
-"""Result files for the figures: those of a run, or named one by one; what is missing and which command makes it."""
+"""Finds and reads the result files for figures. Errors name the command that makes a missing file."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from ssscale.errors import UserError
 
-# kind → the command that makes its files
+# kind of results → the command that makes them
 COMMANDS = {
     "long_context": "python -m eval.papers.long_context RUN --texts FILE.jsonl",
     "needle": "python -m eval.papers.needle RUN --texts FILE.jsonl",
@@ -25,7 +25,10 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def of_runs(paths: list[Path], kind: str) -> list[dict[str, Any]]:
-    """The results of a kind: of a run folder the newest of each evaluation in it, of a file that file. Raises UserError."""
+    """Read the results of a kind from run folders and files.
+
+    A run folder gives the newest result of each of its evaluations. Raises UserError for missing or wrong results.
+    """
     command = COMMANDS[kind]
     if not paths:
         raise UserError(f"no run is given: name run folders or files that `{command}` has made")
@@ -57,6 +60,6 @@ def of_mqrar(folder: Path, pattern: str, command: str) -> list[dict[str, Any]]:
 
 
 def label(result: dict[str, Any]) -> str:
-    """The run's name, and the keys that its evaluation changed."""
+    """Return the name of the run and the keys that its evaluation changed."""
     changes = [change.removeprefix("model.").removeprefix("position.") for change in result["changes"]]
     return result["run"] + (f" ({', '.join(changes)})" if changes else "")

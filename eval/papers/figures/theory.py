@@ -1,4 +1,4 @@
-"""Figures 1 and 3 of arXiv:2501.19399: what softmax and SSMax make of one vector. They need no model."""
+"""Draws Figures 1 and 3 of arXiv:2501.19399: the outputs of softmax and SSMax for one vector. They need no model."""
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -12,20 +12,23 @@ SCALES = (0.5, 1.0)
 
 
 def largest(z: np.ndarray, s: float | None = None) -> float:
-    """The largest output of softmax (s=None, Eq. 1) or of SSMax, softmax(s ln n · z) (Eq. 2), for a vector z [n]."""
+    """Return the largest output of softmax (s=None, Eq. 1) or of SSMax, softmax(s ln n · z) (Eq. 2). z: [n]."""
     z = z if s is None else s * np.log(len(z)) * z
     return float(1 / np.exp(z - z.max()).sum())
 
 
 def fading_vector(n: int) -> np.ndarray:
-    """−2 everywhere but +3 at the end."""
+    """Return a vector [n] of −2, with +3 as its last entry."""
     z = np.full(n, -2.0)
     z[-1] = 3.0
     return z
 
 
 def output_of_last(n: int, last: np.ndarray, s: float | None = None) -> np.ndarray:
-    """The output for z_max of softmax or SSMax for the vector (0, 1/(n−2), 2/(n−2), …, 1, z_max), for every z_max in `last`."""
+    """Return the last output of softmax or SSMax for the vector (0, 1/(n−2), 2/(n−2), …, 1, z_max).
+
+    last: the values of z_max. The result has the same shape.
+    """
     factor = 1.0 if s is None else s * np.log(n)
     others = factor * np.linspace(0, 1, n - 1)
     log_others = others.max() + np.log(np.exp(others - others.max()).sum())
@@ -33,7 +36,7 @@ def output_of_last(n: int, last: np.ndarray, s: float | None = None) -> np.ndarr
 
 
 def fading() -> Figure:
-    """Figure 1."""
+    """Draw Figure 1."""
     figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
     sizes = np.unique(np.logspace(0.31, 5, 60).astype(int))
     for index, (name, s) in enumerate((("softmax", None), (f"SSMax, s = {FADING_SCALE}", FADING_SCALE))):
@@ -47,7 +50,7 @@ def fading() -> Figure:
 
 
 def threshold() -> Figure:
-    """Figure 3. The paper's text gives neither its n nor its s, and its vector has n + 2 entries as printed."""
+    """Draw Figure 3. The paper gives neither n nor s, and the vector as printed has n + 2 entries."""
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     last = np.linspace(0, 14, 700)
     for colour, s in zip(COLOURS, (None, *SCALES), strict=False):

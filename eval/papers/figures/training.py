@@ -1,4 +1,4 @@
-"""Training losses side by side (arXiv:2501.19399, Figure 4), and how far they lie apart."""
+"""Draws training losses (arXiv:2501.19399, Figure 4) and their differences."""
 
 from pathlib import Path
 
@@ -11,12 +11,15 @@ from eval.checkpoint.drawing import COLOURS, STYLES, axes_of
 from eval.papers.figures.length import smoothed
 from ssscale.errors import UserError
 
-LAST = 0.1  # of the records, whose mean difference is printed
+LAST = 0.1  # the legend shows the mean difference over this last share of the records
 
 
 def losses(paths: list[Path]) -> Figure:
-    """The loss of each run by tokens and, below, what it is above the first one's on the same batches."""
-    from eval.checkpoint.run import Run  # loads Megatron-core, which the other figures need not wait for
+    """Draw the loss of each run by tokens, and below it the difference to the first run at the same tokens.
+
+    Raises UserError for fewer than two runs, or if the runs have fewer than two token counts in common.
+    """
+    from eval.checkpoint.run import Run  # loads Megatron-core, which the other figures do not need
 
     if len(paths) < 2:
         raise UserError("training_losses compares runs: name the one to compare with, then one or more others")
@@ -43,7 +46,7 @@ def losses(paths: list[Path]) -> Figure:
             below.plot(shared, apart, **style, linewidth=0.6, alpha=0.35)
             below.plot(shared, smoothed(apart, reach), **style, linewidth=1.8, label=label)
     below.axhline(0, color=COLOURS[0], linewidth=1.6)
-    # The first steps, where a loss falls by several nats, would leave no room for the rest.
+    # Without the first steps, in which the loss falls by several nats and would dominate the scale.
     later = slice(len(shared) // 10, None)
     spread = np.concatenate([np.array([curve[t] for t in shared[later]]) - first[later] for curve in curves[1:]])
     below.set_ylim(min(0, spread.min()) - 0.01, max(0, spread.max()) + 0.01)

@@ -3,10 +3,12 @@
     python -m eval.papers.mqrar curve [--out runs/mqrar] [--pairs 32,64,96,128,160,192] [--steps 6000] [--plain] [--minutes 9]
     python -m eval.papers.mqrar picture [--out runs/mqrar]
 
-curve: the accuracy of two-layer models by the number of pairs, for every core the best of the paper's four learning rates,
-which train side by side, on shorter sequences at first (--plain: not). picture: the attention of narrower models on 16 pairs
-of a letter and a digit. Results are JSON files in --out; after --minutes a command stops, and the same command goes on from
-there. Then `python -m eval.papers.figures mqrar` and `mqrar_attention`.
+curve measures the accuracy of two-layer models by the number of pairs. For every core, it takes the best of the
+paper's four learning rates. The models of these learning rates train as one batch, first on shorter sequences unless
+--plain is given. picture writes the attention of narrower models on 16 pairs of a letter and a digit.
+
+Results are JSON files in --out. After --minutes a command stops, and the same command continues. Then draw the
+figures with `python -m eval.papers.figures mqrar` and `mqrar_attention`.
 """
 
 import argparse
@@ -36,7 +38,7 @@ def cores(text: str) -> list[str]:
 
 
 def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
-    """Every point of Figure 3 that has no result yet. Whether all have one now."""
+    """Train for the points of Figure 3 that have no result yet. Returns whether all points have one now."""
     for pairs in whole_numbers(arguments.pairs, "--pairs"):
         task = Task(pairs, arguments.length, arguments.keys, arguments.values)
         for core in cores(arguments.cores):
@@ -55,7 +57,10 @@ def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: 
 
 
 def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
-    """The models of Figure 4 (width 100, heads of 32), and their attention on one sequence."""
+    """Train the models of Figure 4 (width 100, heads of 32) and write their attention on one sequence.
+
+    Returns whether all results are written.
+    """
     for core in cores(arguments.cores):
         file = arguments.out / f"attention-{core}.json"
         if file.is_file() and '"weights"' in file.read_text(encoding="utf-8"):

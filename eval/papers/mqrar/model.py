@@ -1,4 +1,4 @@
-"""Several small decoders of one shape as one batched computation: a sweep over learning rates on one GPU."""
+"""Runs several small decoders of one shape as one batched computation, for a sweep over learning rates on one GPU."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,10 @@ from ssscale.parallel.groups import Groups
 
 
 class DenseCore(nn.Module):
-    """The mixers for heads wider than their kernels take, in plain torch with whole score matrices.
+    """Softmax and stick-breaking attention in plain torch, for heads that are wider than the kernels support.
 
-    Sequences of one length only. Scores and weights are float32.
+    All sequences must have the same length. Scores are whole matrices. Stick-breaking computes scores and weights in at
+    least float32.
     """
 
     def __init__(self, core: str) -> None:
@@ -26,7 +27,7 @@ class DenseCore(nn.Module):
         self.kind = core
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-        """q, k, v: [T, N, H], sequences of layout.uniform_length one behind the other. Returns [T, N, H]."""
+        """q, k, v: [T, N, H], sequences of layout.uniform_length tokens in sequence. Returns [T, N, H]."""
         assert layout.uniform_length is not None
         q, k, v = (x.unflatten(0, (-1, layout.uniform_length)).transpose(1, 2) for x in (q, k, v))  # [B, N, L, H]
         if self.kind == "softmax":
@@ -37,9 +38,12 @@ class DenseCore(nn.Module):
 
 
 def _stickbreaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A_ij = exp(z_ij − Σ_{i ≤ k < j} ln(1 + e^z_kj)), strictly earlier keys   (arXiv:2410.17980, Eq. 12)"""
+    """A_ij = exp(z_ij − Σ_{i ≤ k < j} ln(1 + e^z_kj)) for keys i before the query j   (arXiv:2410.17980, Eq. 12)
+
+    q, k, v: [B, N, L, H]. Returns [B, N, L, H] in v's dtype.
+    """
     length = q.shape[-2]
-    k, v = k.flip(-2), v.flip(-2)  # the nearest key first: the sum over nearer keys is a prefix
+    k, v = k.flip(-2), v.flip(-2)  # nearest key first, so that the sum over nearer keys is a prefix sum
     wide = torch.promote_types(q.dtype, torch.float32)
     z = q.to(wide) @ k.to(wide).transpose(-1, -2) * q.shape[-1] ** -0.5
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu().flip(-1)
@@ -49,7 +53,10 @@ def _stickbreaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class MixingLayer:
-    """What a mixer that learns nothing reads of `ssscale.model.decoder.Attention`. dense: what mixes in its place."""
+    """The attributes of `ssscale.model.decoder.Attention` that a mixer without parameters reads.
+
+    dense: replaces the mixer, if given.
+    """
 
     def __init__(self, config: ModelConfig, groups: Groups, dense: DenseCore | None) -> None:
         self.dense = dense
@@ -70,9 +77,10 @@ class MixingLayer:
 
 
 class Bank(nn.Module):
-    """M decoders that differ in their weights only: the architecture and the names of `ssscale.model.decoder.Decoder`.
+    """M decoders that differ only in their weights, with the architecture and names of `ssscale.model.decoder.Decoder`.
 
-    weights[name]: M parameters. dtype: of the matrix products; weights and the residual stream are float32.
+    weights(name) returns the M parameters of a name. dtype: the dtype of the matrix products. Weights and the residual
+    stream are float32. All M models start from the same random weights.
     """
 
     def __init__(
@@ -99,19 +107,19 @@ class Bank(nn.Module):
         return self.get_submodule(_module(name))
 
     def of_model(self, index: int) -> list[nn.Parameter]:
-        """The parameters of one of the models."""
+        """Return the parameters of one model."""
         return [self.weights(name)[index] for name in self.names]
 
     def compile_parts(self) -> None:
-        """torch.compile what has the same shapes for every number of pairs."""
+        """Compile the part whose shapes do not depend on the number of pairs."""
         self._run_body = torch.compile(self.body, dynamic=False)
 
     def forward(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        """Logits [M, B, R, V] behind the tokens at `rows` [R] of the sequences tokens [B, L], the same for every model."""
+        """Return logits [M, B, R, V] at positions `rows` [R] of tokens [B, L]. Every model gets the same tokens."""
         return self.read_out(self.hidden(tokens, rows), len(tokens))
 
     def hidden(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        """The last block's output [M, B · R, D] at `rows`."""
+        """Return the output of the last block at `rows`, [M, B · R, D]."""
         batch, length = tokens.shape
         if (batch, length) not in self._layouts:
             layout = PackedLayout.from_lengths([length] * (batch * self.count)).to(tokens.device)
@@ -120,7 +128,7 @@ class Bank(nn.Module):
         return x.unflatten(1, (batch, length))[:, :, rows].flatten(1, 2)
 
     def body(self, tokens: Tensor, layout: PackedLayout, tables: Tables) -> Tensor:
-        """The last block's output [M, B · L, D]."""
+        """Return the output of the last block, [M, B · L, D]."""
         size, heads = self.config.head_size, self.config.num_heads
         x = torch.stack([F.embedding(tokens.flatten(), weight) for weight in self.weights("embedding.weight")])
         for layer in range(self.config.num_layers):
@@ -135,7 +143,7 @@ class Bank(nn.Module):
         return x
 
     def read_out(self, x: Tensor, batch: int) -> Tensor:
-        """Logits [M, B, R, V] from `hidden`."""
+        """Return logits [M, B, R, V] from the output of `hidden`."""
         return self._linear(self._norm(x, "norm"), "head").unflatten(1, (batch, -1))
 
     def _linear(self, x: Tensor, name: str) -> Tensor:

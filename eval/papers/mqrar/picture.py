@@ -1,4 +1,4 @@
-"""The attention of trained MQRAR models on one sequence, for Figure 4 of arXiv:2410.17980."""
+"""Writes the attention of trained MQRAR models on one sequence, for Figure 4 of arXiv:2410.17980."""
 
 import json
 from string import ascii_uppercase
@@ -13,13 +13,13 @@ from eval.papers.mqrar.train import Experiment
 
 
 def symbols(task: Task, tokens: list[int]) -> list[str]:
-    """Keys as letters, values as digits."""
+    """Return keys as letters and values as digits."""
     return [ascii_uppercase[t] if t < task.num_keys else str(t - task.num_keys) for t in tokens]
 
 
 @torch.no_grad()
 def write_picture(experiment: Experiment) -> None:
-    """Add to the result of a training: the tokens of a test sequence, what the best model answers, its weights by layer."""
+    """Add to the result file a test sequence, the answers of the best model, and its attention weights by layer."""
     task, bank, groups = experiment.task, experiment.bank, experiment.groups
     result = json.loads(experiment.file.read_text(encoding="utf-8"))
     best = result["accuracy"].index(result["best"])

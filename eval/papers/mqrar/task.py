@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ssscale.errors import UserError
 
-TEST_SEED = 2**40  # the first of the test sequences' seeds, far from those of training steps
+TEST_SEED = 2**40  # first seed of the test sequences, far from the seeds of training steps
 
 
 class Examples(NamedTuple):
-    """tokens: [B, length] int64. answers: [B, queries] int64, the token that belongs behind each query."""
+    """A batch. tokens: [B, length] int64. answers: [B, queries] int64, the correct token after each query."""
 
     tokens: Tensor
     answers: Tensor
@@ -20,13 +20,17 @@ class Examples(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """`pairs` keys get a value each, then keys are asked for, again and again, and each question gives a new value:
+    """The rules of a sequence. First, `pairs` keys get one value each. Then each question repeats a key and gives it a
+    new value. The model must predict the value that the key had before:
 
         B 6  E 3  X 1  Z 2  |  E 2  B 1  E ...        after E: 3, after B: 6, after the second E: 2
 
-    The rules, where the paper leaves them open (they follow MQAR of arXiv:2312.04927): tokens 0 … num_keys − 1 are keys,
-    the num_values behind them values; the keys of a sequence are distinct and drawn uniformly; values are drawn uniformly,
-    with repetition; every question asks for one of the sequence's keys, drawn uniformly. Only questions count.
+    Where the paper leaves rules open, they follow MQAR of arXiv:2312.04927. Tokens 0 … num_keys − 1 are keys, and the
+    next num_values tokens are values. The keys of a sequence are distinct and drawn uniformly. Values are drawn
+    uniformly with repetition. Every question asks for a uniformly drawn key of the sequence. Only questions count in
+    loss and accuracy.
+
+    length: tokens of a sequence. Raises UserError if pairs or length do not allow a sequence with a question.
     """
 
     pairs: int
@@ -52,11 +56,11 @@ class Task:
         return self.num_keys + self.num_values
 
     def query_positions(self, device: torch.device) -> Tensor:
-        """[queries] int64: where the asked keys stand, every other token behind the pairs."""
+        """Return the positions of the keys in questions, [queries] int64: every other token after the pairs."""
         return torch.arange(2 * self.pairs, self.length, 2, device=device)
 
     def examples(self, count: int, seed: int, device: torch.device) -> Examples:
-        """`count` sequences; the same for the same seed on the same kind of device."""
+        """Return `count` sequences. The same seed gives the same sequences on the same kind of device."""
         generator = torch.Generator(device=device).manual_seed(seed)
 
         def draw(high: int, size: int) -> Tensor:
@@ -70,7 +74,7 @@ class Task:
         behind = 2 * self.pairs
         tokens[:, 0:behind:2], tokens[:, 1:behind:2] = keys, first
         tokens[:, behind::2], tokens[:, behind + 1 :: 2] = keys.gather(1, asked), new
-        # The number of the last earlier question for the same key, counted from 1; 0: the key's first value holds.
+        # The index of the last earlier question for the same key, counted from 1. 0: the key has its first value.
         number = torch.arange(1, self.num_queries + 1, device=device)
         earlier = (asked[:, :, None] == asked[:, None, :]) & (number[:, None] > number)
         latest = (earlier * number).amax(-1)

@@ -1,4 +1,4 @@
-"""Training of a core's models on one number of pairs, all learning rates at once; stops and goes on at any step."""
+"""Trains the models of one core on one number of pairs, with all learning rates at once. Resumes at any step."""
 
 import json
 import math
@@ -28,20 +28,23 @@ SOLVED = 0.99
 
 @dataclass(frozen=True)
 class Recipe:
-    """AdamW with a warmup and a cosine to 0, each step on sequences never seen before.
+    """AdamW with warmup and cosine decay to 0. Each step trains on new sequences.
 
-    Ours but for the learning rates: the paper gives neither batch nor steps; decay, the cosine and the end at an accuracy
-    of SOLVED are those of arXiv:2312.04927, which the task is taken from.
+    The learning rates are the paper's. It gives neither batch size nor steps, so these are ours. Weight decay, the
+    cosine and the end at an accuracy of SOLVED are those of arXiv:2312.04927, from which the task is taken.
 
-    short_first: shares of the steps on shorter sequences of fewer pairs, as (share, length, pairs); as many of them as have
-    a batch's tokens. Among 768 tokens softmax's weights are so even at first that it does not begin to learn in 4,000 steps.
+    steps: maximum number of steps.
+    batch: sequences of full length per step.
+    short_first: (share of the steps, length, pairs) of first stages with shorter sequences and fewer pairs. A batch
+    keeps its number of tokens. Without these stages, softmax's weights over 768 tokens are so even at first that it
+    does not begin to learn in 4,000 steps.
     """
 
     steps: int = 6000
     batch: int = 64
     short_first: tuple[tuple[float, int, int], ...] = ((0.15, 8, 2), (0.1, 16, 4), (0.1, 64, 16))
     lrs: tuple[float, ...] = LEARNING_RATES
-    warmup: float = 0.02  # of the steps
+    warmup: float = 0.02  # share of the steps
     weight_decay: float = 0.1
     clip: float = 1.0
     test_every: int = 250
@@ -49,14 +52,17 @@ class Recipe:
     seed: int = 0
 
     def factor(self, step: int) -> float:
-        """Of the learning rate at step 1 … steps."""
+        """Return the factor of the learning rate at a step from 1 to `steps`."""
         warmup = max(1, round(self.warmup * self.steps))
         if step <= warmup:
             return step / warmup
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
 
     def at(self, step: int, task: Task) -> tuple[Task, int]:
-        """What step 1 … steps trains on, and how many sequences of it. Never more than `task` in length or pairs."""
+        """Return the task and the number of sequences of a step from 1 to `steps`.
+
+        Length and pairs never exceed those of `task`.
+        """
         behind = 0.0
         for share, length, pairs in self.short_first:
             behind += share * self.steps
@@ -66,7 +72,10 @@ class Recipe:
 
 
 def model_config(core: str, task: Task, width: int = 256, head_dim: int | None = None, layers: int = 2) -> ModelConfig:
-    """Two layers with one head, as wide as the model unless given; the feed-forward width, 8/3 of it, is ours."""
+    """Return the config of a model with one head, which by default is as wide as the model.
+
+    The feed-forward width of 8/3 times the model's width is our choice.
+    """
     return ModelConfig(
         num_layers=layers,
         hidden_size=width,
@@ -74,14 +83,14 @@ def model_config(core: str, task: Task, width: int = 256, head_dim: int | None =
         num_heads=1,
         head_dim=head_dim,
         vocab_size=task.vocab_size,
-        init_std=width**-0.5,  # ours; 0.02 learns the miniatures far later
+        init_std=width**-0.5,  # our choice. With 0.02, small models learn far later.
         mixers=[core],
         position=position_config("rope" if core == "softmax" else "nope"),
     )
 
 
 def _losses(bank: Bank, x: Tensor, answers: Tensor) -> Tensor:
-    """The mean loss of each model [M] from `Bank.hidden` and the answers [B, R]."""
+    """Return the mean loss of each model, [M]. x: output of `Bank.hidden`. answers: [B, R]."""
     logits = bank.read_out(x, len(answers)).float()
     every = answers.expand(bank.count, -1, -1)
     losses = F.cross_entropy(logits.flatten(0, 2), every.flatten(), reduction="none")
@@ -89,7 +98,7 @@ def _losses(bank: Bank, x: Tensor, answers: Tensor) -> Tensor:
 
 
 class Experiment:
-    """One point of Figure 3. `file` gets the result; beside it lies the state of a training that was stopped."""
+    """The training for one point of Figure 3. The result goes to `file`, the state of a stopped training next to it."""
 
     def __init__(self, config: ModelConfig, task: Task, recipe: Recipe, groups: Groups, file: Path) -> None:
         self.config, self.task, self.recipe, self.groups, self.file = config, task, recipe, groups, file
@@ -109,12 +118,15 @@ class Experiment:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a stopped training must share with the one that goes on."""
+        """The settings that a resumed training must share with the stopped one."""
         core = self.config.mixers[0]
         return {"core": core, "width": self.config.hidden_size, **asdict(self.task), **asdict(self.recipe)}
 
     def run(self, until: float = math.inf) -> bool:
-        """Train until solved, to the last step, or until the clock (time.monotonic()). Whether the result is written."""
+        """Train until the task is solved, until the last step, or until time.monotonic() ≥ until.
+
+        Returns whether the training has ended and the result is written.
+        """
         while not self._finished():
             if time.monotonic() >= until:
                 self._save()
@@ -132,7 +144,7 @@ class Experiment:
         return solved or self.step >= self.recipe.steps
 
     def _train_step(self) -> Tensor:
-        """The loss of each model."""
+        """Train one step. Returns the loss of each model, [M]."""
         recipe = self.recipe
         self.step += 1
         task, count = recipe.at(self.step, self.task)
@@ -148,14 +160,14 @@ class Experiment:
         return losses.detach()
 
     def compile_parts(self) -> None:
-        """torch.compile, where heads are as wide as the experiment's: narrower ones run kernels of their own."""
+        """Compile if the heads use `DenseCore`. Narrower heads run their own kernels."""
         if self.bank.layer.dense is not None:
             self.bank.compile_parts()
-            self._losses = torch.compile(_losses, dynamic=True)  # the number of rows differs between numbers of pairs
+            self._losses = torch.compile(_losses, dynamic=True)  # the number of rows depends on the number of pairs
 
     @torch.no_grad()
     def accuracy(self) -> list[float]:
-        """Of each model, the share of the questions of the test sequences that it answers."""
+        """Return the share of test questions that each model answers correctly."""
         right = torch.zeros(self.bank.count, dtype=torch.float64, device=self.groups.device)
         asked = 0
         for first in range(0, self.recipe.test_examples, self.recipe.batch):
@@ -187,7 +199,7 @@ class Experiment:
         except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{self.state_file} is broken ({error}): remove it to train from the beginning") from error
         if values["identity"] != json.loads(json.dumps(self.identity)):
-            return  # of other settings: overwritten when this one is stopped
+            return  # a state of other settings is ignored, and overwritten when this training stops
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             kind, _, rest = name.partition("/")

@@ -1,8 +1,8 @@
-"""The local copies of lm-eval's data sets: which files each task needs, and where they are."""
+"""Local copies of lm-eval's data sets: the files that each task needs, and where to find them."""
 
 from pathlib import Path
 
-# task → (file, what it is a copy of)
+# task → [(file, the original that it is a copy of)]
 FILES = {
     "arc_challenge": [("arc_challenge/test.jsonl", "allenai/ai2_arc, ARC-Challenge, test")],
     "arc_easy": [("arc_easy/test.jsonl", "allenai/ai2_arc, ARC-Easy, test")],
@@ -24,11 +24,11 @@ FILES["gsm8k_cot"] = FILES["gsm8k"]
 
 
 def find(eval_data: str, name: str) -> Path | None:
-    """A file of the folder, as it is or compressed."""
+    """Return a file in the folder, uncompressed or as .zst, or None if there is neither."""
     candidates = [Path(eval_data) / name, Path(eval_data) / f"{name}.zst"]
     return next((file for file in candidates if file.is_file()), None)
 
 
 def missing(task: str, eval_data: str) -> tuple[str, str] | None:
-    """The first of a task's files that is not there, and what it is a copy of."""
+    """Return the first missing file of a task and the original that it is a copy of, or None."""
     return next(((name, origin) for name, origin in FILES[task] if find(eval_data, name) is None), None)

@@ -1,7 +1,7 @@
-"""lm-eval's tasks over local files: the same requests as lm-eval's own definitions make, from JSON lines (or .zst of them).
+"""Data sets of lm-eval's tasks from local JSON lines or .zst of them. Requests equal those of lm-eval's definitions.
 
-Each function is a task's data set. eval_data: the folder; `files.FILES`: what it must hold, in the fields of the original
-data sets.
+Each function loads the data set of a task from the folder eval_data. `files.FILES` lists the files that it must
+contain, with the fields of the original data sets.
 """
 
 import io
@@ -61,7 +61,7 @@ def _openbookqa(doc: Doc) -> Doc:
 def _hellaswag(doc: Doc) -> Doc:
     if "ctx_a" in doc:
         context = f"{doc['ctx_a']} {doc['ctx_b'].capitalize()}"
-    else:  # a copy without the two parts: the second is what follows the last full stop
+    else:  # a copy without the two parts: the second part follows the last full stop
         begun, stop, second = doc["ctx"].rpartition(". ")
         context = f"{begun}{stop}{second.capitalize()}" if stop and not second.endswith(".") else doc["ctx"]
     endings = [preprocess(ending) for ending in doc["endings"]]
@@ -123,9 +123,9 @@ def _question(doc: Doc) -> str:
 
 
 def _mmlu(eval_data: str, shots: int) -> DatasetDict:
-    """All subjects as one task, with a subject's first `shots` questions of the dev split before each of its own.
+    """Load all subjects as one task. Each question follows the first `shots` questions of its subject in the dev split.
 
-    lm-eval's group of 57 tasks weighs by size: the accuracy over all questions.
+    The accuracy equals that of lm-eval's group of 57 tasks, which weighs tasks by size.
     """
     examples: dict[str, str] = defaultdict(str)
     used: dict[str, int] = defaultdict(int)
