@@ -3,10 +3,8 @@
 The checkpoint is exported, and transformers loads it in plain torch. Seconds are the time of lm-eval's calls into a
 backend, tokenization included. Short calls are repeated, and the median of three counts. Seconds do not include
 loading, nor lm-eval's work on requests and metrics, which is the same code for both. Nor do they include a first run
-of each backend on a sample, which compiles kernels and tries batch sizes.
-
-In bfloat16, the hf backend also computes the sample in float32. `off float32` is the mean distance of each backend
-from these values, in nats per request.
+of each backend on a sample, which compiles kernels and tries batch sizes. In bfloat16, the hf backend also computes
+the sample in float32. `off float32` is the mean distance of each backend from these values, in nats per request.
 """
 
 import contextlib
@@ -70,13 +68,10 @@ Result = Any  # (log-likelihood, greedy), a log-likelihood or a text
 class Comparison:
     """The comparison of one task.
 
-    our_seconds, hf_seconds: time of all requests.
-    hf_batch_size: the fastest batch size of the hf backend.
-    hf_rates: requests per second on the sample, by batch size.
-    runs: seconds of every call, ours first, then those of the hf backend.
+    our_seconds, hf_seconds: time of all requests. hf_batch_size: the fastest one. hf_rates: requests per second on the
+    sample, by batch size. runs: seconds of every call, ours first, then those of the hf backend.
     difference: the largest difference in nats per request, for whole texts per word. None for generated texts.
-    same: share of requests with the same greedy flag or text.
-    metric: name, our value, value of the hf backend.
+    same: share of requests with the same greedy flag or text. metric: name, our value, their value.
     off_float32: mean distances of both backends from float32 on the sample, in nats per request.
     """
 
@@ -129,10 +124,7 @@ class Backends:
         self._models: dict[str, Any] = {}
 
     def hf(self, batch_size: str, largest: int, rolling: bool, dtype: str | None = None) -> Any:
-        """Return lm-eval's hf backend.
-
-        rolling: for rolling log-likelihoods, lm-eval adds BOS itself, so the tokenizer must not add a second one.
-        """
+        """Return lm-eval's hf backend. rolling: lm-eval adds BOS itself, so the tokenizer must not add a second one."""
         from lm_eval.models.huggingface import HFLM
         from transformers import AutoModelForCausalLM, AutoTokenizer
 

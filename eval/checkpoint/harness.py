@@ -39,12 +39,9 @@ R = TypeVar("R")
 
 
 class Scores(NamedTuple):
-    """Results of one forward pass, still on the device.
+    """Scores of one forward pass, on the device. members, counts: request indices and their numbers of tokens.
 
-    members: indices of the requests.
-    counts: scored tokens per request.
-    values: [sum of counts] float64, ln p of each token in nats. The tokens of the requests follow one another.
-    greedy: [sum of counts] bool, whether the token is the argmax of its logits.
+    values: [tokens] float64, ln p in nats. greedy: [tokens] bool, whether a token is the argmax of its logits.
     """
 
     members: list[int]
@@ -58,18 +55,15 @@ class PackedLM(TemplateLM):
 
     Prefix: every document begins with BOS, as in training. This holds for contexts, for texts of rolling
     log-likelihoods and for prompts. An empty context is BOS alone.
-
     Tokens: three rules are those of lm-eval's own `hf` model. Context and continuation are encoded together and split
     after the tokens of the context. Whitespace at the end of a context moves to the continuation. A text that is longer
     than the model takes loses its beginning, BOS included.
 
-    length: the maximum number of tokens of a document in one pass.
-    batch_tokens: the maximum number of tokens of a pass. The default depends on the memory of the device.
-    in_step: the ranks make every pass together, as ZeRO-3 requires.
+    length: the maximum number of tokens of a document in one pass. batch_tokens: the maximum number of tokens of a pass.
+    The default depends on the memory of the device. in_step: the ranks make every pass together, as ZeRO-3 requires.
     alive: called after each batch.
 
-    Ranks that hold the same weights must get the same requests. They divide the batches among themselves, and each of
-    them returns all results.
+    Ranks that hold the same weights must get the same requests. They divide the batches, and each returns all results.
     """
 
     def __init__(
@@ -148,10 +142,7 @@ class PackedLM(TemplateLM):
         return {text: np.concatenate([bos, ids]) for text, ids in zip(different, tokens, strict=True)}
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return the log-likelihood of each whole text in nats.
-
-        Long texts are read in windows of the model's length. Each token is scored once.
-        """
+        """Return the log-likelihood of each text in nats, in windows of the model's length. Each token counts once."""
         windows: list[Encoded] = []
         owners: list[int] = []
         for request in requests:
@@ -217,11 +208,8 @@ class PackedLM(TemplateLM):
     ) -> dict[int, R]:
         """Return the results of all jobs by request. Each job is done by one of the ranks that hold the same weights.
 
-        sizes: requests per job.
-        collected: reads the results of `work` from the device, after all work has been launched.
-
-        Ranks get whole batches, and the batches do not depend on the number of ranks. So the results are bitwise equal
-        for any number of ranks.
+        sizes: requests per job. collected: reads the results of `work` from the device, after all work was launched.
+        Batches do not depend on the number of ranks, so the results are bitwise equal for any number of ranks.
         """
         groups = self.model.groups
         every = slice(groups.replica_rank, None, groups.replica_size)
@@ -327,10 +315,7 @@ class PackedLM(TemplateLM):
         return self.model(self._upload(tokens), layout, cache=cache, rows=self._upload(rows))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Generate a continuation of each context, up to a stop string, EOS or the token limit.
-
-        Raises UserError if the model's length leaves no token for the prompt.
-        """
+        """Generate up to a stop string, EOS or the token limit. Raises UserError if no token is left for the prompt."""
         prompts, settings = [], []
         for request in requests:
             context, given = request.args[:2]
