@@ -30,10 +30,10 @@ def stack_note(device: torch.device) -> str | None:
         if not known or found == known:
             return None
         return (
-            f"torch {found['torch']} with Triton {found['triton']}: measured and tested on GPUs were torch {known['torch']}"
-            f" with Triton {known['triton']} (`make setup STACK=gpu` installs them)"
+            f"torch {found['torch']} with Triton {found['triton']} is installed, but all tests and measurements on GPUs used"
+            f" torch {known['torch']} with Triton {known['triton']} (`make setup STACK=gpu` installs them)"
         )
     if not GPU.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
-    advice = "its driver is too old for it" if torch.version.cuda else "`make setup STACK=gpu` installs one that does"
+    advice = "the GPU's driver is too old" if torch.version.cuda else "`make setup STACK=gpu` installs one that does"
     return f"this machine has an NVIDIA GPU, but torch {torch.__version__} does not see it: {advice}"

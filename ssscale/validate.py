@@ -152,7 +152,7 @@ def _check_leaves(value: Any, key: str) -> None:
         raise UserError(f"{key} must be less than 2^63, not a number of {len(f'{value:x}') * 4} bits")
     elif isinstance(value, str) and not isinstance(value, Enum):
         if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
-            raise UserError(f"{key} has a character that no file can be named with: {value!r}")
+            raise UserError(f"{key} has a character that cannot be used in a file name: {value!r}")
         if "${" in value:
             raise UserError(f"{key} must not contain '${{', which stands for another key's value: {value!r}")
 
@@ -165,7 +165,7 @@ def _check_numbers(config: Config) -> None:
             _check_bounds(warmup, f"train.stages.{index}.batch_warmup.{number}.", WARMUP_BOUNDS)
         if stage.mix is not None and not stage.mix:
             raise UserError(
-                f"train.stages.{index}.mix is empty: name sources, or null takes all of them by their sizes"
+                f"train.stages.{index}.mix is empty: name sources, or use null for all in proportion to their sizes"
             )
         for source, share in (stage.mix or {}).items():
             if share <= 0:
@@ -302,7 +302,7 @@ def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int)
         )
     if kind.follows and (schedule.warmup_tokens or schedule.decay_tokens):
         raise UserError(
-            f"{key}.schedule: a {kind.name} stage falls over all its tokens; set warmup_tokens and decay_tokens to 0"
+            f"{key}.schedule: a {kind.name} stage lowers the rate over all its tokens; set warmup_tokens and decay_tokens to 0"
         )
     if not kind.decays and schedule.decay_tokens:
         decaying = [name for name, other in SCHEDULES.items() if other.decays]
@@ -324,8 +324,8 @@ def _check_change(config: Config, own: Config, stage: StageConfig, index: int) -
         _check_model_change(stage, before.model, own.model, f"{key}.model")
     if stage.length not in (None, before.data.length) and own.data.path == before.data.path:
         raise UserError(
-            f"{key}.length={stage.length} needs data packed to it: give {key}.data_path, as {own.data.path} has rows of "
-            f"{before.data.length} tokens"
+            f"{key}.length={stage.length} needs data packed to this length: set {key}.data_path, as {own.data.path} has "
+            f"rows of {before.data.length} tokens"
         )
     _check_model(own.model)
     check_mixers(own.model)
@@ -336,5 +336,5 @@ def _check_model_change(stage: StageConfig, before: ModelConfig, after: ModelCon
     """Requires that each layer keeps its mixer or switches to one that can begin from it (`Mixer.begins_from`)."""
     for old, new in zip(before.layer_mixers, after.layer_mixers, strict=True):
         if old.name != new.name and new.begins_from != old.name:
-            begins = f"can only begin from {new.begins_from}" if new.begins_from else "begins from no other mixer"
+            begins = f"can only begin from {new.begins_from}" if new.begins_from else "cannot begin from another mixer"
             raise UserError(f"{key}.mixers={_listed(after.mixers)}: {new.name} {begins}, not from {old.name}")

@@ -39,8 +39,8 @@ def check_parallel(config: Config, gpu: bool) -> None:
     broken_by = config.breaks_in_blocks
     if broken_by and train.recompute is Recompute.selective and train.compile is Compile.block:
         raise UserError(
-            f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs a "
-            "block in one graph, which that breaks; use train.compile=auto or train.recompute=full"
+            f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs "
+            "each block in one graph, and that breaks it; use train.compile=auto or train.recompute=full"
         )
     bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
     if parallel.zero_stage == 0 and bf16:
@@ -71,8 +71,8 @@ def _check_context(config: Config) -> None:
         half = length // (2 * ulysses) if length % (2 * ulysses) == 0 else 1
         divides = f"use parallel.ring={near_divisors(half, ring)}" if half > 1 else "use parallel.ring=1"
         raise UserError(
-            f"parallel.ring={ring} divides each row into {2 * ring} chunks{_among(ulysses)}, and data.length={length} is no "
-            f"multiple of {2 * ring * ulysses}: {divides}, or rows of another length"
+            f"parallel.ring={ring} divides each row into {2 * ring} chunks{_among(ulysses)}, and data.length={length} is not "
+            f"a multiple of {2 * ring * ulysses}: {divides}, or rows of another length"
         )
     for mixer in config.model.used.values():
         for name, size in (("ulysses", ulysses), ("ring", ring)):
@@ -83,8 +83,8 @@ def _check_context(config: Config) -> None:
         raise UserError(refusal)
     if position.window is not None and ring > 1:
         raise UserError(
-            f"model.position.window={position.window} does not go with parallel.ring={ring}, which passes all keys round: "
-            "use parallel.ulysses instead"
+            f"model.position.window={position.window} does not go with parallel.ring={ring}, which passes all keys to all "
+            "ranks: use parallel.ulysses instead"
         )
     if config.train.compile is Compile.model:
         raise UserError(

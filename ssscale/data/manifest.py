@@ -33,9 +33,9 @@ def read(file: Path) -> dict[str, Any]:
         found = bad_name(manifest)
         _check_form(manifest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} has not the form of a manifest: {error!r}") from error
+        raise UserError(f"{file} does not have the form of a manifest: {error!r}") from error
     if found is not None:
-        raise UserError(f"{file} is not to be trusted: {found}, which is not the name of a file in its folder")
+        raise UserError(f"{file} cannot be trusted: {found}, which is not the name of a file in its folder")
     return manifest
 
 
@@ -55,7 +55,7 @@ def _check_form(manifest: dict[str, Any]) -> None:
     wrong = [number for number in numbers if type(number) is not int or number < 0]
     wrong += [text for text in texts if not isinstance(text, str)]
     if wrong:
-        raise ValueError(f"{wrong[0]!r} stands where a count or a sha256 must stand")
+        raise ValueError(f"{wrong[0]!r} is not a valid count or sha256")
 
 
 def open_checked(

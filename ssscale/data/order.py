@@ -81,7 +81,7 @@ class Order:
         mix = dict(zip(self.names, self.rows)) if mix is None else mix
         for name, share in mix.items():
             if name not in self.names:
-                raise UserError(f"the mix names {name!r}, which is no source of the data ({', '.join(self.names)})")
+                raise UserError(f"the mix names {name!r}, which is not a source of the data ({', '.join(self.names)})")
             if not 0 <= share < float("inf"):
                 raise UserError(f"the mix gives {name!r} the share {share}: it must be at least 0 and finite")
         if not any(mix.values()):

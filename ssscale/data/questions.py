@@ -57,7 +57,9 @@ def read_squad(file: Path) -> list[Question]:
     except (OSError, zstandard.ZstdError) as error:
         raise UserError(f"questions={file} cannot be read: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"questions={file} has not SQuAD's form (data, paragraphs, qas, answers): {error!r}") from None
+        raise UserError(
+            f"questions={file} is not in SQuAD's format (data, paragraphs, qas, answers): {error!r}"
+        ) from None
     if not questions:
         raise UserError(f"questions={file} has no question with an answer")
     return questions

@@ -54,7 +54,7 @@ class Place:
             self.local = Path(path)
         elif cache is None:
             raise UserError(
-                f"data.path={path} is remote: data.cache must name a local folder for it, or be auto, this node's own disk"
+                f"data.path={path} is remote: data.cache must name a local folder for it, or auto for this node's own disk"
             )
         else:
             # Each data set has its own folder, as several may share a cache.
@@ -138,13 +138,13 @@ class RowStore:
             self.shard_rows = [int(reader.samples) for reader in self._readers]
             columns = {tuple(zip(reader.column_names, reader.column_encodings)) for reader in self._readers}
         except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{index} has not the form of an index: {error!r}") from error
+            raise UserError(f"{index} does not have the form of an index: {error!r}") from error
         if found is not None:
-            raise UserError(f"{index} is not to be trusted: {found}, which is not the name of a file in its folder")
+            raise UserError(f"{index} cannot be trusted: {found}, which is not the name of a file in its folder")
         if leads_out(self.folder, place.local):  # shards are written beside the index
             raise UserError(f"{self.folder} is a link that leads out of the data folder: put its files in its place")
         if not all(COLUMNS.match(" ".join(f"{name}={encoding}" for name, encoding in found)) for found in columns):
-            raise UserError(f"{index} has other columns than packed rows have: {sorted(columns)}")
+            raise UserError(f"{index} does not have the columns of packed rows: {sorted(columns)}")
         self._dtypes = [np.dtype(encoding.partition(":")[2]) for _, encoding in next(iter(columns), ())]
         self._stream = Stream(
             remote=f"{place.path.rstrip('/')}/{folder}" if place.is_remote else None,
@@ -198,7 +198,7 @@ class RowStore:
         raw = self.folder / reader.raw_data.basename
         for file in (_lock(raw), raw.with_name(f"{raw.name}.tmp")):
             if file.is_symlink():  # both files are written, and writing follows links
-                raise UserError(f"{file} is a link: remove it, as it would be written through")
+                raise UserError(f"{file} is a link: remove it, as writing would follow it")
         # Another rank or worker may be writing the same file under the same temporary name.
         with locked(raw):
             data = _map(raw)
@@ -212,7 +212,7 @@ class RowStore:
         if fresh:
             self.place.make_room(raw)
         if data is None or not _is_whole(data, reader.raw_data):
-            raise UserError(f"shard {self.folder / self._zip(shard)} is corrupt: its content has another hash")
+            raise UserError(f"shard {self.folder / self._zip(shard)} is corrupt: its hash does not match")
         data = np.asarray(data)  # slices of a plain array are faster than slices of a memmap
         count = int(data[:4].view(np.uint32)[0])
         return data, data[4 : 4 * (count + 2)].view(np.uint32)

@@ -63,7 +63,7 @@ class PackedData:
         if fingerprint is not None and fingerprint != manifests.fingerprint(manifest):
             raise UserError(
                 f"{path} is not the data that the checkpoint was trained on: its fingerprint has changed"
-                " (data.accept_changed=true goes on with it)"
+                " (data.accept_changed=true accepts it)"
             )
         counts = manifest["splits"].get(split, {})
         stores = {
@@ -104,7 +104,7 @@ class PackedData:
         if leads_out(file, self.place.local):  # the file is copied into every checkpoint
             raise UserError(f"{file} is a link that leads out of the data folder: put the file in its place")
         if not file.is_file() or sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
-            raise UserError(f"{file} is missing or corrupt: it has not the fingerprint that the manifest gives")
+            raise UserError(f"{file} is missing or corrupt: its sha256 is not the one in the manifest")
         return str(file)
 
     @property
@@ -221,7 +221,9 @@ def make_loader(
     a broken shard and for a worker that was killed or takes too long.
     """
     if batch_size % (microbatch * world_size):
-        raise ValueError(f"batch_size={batch_size} is no multiple of microbatch={microbatch} · world_size={world_size}")
+        raise ValueError(
+            f"batch_size={batch_size} is not a multiple of microbatch={microbatch} · world_size={world_size}"
+        )
     order = make_order(data, mixes, seed)
     plan = _Plan(first_sample, batch_size, microbatch, rank, world_size)
     dataset = _Microbatches(data, order, plan, num_samples // batch_size)

@@ -30,7 +30,7 @@ class Appender:
             self._release()  # the file may have to be opened again when the file system is back
             return
         if self._failing:
-            logger.warning("%s is written again, nothing of it is lost", self.path)
+            logger.warning("%s can be written again; nothing is lost", self.path)
         self._failing = False
 
     def close(self) -> None:

@@ -74,7 +74,9 @@ class CheckpointReader:
         except OSError as error:
             raise UserError(f"{path} is not a whole checkpoint: {error}") from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} is not a whole checkpoint: its JSON has another form: {error!r}") from error
+            raise UserError(
+                f"{path} is not a whole checkpoint: its JSON does not have the expected form: {error!r}"
+            ) from error
 
     def _read_state(self) -> tuple[TrainState, int]:
         """Returns the progress of the run and the number of ranks that wrote the checkpoint."""

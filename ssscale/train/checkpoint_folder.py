@@ -99,7 +99,7 @@ def inspect(path: Path, names: Iterable[str] | None = None, rank: int = 0, world
         share = sorted(entries)[rank::world_size] if names is None else sorted(entries.keys() & set(names))
         for name in share:
             if checksum(path / name) != entries[name]["xxh3"]:
-                return Finding(Condition.BROKEN, f"{path / name} is broken: its checksum is another", name)
+                return Finding(Condition.BROKEN, f"{path / name} is broken: its checksum does not match", name)
         name = MANIFEST
         missing = _missing(path, entries)
     except OSError as error:
@@ -130,7 +130,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError("it is not a file")  # reading a pipe would block
     entries: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_bytes())
     if not isinstance(entries, dict):
-        raise ValueError("it holds no table of files")
+        raise ValueError("it does not hold a table of files")
     for name in entries:
         if not is_plain(name):
             raise ValueError(f"{name!r} is not the name of a file in this folder")
@@ -144,7 +144,7 @@ def _missing(path: Path, entries: dict[str, dict[str, Any]]) -> str | None:
             return name
     ranks = json.loads((path / "state.json").read_bytes())["ranks"]
     if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"state.json gives it {ranks!r} ranks")
+        raise ValueError(f"state.json says that {ranks!r} ranks wrote it")
     every = (f"rank-{rank:05d}.{kind}" for rank in range(ranks) for kind in ("json", "safetensors"))
     return next((name for name in every if name not in entries), None)
 
@@ -166,7 +166,7 @@ def find_checkpoint(path: Path, option: str = "checkpoint", newest: bool = False
     while True:
         found = patiently(lambda: list_checkpoints(folder), folder)
         if not found or found == before:
-            break  # if the list has changed, a training run has saved and deleted meanwhile: look again
+            break  # otherwise a training run has saved and deleted meanwhile: look again
         before, problem = found, ""
         for checkpoint in reversed(found):
             finding = inspect(checkpoint, SMALL)

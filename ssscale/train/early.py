@@ -32,7 +32,7 @@ def check_run(config: Config) -> None:
         if sources and unknown and plan.configs[index].data.path == own.data.path:
             raise UserError(
                 f"train.stages.{index}.mix names {unknown[0]!r}, which is not a source of {own.data.path} "
-                f"({', '.join(sources)}): use its sources, or null takes all of them by their sizes"
+                f"({', '.join(sources)}): use its sources, or null for all in proportion to their sizes"
             )
 
 

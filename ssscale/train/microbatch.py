@@ -89,7 +89,7 @@ class StageConfigs:
         rows = part.batch_size // (self.world_size // (parallel.tensor * parallel.context))
         total = memory_per_gpu(config, self.world_size).total
         logger.info(
-            "train.microbatch=auto: %d of a step's %d rows per rank; by the estimate %.1f of %.1f GiB",
+            "train.microbatch=auto: %d of the %d rows per rank and step; estimated memory %.1f of %.1f GiB",
             config.train.microbatch_rows,
             rows,
             total / GIB,
@@ -97,8 +97,8 @@ class StageConfigs:
         )
         if not fits(config, self.world_size, self.memory):
             logger.warning(
-                "by the estimate this does not fit: train.recompute=selective or full, parallel.zero_stage=2 or 3, or "
-                "parallel.tensor take less memory"
+                "the estimated memory does not fit: train.recompute=selective or full, parallel.zero_stage=2 or 3, or "
+                "parallel.tensor need less"
             )
 
 

@@ -140,8 +140,8 @@ class Peers:
         times = self._times(same)
         if times >= (SAME_LOSS if silent else SAME_ERROR):
             return Stop(
-                f"{at}: {first}; the same has happened {times} times at this step, so this is not a rank lost by "
-                f"accident: look at {self.folder}, and remove it to try again",
+                f"{at}: {first}; the same has happened {times} times at this step, so starting again "
+                f"will not help: see the reports in {self.folder}, and remove that folder to try again",
                 FAILED,
             )
         return Stop(f"{at}: another rank is gone ({first}); the same command goes on", STALLED)

@@ -118,7 +118,7 @@ def _open(given: Path, groups: Groups, option: str, newest: bool) -> _Hold:
         alone = from_main("yes" if _on_all(lambda: is_checkpoint(given), given, groups) else "", groups)
         found = [given] if alone else list_together(given, groups)
         if not found or found == before:
-            break  # if the list has changed, a training run has saved and deleted meanwhile: look again
+            break  # otherwise a training run has saved and deleted meanwhile: look again
         before, problems = found, []
         for path in found[-1:] if newest else found[::-1]:
             hold = _hold_together(path, groups)

@@ -240,7 +240,7 @@ class Run:
         reason = self.signals.received.name if self.signals and self.signals.received else "a signal to another rank"
         if not saved:
             newest = self.saving.saved_step
-            raise Stop(f"{reason}; step {self.state.step} could not be saved, {newest} was the last", SAVED)
+            raise Stop(f"{reason}; step {self.state.step} could not be saved; the last saved step is {newest}", SAVED)
         raise Stop(f"{reason}; step {self.state.step} is saved, the same command goes on", SAVED)
 
     def _rebuild(self, reader: CheckpointReader) -> None:
@@ -263,7 +263,7 @@ class Run:
             if config.init_from is not None:
                 with reading(Path(config.init_from), groups, self.init_key, newest=True) as source:
                     load_switched(CheckpointReader(source), model, config.model, groups)
-                logger.info("weights from %s, a new optimizer", source)
+                logger.info("initial weights from %s; the optimizer starts from zero", source)
         else:
             check_shapes(reader, model, groups, VOCAB_WEIGHTS)
             load_weights(reader, model, groups)

@@ -64,7 +64,7 @@ def _check_folder(folder: Path, config: Config) -> None:
     except FileNotFoundError:
         holds = folder.is_dir() and any(not path.name.startswith(OURS) for path in folder.iterdir())
         problem = (
-            f"run_dir={folder} holds something that is not a run; name an empty or a new folder" if holds else None
+            f"run_dir={folder} holds something that is not a run; give an empty or a new folder" if holds else None
         )
     except UserError as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, IsADirectoryError):
@@ -131,5 +131,5 @@ def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{file} is broken ({error}): it names rows to pass over after NaN; remove it to train on them again"
+            f"{file} is broken ({error}): it lists the rows to skip after NaN; remove it to train on them again"
         ) from error

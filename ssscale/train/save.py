@@ -201,7 +201,7 @@ class CheckpointWriter:
         dist.broadcast(committed, 0)  # all ranks must know whether the main rank could commit
         if self.groups.is_main and not committed:
             shutil.rmtree(self.partial, ignore_errors=True)
-            logger.error("step %d is not saved: the checkpoints before it stay, training goes on", self.state.step)
+            logger.error("step %d is not saved: earlier checkpoints are kept, and training continues", self.state.step)
         if self.groups.is_main and committed:
             self._tidy()
         self.blocked_s += time.perf_counter() - began
@@ -274,7 +274,7 @@ class CheckpointWriter:
             if self.run is not None:
                 record_first_save(self.run, self.state.step)
         except OSError as error:  # the next save tries again
-            logger.error("%s: the first save could not be put on record: %s", self.run, error)
+            logger.error("%s: the first save could not be recorded: %s", self.run, error)
         try:
             doomed = [self.final.with_name(f"{self.final.name}.old.partial"), *superseded(self.folder, self.state.step)]
             found = [path for path in list_checkpoints(self.folder) if step_of(path) <= self.state.step]

@@ -117,7 +117,7 @@ class Plan:
             if rest or not count:
                 size = warmup.batch_size * own.data.length
                 raise UserError(
-                    f"train.stages.{index}.batch_warmup: {warmup.tokens:,} tokens are no whole number of steps of "
+                    f"train.stages.{index}.batch_warmup: {warmup.tokens:,} tokens are not a whole number of steps of "
                     f"{size:,} tokens: use {count * size or size:,} or {(count + 1) * size:,}"
                 )
             sizes.append((warmup.batch_size, count, True))

@@ -29,7 +29,7 @@ def load_switched(reader: CheckpointReader, model: nn.Module, target: ModelConfi
         if old.name != new.name and new.begins_from != old.name:
             raise UserError(
                 f"{reader.path} has {old.name} where model.mixers={target.mixers} has {new.name}, which "
-                + (f"begins from {new.begins_from} only" if new.begins_from else "begins from no other mixer")
+                + (f"can only begin from {new.begins_from}" if new.begins_from else "cannot begin from another mixer")
             )
     check_shapes(reader, model, groups, VOCAB_WEIGHTS)
     load_weights(reader, model, groups)

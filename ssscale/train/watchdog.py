@@ -58,7 +58,7 @@ class Watchdog:
                     text = (
                         f"no progress for {self.timeout:g} s at step {self.step}: rank {self.rank} is in {self.phase}"
                     )
-                    print(f"stopped: {text}; no stacks: {error}", file=sys.stderr, flush=True)
+                    print(f"stopped: {text}; the stacks cannot be written: {error}", file=sys.stderr, flush=True)
                 finally:
                     os._exit(STALLED)
 

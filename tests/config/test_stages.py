@@ -59,8 +59,11 @@ def test_batches_grow_and_data_folders_go_on_where_they_were_left() -> None:
             [StageConfig("a", 100), StageConfig("b", 80, batch_size=8)],
             r"do not add up: stage 'b' changes the size of a step.* of 40 tokens: use train.stages.0.tokens=80 or 120",
         ),
-        ([StageConfig("a", 100, batch_warmup=[BatchWarmup(2, 50)])], r"50 tokens are no whole number.* use 40 or 60"),
-        ([StageConfig("a", 100, length=20)], r"stages.0.length=20 needs data packed to it"),
+        (
+            [StageConfig("a", 100, batch_warmup=[BatchWarmup(2, 50)])],
+            r"50 tokens are not a whole number.* use 40 or 60",
+        ),
+        ([StageConfig("a", 100, length=20)], r"stages.0.length=20 needs data packed to this length"),
         (
             [StageConfig("a", 100, model=ModelChanges({"mixers": ["stickbreaking"]}))],
             r"stages.0.model.mixers=.stickbreaking.: .* not from softmax",

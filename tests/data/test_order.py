@@ -93,7 +93,7 @@ def test_rows_come_from_few_shards_at_a_time():
 @pytest.mark.parametrize(
     ("mix", "sentence"),
     [
-        ({"a": 1, "z": 1}, "names 'z', which is no source of the data \\(a, b, c\\)"),
+        ({"a": 1, "z": 1}, "names 'z', which is not a source of the data \\(a, b, c\\)"),
         ({"a": -1}, "gives 'a' the share -1"),
         ({"a": float("nan")}, "gives 'a' the share nan"),
         ({"a": 0}, "no source a share above 0"),

@@ -245,5 +245,5 @@ def test_data_from_a_corpus_to_a_training_step(slurm: None, tmp_path: Path) -> N
 def test_auto_finds_a_microbatch_on_the_nodes(slurm: None, corpus: Path, tmp_path: Path) -> None:
     job = Job(tmp_path / "run", corpus, "train.microbatch=auto", "train.save_every=0", steps=2)
     job.finish()
-    assert "train.microbatch=auto: 2 of a step's 2 rows per rank" in job.log()
+    assert "train.microbatch=auto: 2 of the 2 rows per rank and step" in job.log()
     assert len(losses(job.run)) == 2

@@ -138,7 +138,7 @@ def test_training_goes_on_over_a_full_disk_and_nothing_is_lost(corpus: Path, tmp
         assert ("skipped", 200) in found
         assert ranks.output().count("metrics.jsonl cannot be written: No space left on device; kept in memory") == 1
         assert ranks.output().count("events.jsonl cannot be written: No space left on device; kept in memory") == 1
-        assert "metrics.jsonl is written again, nothing of it is lost" in ranks.output()
+        assert "metrics.jsonl can be written again; nothing is lost" in ranks.output()
         assert "Traceback" not in ranks.output()
 
 

@@ -18,14 +18,17 @@ def test_auto_is_chosen_again_at_every_start(corpus: Path, tmp_path: Path) -> No
     fixed.finish()
     run = Ranks([*arguments, "train.max_steps=4"], tmp_path / "run")
     run.finish()
-    assert run.output().count("train.microbatch=auto: 1 of a step's 1 rows per rank; by the estimate 0.0 of 79.0") == 1
-    assert run.output().count("train.microbatch=auto: 4 of a step's 4 rows per rank") == 1
+    assert (
+        run.output().count("train.microbatch=auto: 1 of the 1 rows per rank and step; estimated memory 0.0 of 79.0")
+        == 1
+    )
+    assert run.output().count("train.microbatch=auto: 4 of the 4 rows per rank and step") == 1
     first = (tmp_path / "run/checkpoints/step-00000004/config.yaml").read_text()
     assert from_yaml(first).train.microbatch_rows == 4
     assert from_yaml((tmp_path / "run/config.yaml").read_text()).train.microbatch is Auto.auto
     alone = Ranks([*arguments, "train.max_steps=8"], tmp_path / "run", size=1)
     alone.finish()
-    assert alone.output().count("train.microbatch=auto: 8 of a step's 8 rows per rank") == 1
+    assert alone.output().count("train.microbatch=auto: 8 of the 8 rows per rank and step") == 1
     ours, theirs = ([r["loss"] for r in ranks.records() if "loss" in r] for ranks in (alone, fixed))
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert len(ours) == 8

@@ -22,7 +22,7 @@ def flip(file: Path) -> None:
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated": ("rank-00001.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-9]), "bytes, not"),
-    "flipped": ("rank-00000.safetensors", flip, "is broken: its checksum is another"),
+    "flipped": ("rank-00000.safetensors", flip, "is broken: its checksum does not match"),
     "empty": ("rank-00001.json", lambda file: file.write_bytes(b""), "has 0 bytes, not"),
     "gone": ("config.yaml", lambda file: file.unlink(), "is missing"),
     "no list": ("checksums.json", lambda file: file.write_bytes(b"{"), "is broken"),
@@ -70,7 +70,9 @@ def test_a_broken_checkpoint_is_passed_over(run: Path, corpus: Path, tmp_path: P
     again.finish()
     output = again.output()
     assert "step-00000006/rank-00001.safetensors has" in output
-    assert "step-00000004/rank-00000.safetensors is broken: its checksum is another; the checkpoint before" in output
+    assert (
+        "step-00000004/rank-00000.safetensors is broken: its checksum does not match; the checkpoint before" in output
+    )
     assert "step-00000002 (step 2)" in output
     for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
         whole, mended = ((folder / "checkpoints/step-00000006" / name).read_bytes() for folder in (run, copy))
@@ -138,7 +140,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
     assert ranks.wait() == [2, 2]
     output = ranks.output()
     assert "No space left on device" in output
-    assert "step 8 is not saved: the checkpoints before it stay, training goes on" in output
+    assert "step 8 is not saved: earlier checkpoints are kept, and training continues" in output
     assert "the last step could not be saved" in output
     (left,) = list_checkpoints(run_dir / "checkpoints")
     assert state_of(left)["step"] == 4

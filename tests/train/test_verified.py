@@ -102,11 +102,11 @@ SIGNED: dict[str, tuple[Callable[[Path], None], str]] = {
     "no ranks": (signed("state.json", lambda state: state.update(ranks=0)), "ranks"),
     "ranks as text": (signed("state.json", lambda state: state.update(ranks="one")), "ranks"),
     "no pieces": (signed("rank-00000.json", lambda index: index.update(pieces=[])), "cannot be read"),
-    "pieces as a number": (signed("rank-00000.json", lambda index: index.update(pieces=3)), "another form"),
-    "a huge piece": (signed("rank-00000.json", huge_pieces), "another form"),
+    "pieces as a number": (signed("rank-00000.json", lambda index: index.update(pieces=3)), "expected form"),
+    "a huge piece": (signed("rank-00000.json", huge_pieces), "expected form"),
     "huge shapes": (signed("rank-00000.json", huge), r"elements are saved|of another model"),
-    "a state of lists": (signed("state.json", lambda state: state.update(step=[])), "another form"),
-    "skipped as a number": (signed("state.json", lambda state: state.update(skipped=[3])), "another form"),
+    "a state of lists": (signed("state.json", lambda state: state.update(step=[])), "expected form"),
+    "skipped as a number": (signed("state.json", lambda state: state.update(skipped=[3])), "expected form"),
 }
 
 

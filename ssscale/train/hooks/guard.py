@@ -28,7 +28,7 @@ class Reached(Hook):
 
     def act(self, run: "Run", done: "Done") -> None:
         if not done.skipped and (names := without_gradient(run.engine, run.groups)):
-            logger.warning("no gradient has reached %s: what lies there will not learn", listed(names))
+            logger.warning("no gradient has reached %s: these weights will not be trained", listed(names))
 
 
 class Guard(Hook):
@@ -97,7 +97,7 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
         who = f"between rank {listed(list(copies))}"
     return (
         f"{name} differs {who}, which must hold the same bits: the same command goes on from the last checkpoint; if it "
-        "happens again, leave out that machine"
+        "happens again, exclude the machine of that rank"
     )
 
 

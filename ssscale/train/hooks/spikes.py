@@ -49,7 +49,7 @@ class Skips(Hook):
         if run.groups.is_main:
             event = {"event": "skipped", "step": run.state.step, "in_a_row": self.in_a_row}
             write_event(run.events, event)
-        logger.warning("step %d has NaN or Inf in its gradients and changes nothing", run.state.step)
+        logger.warning("step %d has NaN or Inf in its gradients and does not change the weights", run.state.step)
         if self.in_a_row >= self.most:
             self.in_a_row = 0
             raise Rollback
