@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error.strerror or error}: {where}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on", file=sys.stderr)
+        print("interrupted: the same command continues", file=sys.stderr)
         return 130
     except Exception as error:
         print(f"failed: {describe(error, 'data_prep')}", file=sys.stderr)
@@ -52,21 +52,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     pack = commands.add_parser("pack", help="tokenize and pack sources into a data folder")
     pack.add_argument("--out", required=True, metavar="FOLDER")
-    pack.add_argument("--config", metavar="FILE", help="YAML with the settings; flags win over it")
+    pack.add_argument("--config", metavar="FILE", help="YAML with the settings; flags override it")
     _add_sources(pack)
     pack.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json")
     pack.add_argument("--train-vocab-size", type=int, metavar="N", help="train a tokenizer of N entries on the sources")
-    pack.add_argument("--length", type=int, metavar="N", help="tokens a row (4096)")
-    pack.add_argument("--packing", choices=PACKINGS, help="(best-fit)")
+    pack.add_argument("--length", type=int, metavar="N", help="tokens per row (4096)")
+    pack.add_argument("--packing", choices=PACKINGS, help="how documents are packed to rows (best-fit)")
     pack.add_argument(
         "--vocab-size", type=int, metavar="N", help="the model's vocabulary, which no token id may exceed"
     )
     pack.add_argument("--bos", metavar="TOKEN", help="beginning of a document (found by itself for known tokenizers)")
     pack.add_argument("--eos", metavar="TOKEN", help="end of a document")
-    pack.add_argument("--seed", type=int, metavar="N", help="of the order of the rows (0)")
-    pack.add_argument("--deduplicate", action="store_true", default=None, help="of equal texts keep the first")
+    pack.add_argument("--seed", type=int, metavar="N", help="seed of the order of the rows (0)")
+    pack.add_argument("--deduplicate", action="store_true", default=None, help="keep only the first of equal texts")
     pack.add_argument("--task", metavar="I/N", help="only part I of N of the input, for `merge` (I from 0)")
-    pack.add_argument("--shard-bytes", type=int, metavar="N", help="of a shard before compression (32 MiB)")
+    pack.add_argument("--shard-bytes", type=int, metavar="N", help="bytes of a shard before compression (32 MiB)")
     pack.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="tokenizing processes; any number gives the same bytes"
     )
@@ -75,11 +75,11 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds between what a killed run goes on from (30)",
+        help="seconds between saved states, from which a killed run continues (30)",
     )
     pack.set_defaults(run=_pack)
 
-    merge = commands.add_parser("merge", help="the folders of all tasks to one, without reading their shards")
+    merge = commands.add_parser("merge", help="combine the folders of all tasks into one, without reading their shards")
     merge.add_argument("parts", nargs="+", metavar="FOLDER")
     merge.add_argument("--out", required=True, metavar="FOLDER")
     merge.set_defaults(run=_merge)
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train-tokenizer", help="train a byte-level BPE")
     train.add_argument("--vocab-size", type=int, required=True, metavar="N")
     train.add_argument("--out", required=True, metavar="FILE")
-    train.add_argument("--config", metavar="FILE", help="YAML with the settings; flags win over it")
+    train.add_argument("--config", metavar="FILE", help="YAML with the settings; flags override it")
     _add_sources(train)
     train.set_defaults(run=_train_tokenizer)
 
@@ -117,7 +117,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--valid-fraction", type=float, metavar="F", help="documents held out for validation (0.01)")
     parser.add_argument("--min-chars", type=int, metavar="N", help="leave shorter texts out")
     parser.add_argument("--max-chars", type=int, metavar="N", help="leave longer texts out")
-    parser.add_argument("--skip-broken", action="store_true", default=None, help="count broken documents and go on")
+    parser.add_argument("--skip-broken", action="store_true", default=None, help="count broken documents and continue")
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -146,7 +146,7 @@ def _pack(args: argparse.Namespace, console: Console, progress: Progress) -> Non
     if made:
         summary(manifest, console)
     else:
-        console.print(f"{args.out} is there already, made from the same settings and input: kept")
+        console.print(f"{args.out} exists already, made from the same settings and input: kept")
 
 
 def _merge(args: argparse.Namespace, console: Console, progress: Progress) -> None:

@@ -59,7 +59,7 @@ def _histogram(lengths: np.ndarray, counts: dict[str, Any], name: str, console: 
     efficiency = counts["tokens_out"] / counts["tokens_in"]
     console.print(
         f"\n{name}: {len(lengths):,} documents in {counts['parts']:,} parts,"
-        f" packing efficiency {efficiency:.2%} (tokens out / tokens in); tokens a document:"
+        f" packing efficiency {efficiency:.2%} (tokens out / tokens in); tokens per document:"
     )
     bins = np.bincount(np.floor(np.log2(lengths)).astype(int))
     for power, number in enumerate(bins):

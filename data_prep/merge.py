@@ -61,7 +61,7 @@ def _ordered(manifests: dict[str, Manifest]) -> dict[str, Manifest]:
         if not changed and manifest["tokenizer"] != manifests[first]["tokenizer"]:
             changed = ["tokenizer"]
         if changed:
-            raise DataError(f"{part} and {first} were made with other {changed[0]}: they do not belong together")
+            raise DataError(f"{part} and {first} were made with different {changed[0]}: they cannot be merged")
         if task in tasks:
             raise DataError(f"{part} and {tasks[task]} are the same task {settings['task']}")
         tasks[task] = part

@@ -17,7 +17,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         partial = Path(folder + ".partial").is_dir()
-        raise DataError(f"{folder} has no {MANIFEST}" + (": its preparation has not ended" if partial else ""))
+        raise DataError(f"{folder} has no {MANIFEST}" + (": its preparation has not finished" if partial else ""))
     try:
         manifest = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -31,7 +31,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     try:
         found = bad_name(manifest)
     except (AttributeError, KeyError, TypeError) as error:
-        raise DataError(f"{path} has not the form of a manifest: {error!r}") from error
+        raise DataError(f"{path} does not have the form of a manifest: {error!r}") from error
     if found is not None:
         raise DataError(f"{path} is not to be trusted: {found}, which is not the name of a file in its folder")
     return manifest

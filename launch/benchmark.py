@@ -29,8 +29,8 @@ COMMAND = Command(
         Option("microbatch", int, "rows per microbatch", default=4, at_least=1),
         Option("accumulation", str, "microbatches per step, one run each", default="1,16", metavar="N,..."),
         Option("steps", str, "steps of each of these runs", default="100,8", metavar="N,..."),
-        Option("folder", str, "for the runs", default="runs", metavar="FOLDER"),
-        Option("plain", bool, "plain torch beside them", default=True),
+        Option("folder", str, "folder of the runs", default="runs", metavar="FOLDER"),
+        Option("plain", bool, "also run plain torch", default=True),
     ),
     keys=EVERY_KEY,
 )

@@ -37,15 +37,15 @@ COMMAND = Command(
     usage="python launch/benchmark_parallel.py part=PART gpus=N data=FOLDER [key=value ...]",
     example="python launch/benchmark_parallel.py part=speed gpus=4 data=data/pretrain config=1b_ssmax",
     options=(
-        Option("part", str, "what is measured", required=True, choices=PARTS),
+        Option("part", str, "what to measure", required=True, choices=PARTS),
         Option("gpus", int, "GPUs of the largest layout", required=True, at_least=1),
         Option("data", str, "a packed data folder", required=True, metavar="FOLDER"),
         Option("config", str, "the run file", default="1b_ssmax", metavar="NAME"),
-        Option("rows", int, "per step (4 per GPU)", at_least=1),
-        Option("steps", int, "of each run", default=50, at_least=1),
-        Option("folder", str, "for the runs and their output", default="runs", metavar="FOLDER"),
+        Option("rows", int, "rows per step (4 per GPU)", at_least=1),
+        Option("steps", int, "steps of each run", default=50, at_least=1),
+        Option("folder", str, "folder of the runs and their output", default="runs", metavar="FOLDER"),
         Option("only", str, 'some of the layouts, such as "ring 4,TP4"', metavar="LAYOUT,..."),
-        Option("at_once", int, "runs that share the GPUs, if their memory allows; for losses only", default=1),
+        Option("at_once", int, "runs at the same time on the same GPUs, if they fit; for part=losses only", default=1),
     ),
     keys=EVERY_KEY,
 )
@@ -274,7 +274,7 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"at_once={options['at_once']}: runs beside each other have part=losses alone, one or more of them"
         )
-    print(f"{options['config']}, {options['rows']} rows a step, {options['steps']} steps")
+    print(f"{options['config']}, {options['rows']} rows per step, {options['steps']} steps")
     print(LOSSES if options["part"] == "losses" else SPEED, flush=True)
     base: tuple[Found, float] | None = None  # the first run that finished, and its tokens/s per GPU
     chosen_runs = chosen(options["part"], options["gpus"], options["rows"], options.get("only"))
@@ -301,7 +301,7 @@ def main(argv: list[str]) -> None:
     if options["part"] == "losses" and len(every) > 1:
         print(spreads(every, next(iter(every))))
     if base is None:
-        raise UserError("none of the runs came to its end: see above")
+        raise UserError("no run finished: see above")
 
 
 if __name__ == "__main__":

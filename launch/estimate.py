@@ -20,11 +20,11 @@ COMMAND = Command(
     example="python launch/estimate.py config=3b_sb gpus=64",
     options=(
         Option("gpus", int, "GPUs of the run", default=8, at_least=1),
-        Option("mfu", float, "the share of the GPUs' bf16 peak that is assumed", default=0.4, above=0, at_most=1),
+        Option("mfu", float, "assumed share of the GPUs' bf16 peak", default=0.4, above=0, at_most=1),
         Option(
             "gpu_memory",
             float,
-            "GiB of one GPU, by which train.microbatch=auto becomes a number; 79 is an 80 GB H100",
+            "GiB per GPU, for train.microbatch=auto; 79 is an 80 GB H100",
             default=H100_MEMORY / 2**30,
             above=0,
         ),
@@ -54,7 +54,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("parameters", f"{result.parameters:,}", "")
-    table.add_row("FLOPs a token", f"{result.flops_per_token:,.0f}", "6N + 12·L·d·S")
+    table.add_row("FLOPs per token", f"{result.flops_per_token:,.0f}", "6N + 12·L·d·S")
     table.add_row("", f"{result.flops_per_token_causal:,.0f}", "6N + 6·L·d·S, causal half")
     table.add_section()
     for part in ("weights", "gradients", "optimizer", "activations", "logits", "total"):
@@ -67,12 +67,12 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     )
     table.add_section()
     table.add_row("batch", f"{config.tokens_per_step:,}", f"tokens; {train.batch_size:,} rows on {ranks:,} ranks")
-    table.add_row("accumulation", f"{train.batch_size // (train.microbatch_rows * ranks):,}", "microbatches a step")
+    table.add_row("accumulation", f"{train.batch_size // (train.microbatch_rows * ranks):,}", "microbatches per step")
     table.add_row("optimizer steps", f"{result.steps:,}", "")
     table.add_row("token budget", f"{result.tokens:,}", " + ".join(stage.name for stage in train.stages))
     table.add_section()
     table.add_row("tokens/s a GPU", f"{result.tokens_per_second_per_gpu:,.0f}", f"MFU {mfu:g} of 989 TFLOP/s (H100)")
-    table.add_row("tokens a day", f"{result.tokens_per_day:,.0f}", "")
+    table.add_row("tokens per day", f"{result.tokens_per_day:,.0f}", "")
     table.add_row("days to the budget", f"{result.days:,.1f}", f"{result.days * gpus * 24:,.0f} GPU hours")
     console.print(table)
     console.print("Not in the total: CUDA context, NCCL and fragmentation, 1 to 3 GiB.", highlight=False)

@@ -62,37 +62,35 @@ COMMAND = Command(
             choices=SUITES,
         ),
         Option("eval_data", str, "the folder of local copies of tasks' data", default="data/eval", metavar="FOLDER"),
-        Option("num_fewshot", int, "examples before each document, in place of what the tasks say", at_least=0),
-        Option(
-            "limit", int, "of the first examples of each task (all; of RULER's tasks 500 at each length)", at_least=1
-        ),
+        Option("num_fewshot", int, "examples before each document; by default as the tasks say", at_least=0),
+        Option("limit", int, "only the first examples of each task (all; RULER: 500 at each length)", at_least=1),
         Option(
             "length",
             int,
-            "tokens of a text that the model is given at most (the training length; for RULER's tasks each of lengths=)",
+            "longest input in tokens (the training length; for RULER's tasks each of lengths=)",
             at_least=1,
         ),
-        Option("lengths", str, "of RULER's samples (length=, or the training length)", metavar="4096,8192"),
+        Option("lengths", str, "lengths of RULER's samples (length=, or the training length)", metavar="4096,8192"),
         Option(
             "stand_in",
             str,
-            "texts for RULER's samples in place of what they are made from",
+            "other source texts for RULER's samples",
             metavar="essays:FILE,squad:FILE,hotpotqa:FILE",
         ),
         Option(
             "part",
             str,
-            "every N-th task from the I-th on, counted from 0, as a job of several takes them (RULER's are one; the first "
-            "part has the validation loss)",
+            "part I of N of the tasks, for several jobs: every N-th task from the I-th on, counted from 0 (RULER's tasks "
+            "count as one; the first part has the validation loss)",
             metavar="I/N",
             default="0/1",
         ),
-        Option("tensor", int, "tensor-parallel processes; the others share the work out", default=1, at_least=1),
+        Option("tensor", int, "tensor-parallel processes; groups of this size share the work", default=1, at_least=1),
         Option("valid", bool, "loss over the whole validation split (true without suite=)"),
         Option(
             "baseline",
             bool,
-            "the Kneser–Ney bigram of the same training tokens beside it (true up to 50 million training tokens)",
+            "also a Kneser–Ney bigram of the same training tokens (true up to 50 million training tokens)",
         ),
         Option(
             "samples",
@@ -100,8 +98,8 @@ COMMAND = Command(
             "write every example with its prompts, log-likelihoods or texts, target and metrics to "
             "RUN/eval/step-XXXXXXXX-samples/TASK.jsonl",
         ),
-        Option("out", str, "a folder in place of RUN/eval, or a .json file", metavar="PATH"),
-        Option("data", str, "the data folder, where it is not the one that the run was trained on", metavar="FOLDER"),
+        Option("out", str, "a folder instead of RUN/eval, or a .json file", metavar="PATH"),
+        Option("data", str, "the data folder, if it differs from that of the training", metavar="FOLDER"),
         *workers.OPTIONS,
     ),
     keys=CHANGEABLE,

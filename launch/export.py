@@ -34,7 +34,13 @@ COMMAND = Command(
             default="ssscale",
             choices=FORMATS,
         ),
-        Option("dtype", str, "of the weights; float32 is as trained, every bit", default="float32", choices=DTYPES),
+        Option(
+            "dtype",
+            str,
+            "dtype of the weights; float32 keeps every bit of the training",
+            default="float32",
+            choices=DTYPES,
+        ),
     ),
 )
 

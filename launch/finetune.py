@@ -36,7 +36,7 @@ COMMAND = Command(
         ),
         Option("run_dir", str, "the folder of the new run", metavar="FOLDER", required=True),
         Option("epochs", float, "passes over the examples", default=10.0, above=0),
-        Option("lr", float, "the learning rate at its highest", default=2e-5, above=0),
+        Option("lr", float, "peak learning rate", default=2e-5, above=0),
         Option("batch", int, "examples per step", default=128, at_least=1),
         Option("microbatch", int, "examples per forward pass (32, or the batch)", at_least=1),
         *workers.OPTIONS,

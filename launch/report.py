@@ -32,7 +32,7 @@ COMMAND = Command(
     example="python launch/report.py runs/1b_softmax runs/1b_sb",
     options=(
         Option("sample", bool, "write sample.txt", default=True),
-        Option("data", str, "the data folder, where it is not the one that the run was trained on", metavar="FOLDER"),
+        Option("data", str, "the data folder, if it differs from that of the training", metavar="FOLDER"),
     ),
     words="run folders",
 )

@@ -24,7 +24,7 @@ from launch.process import WORKER
 from ssscale.errors import STALLED, TOGETHER, UserError
 
 OPTIONS = (
-    Option("gpus", int, "start one process per GPU on this many of this machine's", at_least=1),
+    Option("gpus", int, "start one process per GPU on this many GPUs of this machine", at_least=1),
     Option("processes", int, "start this many processes on the CPU", at_least=1),
 )
 GPU = "gpu"  # value of WORKER if each rank has a GPU
@@ -62,7 +62,7 @@ class Workers:
         if gpus is None and processes is None:
             return None
         if gpus is not None and processes is not None:
-            raise UserError(f"gpus={gpus} and processes={processes}: GPUs or CPU processes, give one of the two")
+            raise UserError(f"gpus={gpus} and processes={processes}: give only one of them, for GPU or CPU processes")
         if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             raise UserError(
                 "gpus= and processes= start the processes themselves: leave them out under torchrun and srun"

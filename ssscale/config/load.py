@@ -232,7 +232,7 @@ def _step(kind: Any, node: Any, part: str, key: str, here: str, options: Iterabl
     elif typing.get_origin(kind) is list and isinstance(node, list):
         if part.isdecimal() and int(part) < len(node):
             return int(part), typing.get_args(kind)[0]
-        raise UserError(f"{key}: {here} has {len(node)} entries, numbered from 0; {part!r} is none of them")
+        raise UserError(f"{key}: {here} has {len(node)} entries, numbered from 0; {part!r} is not one of them")
     elif typing.get_origin(kind) is dict and isinstance(node, dict):
         return part, typing.get_args(kind)[1]
     raise UserError(_unknown(key, "", options))

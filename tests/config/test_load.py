@@ -123,7 +123,7 @@ def test_round_trip_is_exact(tmp_path):
         ("optimizer.adamw.betas=[1,2,3]", "optimizer.adamw.betas must be a list of 2 numbers, not [1, 2, 3]"),
         ("model=3", "model is a section, not 3: set its keys, such as model.num_layers"),
         ("train.stages=3", "train.stages must be a list, not 3"),
-        ("train.stages.2.tokens=3", "train.stages has 2 entries, numbered from 0; '2' is none of them"),
+        ("train.stages.2.tokens=3", "train.stages has 2 entries, numbered from 0; '2' is not one of them"),
         ("train.stages.0.mix=[a]", "train.stages.0.mix must be a section of `name: number`, not ['a']"),
         ("train.stages.0.mix.web=much", "train.stages.0.mix.web must be a number, not 'much'"),
         ("--fast", "'--fast' is not of the form key=value: write fast=VALUE, without spaces or dashes"),

@@ -67,8 +67,8 @@ def test_what_does_not_belong_together(root, corpus, tokenizer, tmp_path, capsys
     cases = [
         (["{root}/0", "{root}/1"], "task 2/3 is missing"),
         (["{root}/0", "{root}/1", "{root}/1"], "1/ and {root}/1 are the same task 1/3"),
-        (["{root}/0", "{root}/1", "{tmp}/other"], "other and {root}/0 were made with other seed"),
-        (["{root}/0", "{root}/1", "{tmp}/four"], "four and {root}/0 were made with other task"),
+        (["{root}/0", "{root}/1", "{tmp}/other"], "other and {root}/0 were made with different seed"),
+        (["{root}/0", "{root}/1", "{tmp}/four"], "four and {root}/0 were made with different task"),
         (["{tmp}/whole"], "whole is whole by itself"),
         (["{tmp}/none"], "none has no manifest.json"),
     ]

@@ -239,7 +239,7 @@ def test_data_from_a_corpus_to_a_training_step(slurm: None, tmp_path: Path) -> N
     assert len(losses(run)) == 2
     again = data_job(tmp_path, "--array=0-1", *pack)  # as after a preemption: finished tasks end at once
     assert wait_for_end(again) == "COMPLETED", logs()
-    assert logs().count("is there already, made from the same settings and input: kept") == 2
+    assert logs().count("exists already, made from the same settings and input: kept") == 2
 
 
 def test_auto_finds_a_microbatch_on_the_nodes(slurm: None, corpus: Path, tmp_path: Path) -> None:

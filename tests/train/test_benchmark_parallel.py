@@ -100,6 +100,6 @@ def test_losses_of_two_layouts(corpus: Path, tmp_path: Path, capsys: pytest.Capt
     assert largest is not None, out
     assert float(largest[1]) < 1e-5
     assert "finished: step 2 of 2" in (tmp_path / "losses_tiny_sb_ring_2.log").read_text()
-    with pytest.raises(UserError, match="none of the runs came to its end"):
+    with pytest.raises(UserError, match="no run finished"):
         benchmark_parallel.main([*options, "only=DP2", "train.microbatch=3"])
     assert "error: " in capsys.readouterr().out
