@@ -34,25 +34,25 @@ COMMAND = Command(
     example="python -m eval.benchmarks.against_hf checkpoint=runs/1b_sb tasks=hellaswag,piqa limit=200",
     options=(
         Option("checkpoint", str, "a run folder or a checkpoint folder", metavar="RUN", required=True),
-        Option("eval_data", str, "the folder of local copies of tasks' data", default="data/eval", metavar="FOLDER"),
+        Option("eval_data", str, "folder with local copies of the tasks' data", default="data/eval", metavar="FOLDER"),
         Option("tasks", str, "lm-eval tasks by name", default=TASKS, metavar="NAME,..."),
-        Option("limit", int, "examples of a task; half as many texts are generated", default=1000, at_least=1),
+        Option("limit", int, "examples per task; generation tasks use half as many", default=1000, at_least=1),
         Option(
             "batch_sizes",
             str,
-            "of the hf backend; the fastest on a sample of each task is taken (auto: its own search, up to the largest here)",
+            "batch sizes of the hf backend; the fastest on a sample of each task is used (auto: lm-eval's own search)",
             default="8,32,64,128,auto",
             metavar="N,...",
         ),
         Option(
             "dtype",
             str,
-            "of both models and of all that they compute (stick-breaking skips nothing in float32)",
+            "dtype of both models and all their computations (in float32, stick-breaking skips nothing)",
             default="bfloat16",
             choices=("bfloat16", "float32"),
         ),
-        Option("length", int, "tokens of a text that both are given at most (the training length)", at_least=1),
-        Option("out", str, "for the results as JSON", metavar="FILE"),
+        Option("length", int, "maximum tokens of a text, by default the training length", at_least=1),
+        Option("out", str, "JSON file for the results", metavar="FILE"),
     ),
 )
 SAMPLE = 512  # requests in the sample that compiles kernels and tries batch sizes
@@ -168,7 +168,7 @@ def main(argv: list[str]) -> None:
     sizes = options["batch_sizes"].split(",")
     numbers = [int(size) for size in sizes if size.isdecimal() and int(size)]
     if len(numbers) + ("auto" in sizes) != len(sizes) or not numbers:
-        raise UserError(f"batch_sizes must be whole numbers, and auto, with commas between, not {','.join(sizes)!r}")
+        raise UserError(f"batch_sizes must be comma-separated integers, optionally with auto, not {','.join(sizes)!r}")
     dtype, limit = options["dtype"], options["limit"]
     checkpoint = find_checkpoint(Path(options["checkpoint"]))
     names = options["tasks"].split(",")
@@ -181,7 +181,7 @@ def main(argv: list[str]) -> None:
     from eval.checkpoint.suite import find_tasks
 
     if dtype == "bfloat16" and not torch.cuda.is_available():
-        raise UserError("dtype=bfloat16 needs a GPU: take dtype=float32 here")
+        raise UserError("dtype=bfloat16 needs a GPU; use dtype=float32 on this machine")
     manager = find_tasks(names, {"eval_data": options["eval_data"]})
     with tempfile.TemporaryDirectory() as temporary:
         began = time.perf_counter()
@@ -201,7 +201,7 @@ def main(argv: list[str]) -> None:
                 )
     ours, hf = sum(r.our_seconds for r in results), sum(r.hf_seconds for r in results)
     print(
-        f"all tasks: ours {ours:.1f} s, hf {hf:.1f} s, ratio {hf / ours:.2f}; {time.perf_counter() - began:.0f} s in all"
+        f"all tasks: ours {ours:.1f} s, hf {hf:.1f} s, ratio {hf / ours:.2f}; {time.perf_counter() - began:.0f} s in total"
     )
 
 
@@ -309,7 +309,7 @@ def answers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[i
     once = [[sample for sample in found if sample["filter"] == found[0]["filter"]] for found in (ours, theirs)]
     for a, b in zip(*once, strict=True):
         if a["arguments"] != b["arguments"]:
-            raise AssertionError("the backends were asked different things")
+            raise AssertionError("the backends got different requests")
         for x, y in zip(a["resps"], b["resps"], strict=True):
             differences.append(distance(x[0], y[0], a))
             same.append(agree(x[0], y[0]))

@@ -50,7 +50,7 @@ def held_out(data: PackedData, length: int, rows: int) -> Tensor:
     """
     joined = length // data.length
     if joined * data.length != length:
-        raise SystemExit(f"a length must be a multiple of the rows' {data.length} tokens, got {length}")
+        raise SystemExit(f"a length must be a multiple of the row length, {data.length} tokens, got {length}")
     every = [(source, i) for source, count in data.sources.items() for i in range(count)]
     rows = min(rows, len(every) // joined)
     if rows == 0:
@@ -62,7 +62,7 @@ def held_out(data: PackedData, length: int, rows: int) -> Tensor:
 
 def layers_of(model: Decoder) -> list[Attention]:
     if list(model.mixers) != ["stickbreaking"]:
-        raise SystemExit("the run's model has other mixers than stick-breaking")
+        raise SystemExit("the run's model must have only stick-breaking mixers")
     return [block.attention for block in model.blocks]
 
 
@@ -232,7 +232,7 @@ def report(model: Decoder, tokens: Tensor, length: int) -> None:
     _print_row("all", live, sums)
     for which, bound in enumerate(FAINT):
         shares = ", ".join(f"{tiles.faint[which]:.2f}" for tiles, _ in rows)
-        print(f"of the live tiles, no row spends more than {bound:.1e} in, layer by layer: {shares}")
+        print(f"share of live tiles in which no row spends more than {bound:.1e}, by layer: {shares}")
     if length <= LONGEST_CHECKED:
         for number, layer in enumerate(layers):
             exact = partial(stickbreaking_attention, skip_below=0.0)
@@ -241,7 +241,7 @@ def report(model: Decoder, tokens: Tensor, length: int) -> None:
                 worst_error(flash_attention, softmax_reference, layer, length, scale) if "FA2" in sums else "not run"
             )
             print(
-                f"layer {number}, error over float32 torch's, largest / rms: {ours}; FA2 by softmax's: {flash}",
+                f"layer {number}, error relative to float32 torch, largest / rms: {ours}; FA2 relative to softmax: {flash}",
                 flush=True,
             )
     if "FA2" in sums:
@@ -273,7 +273,7 @@ def evaluate(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayou
         print(f"evaluation, skipping {name}: {1e3 * results[name]:.1f} ms, {len(tokens)} tokens, loss {loss:.5f}")
     for layer in layers_of(model):
         layer.mixer = replace(layer.mixer, skip_below=THRESHOLD)
-    print(f"skipping takes {1 - results['on'] / results['off']:.1%} off the evaluation", flush=True)
+    print(f"skipping shortens the evaluation by {1 - results['on'] / results['off']:.1%}", flush=True)
 
 
 @torch.no_grad()
@@ -299,8 +299,8 @@ def decode(model: Decoder, tokens: Tensor, length: int) -> str:
         furthest = max(furthest, float(behind.max()))
     name = str(next(model.parameters()).dtype).removeprefix("torch.")
     return (
-        f"decoding {len(prompts)} texts in {name}: {same} of {total} tokens are the full pass's likeliest, the others at "
-        f"most {furthest:.3f} under it in their logit; {1e3 * seconds / NEW_TOKENS:.1f} ms a step"
+        f"decoding {len(prompts)} texts in {name}: {same} of {total} tokens are the argmax of the full pass; the logits of "
+        f"the others are at most {furthest:.3f} lower; {1e3 * seconds / NEW_TOKENS:.1f} ms per step"
     )
 
 
@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("data")
     parser.add_argument(
-        "--rows", type=int, default=4, help="sequences at the shortest length; as many tokens at the others"
+        "--rows", type=int, default=4, help="sequences of the first length; the other lengths get as many tokens"
     )
     parser.add_argument("--lengths", default="4096,16384")
     arguments = parser.parse_args()

@@ -58,8 +58,8 @@ def build_items(
             kept.append(item)
     if len(kept) < FEWEST_ITEMS or len(taken) < CHOICES:
         raise UserError(
-            f"the cloze task found {len(kept)} passages in the validation split, and needs {FEWEST_ITEMS} at least: "
-            "hold more or longer documents out, or pack longer rows"
+            f"the cloze task found {len(kept)} passages in the validation split but needs at least {FEWEST_ITEMS}; "
+            "hold out more or longer documents, or pack longer rows"
         )
     return _with_choices(sorted(kept, key=lambda item: item.id), seed)
 

@@ -42,7 +42,7 @@ def whole_numbers(text: str, flag: str, least: int = 1, most: int = 2**24) -> li
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"{flag} must be whole numbers with commas between, not {text!r}") from None
+        raise UserError(f"{flag} must be comma-separated integers, not {text!r}") from None
     if min(found) < least or max(found) > most:
         raise UserError(f"{flag} must be from {least} to {most}, not {text}")
     return found
@@ -57,7 +57,7 @@ def begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{file} is broken: {error}; remove it to begin again") from None
+            raise UserError(f"{file} is broken: {error}; remove it to start again") from None
         if isinstance(before, dict) and all(before.get(key) == value for key, value in settings.items()):
             return dict(before)
     return dict(settings)

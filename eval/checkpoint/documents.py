@@ -38,8 +38,8 @@ def _text(line: str, file: Path, number: int) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        raise UserError(f"{file}, line {number}, is no JSON") from None
+        raise UserError(f"{file}, line {number}, is not JSON") from None
     found = [record[key] for key in KEYS if isinstance(record, dict) and isinstance(record.get(key), str)]
     if not found:
-        raise UserError(f"{file}, line {number}, has no {' or '.join(KEYS)} of text")
+        raise UserError(f"{file}, line {number}, has no string with the key {' or '.join(KEYS)}")
     return str(found[0])

@@ -128,7 +128,9 @@ class PackedLM(TemplateLM):
             after = tokens[whole][len(before) :]
             if not 0 < len(after) <= self.length:
                 size = (
-                    f"{len(after):,} tokens, the model takes {self.length:,}" if len(after) else "no tokens of its own"
+                    f"{len(after):,} tokens, but the model takes {self.length:,}"
+                    if len(after)
+                    else "no tokens of its own"
                 )
                 raise unscorable(request, f"the continuation {request.args[1][:40]!r} of {context[-40:]!r} has {size}")
             encoded.append((("", ""), before, after))
@@ -326,7 +328,7 @@ class PackedLM(TemplateLM):
             if room < 1:
                 new = options["max_gen_toks"]
                 raise unscorable(
-                    request, f"the task generates {new:,} tokens, but the model takes {self.length:,} in all"
+                    request, f"the task generates {new:,} tokens, but the model takes {self.length:,} in total"
                 )
             prompts.append(self.tok_encode(context)[-room:])
             settings.append(options)

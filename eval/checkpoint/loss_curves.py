@@ -66,7 +66,7 @@ def draw_runs(runs: Sequence[Run], file: Path) -> None:
 
 def _panels() -> tuple[plt.Figure, tuple[Axes, Axes]]:
     figure, (losses, rates) = plt.subplots(2, 1, sharex=True, figsize=SIZE, height_ratios=(3, 1), layout="constrained")
-    losses.set_ylabel("loss (nats a token)", fontsize=11)
+    losses.set_ylabel("loss (nats per token)", fontsize=11)
     rates.set_ylabel("learning rate", fontsize=11)
     rates.set_xlabel("training tokens", fontsize=11)
     rates.xaxis.set_major_formatter(EngFormatter(sep=""))

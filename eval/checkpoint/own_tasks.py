@@ -97,7 +97,7 @@ def find_data(path: str, yaml: Path) -> str:
         whole = os.path.join(folder, path)  # an absolute path stays as it is
         if os.path.exists(whole) or glob.glob(whole, recursive=True):
             return whole
-    where = "does not exist" if os.path.isabs(path) else f"lies neither in {folders[0]} nor in {folders[1]}"
+    where = "does not exist" if os.path.isabs(path) else f"is neither in {folders[0]} nor in {folders[1]}"
     raise UserError(f"{yaml}: its data {path} {where}")
 
 
@@ -139,7 +139,7 @@ class OwnTasks:
         self.broken: list[str] = []
         for folder in self.folders:
             if not folder.is_dir():
-                raise UserError(f"include={folder}: there is no such folder (a YAML file is named in tasks=)")
+                raise UserError(f"include={folder}: there is no such folder (use tasks= for a YAML file)")
             for file in TaskIndex._iter_yaml_files(folder):
                 try:
                     config = load_yaml(file, resolve_func=False)

@@ -60,12 +60,12 @@ def read_results(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is broken: {error}; remove it and evaluate again") from error
     if not isinstance(results, dict):
-        raise UserError(f"{file} is broken: it holds no object; remove it and evaluate again")
+        raise UserError(f"{file} is broken: it is not a JSON object; remove it and evaluate again")
     tasks = results.get("tasks", {})
     losses = [results[key] for key in ("valid", "baseline") if key in results]
     whole = isinstance(tasks, dict) and all(isinstance(task, dict) and task.keys() >= TASK for task in tasks.values())
     if not whole or not all(isinstance(loss, dict) and loss.keys() >= LOSS for loss in losses):
-        raise UserError(f"{file} is broken: it holds no results; remove it and evaluate again")
+        raise UserError(f"{file} is broken: it does not contain results; remove it and evaluate again")
     return results
 
 
@@ -74,7 +74,7 @@ def check_writable(file: Path) -> None:
     folder = next(parent for parent in file.absolute().parents if parent.is_dir())
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise UserError(
-            f"the results belong in {file}, and {folder} cannot be written: Permission denied, or read-only"
+            f"the results belong in {file}, but {folder} cannot be written: Permission denied, or it is read-only"
         )
 
 

@@ -97,13 +97,13 @@ def check_shots(task: Task) -> None:
     others = task.has_training_docs() or (task.has_validation_docs() and task.has_test_docs())
     if not own_examples and not others and task.has_test_docs():
         raise UserError(
-            f"num_fewshot={shots}: the task has no documents for examples but those that are scored; name a fewshot_split in "
-            "its YAML (the test split, too: a document is then never an example for itself)"
+            f"num_fewshot={shots}: the task has no documents for examples other than the scored ones; set fewshot_split in "
+            "its YAML (it may be the test split: lm-eval never uses a document as its own example)"
         )
     excluded = task.fewshot_cfg.split == task.config.test_split  # lm-eval excludes the scored document
     available = len(task.sampler.df)
     if available < shots + excluded:
-        raise UserError(f"num_fewshot={shots}: the task has {available} documents for examples")
+        raise UserError(f"num_fewshot={shots}: the task has only {available} documents for examples")
 
 
 def agree(failure: str | None) -> str | None:
@@ -198,7 +198,7 @@ def check_document(task: ConfigurableTask, doc: Doc) -> None:
     gold = task.doc_to_text(doc) if task.multiple_input else target
     for answer in gold if isinstance(gold, list) else [gold]:
         if not (0 <= answer < len(choices) if isinstance(answer, int) else answer in choices):
-            raise ValueError(f"its answer {answer!r} is none of the {len(choices)} choices")
+            raise ValueError(f"its answer {answer!r} is not one of the {len(choices)} choices")
 
 
 def sentence(error: Exception, document: int | None) -> str:

@@ -57,7 +57,7 @@ def find_tasks(
     manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     if all(name in manager.all_tasks for name in wanted):
         return manager
-    logger.warning("looking through lm-eval's thousands of tasks (up to a minute)")
+    logger.warning("searching lm-eval's thousands of tasks (up to one minute)")
     manager = TaskManager(include_path=paths, metadata=metadata)
     for name in leads_to(names, manager.task_index):
         if name not in manager.all_tasks:
@@ -155,7 +155,7 @@ def load_tasks(
             continue
         for task in loaded["tasks"]:
             if task in origins:
-                raise UserError(f"tasks={','.join(names)}: {origins[task]} and {name} both have the task {task}")
+                raise UserError(f"tasks={','.join(names)}: {origins[task]} and {name} both contain the task {task}")
             origins[task] = name
         tasks |= loaded["tasks"]
         groups |= loaded["groups"]
@@ -168,8 +168,8 @@ def not_loaded(error: Exception) -> str:
     document = first_document(error)
     if document is None and isinstance(error, OSError):  # includes ConnectionError and FileNotFoundError
         return (
-            f"the data cannot be reached ({first_line(error)}); HF_HUB_OFFLINE=0 lets lm-eval download what the machine's "
-            "cache does not have"
+            f"the data cannot be reached ({first_line(error)}); with HF_HUB_OFFLINE=0, lm-eval downloads data that is "
+            "not in the cache"
         )
     return sentence(error, document)
 

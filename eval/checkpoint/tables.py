@@ -24,7 +24,7 @@ def show(console: Console, checkpoint: Path, tasks: list[TaskResult], losses: di
     if tasks:
         console.print(table)
     table = Table(box=ASCII)
-    for column in ("loss on the whole validation split", "nats a token", "bits a byte", "targets"):
+    for column in ("loss on the whole validation split", "nats per token", "bits per byte", "targets"):
         table.add_column(column, justify="left" if column.startswith("loss") else "right", no_wrap=True)
     for name, label in (("valid", "this model"), ("baseline", "Kneser–Ney bigram, d = 0.75")):
         if name in losses:

@@ -30,7 +30,7 @@ def check_tasks(names: Sequence[str], eval_data: str, option: str = "tasks", inc
     """
     ruler = [name for name in names if name in (*RULER, "ruler")]
     if ruler:  # lm-eval's own versions download texts and a tokenizer
-        raise UserError(f"{option}={','.join(ruler)}: RULER's tasks have a command: launch/evaluate.py suite=ruler")
+        raise UserError(f"{option}={','.join(ruler)}: RULER's tasks run with launch/evaluate.py suite=ruler")
     absent = {name: missing(name, eval_data) for name in names if name in FILES}
     lacking = {name: file for name, file in absent.items() if file}
     if lacking and os.environ.get("HF_HUB_OFFLINE", "1") == "1":
@@ -63,7 +63,7 @@ def check_request(names: Sequence[str], eval_data: str, option: str = "tasks", i
             raise UserError(f"{option}={file}: there is no such file")
     for folder in include:
         if not Path(folder).is_dir():
-            raise UserError(f"include={folder}: there is no such folder (a YAML file is named in tasks=)")
+            raise UserError(f"include={folder}: there is no such folder (use tasks= for a YAML file)")
     folders = [*map(Path, include), *(file.parent for file in files)]
     check_tasks([name for name in names if Path(name) not in files], eval_data, option, folders)
 

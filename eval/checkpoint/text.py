@@ -43,7 +43,7 @@ class TextTokenizer:
         """
         file = checkpoint / "tokenizer.json"
         if not file.is_file():
-            raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
+            raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy it from the data folder")
         bounds = checkpoint / "boundaries.json"
         if bounds.is_file():
             return cls(str(file), *_bounds(bounds))
@@ -92,7 +92,7 @@ def _bounds(file: Path) -> tuple[int, int]:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is broken: {error!r}") from error
     if type(bos) is not int or type(eos) is not int:
-        raise UserError(f"{file} is broken: bos_id and eos_id are {bos!r} and {eos!r}, not numbers of tokens")
+        raise UserError(f"{file} is broken: bos_id and eos_id are {bos!r} and {eos!r}, not token ids")
     return bos, eos
 
 

@@ -86,7 +86,9 @@ def losses(model: Decoder, windows: np.ndarray, length: int, shortest: int) -> n
         try:
             loss: Tensor = model(tokens.flatten(), layout, labels.flatten()).unflatten(0, tokens.shape)
         except torch.OutOfMemoryError:
-            raise UserError(f"--lengths: {tokens.numel():,} tokens in one pass do not fit the GPU's memory") from None
+            raise UserError(
+                f"--lengths: {tokens.numel():,} tokens in one pass do not fit into the GPU's memory"
+            ) from None
         found[first : first + at_once, 1:] = loss[:, :-1].float().cpu().numpy()
     found = found.reshape(len(windows), size)
     found[:, ::shortest] = np.nan
@@ -152,9 +154,9 @@ def parse_lengths(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")
-    parser.add_argument("--texts", type=Path, required=True)
-    parser.add_argument("--lengths", default="20000")
-    parser.add_argument("--windows", type=int, default=100, help="of the longest length, at most")
+    parser.add_argument("--texts", type=Path, required=True, help="documents as JSON lines or .zst of them")
+    parser.add_argument("--lengths", default="20000", help="comma-separated context lengths in tokens")
+    parser.add_argument("--windows", type=int, default=100, help="maximum number of windows of the longest length")
     parser.add_argument("--join", action="store_true", help="read all documents as one")
     arguments = parser.parse_intermixed_args()
     changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]

@@ -88,7 +88,7 @@ class Haystack:
         if room < 1:
             raise UserError(f"--lengths: {length} tokens leave no room for a text around the needle and the question")
         if room > len(self.tokens):
-            raise UserError(f"--lengths: {length} tokens are more than the {len(self.tokens):,} of --texts")
+            raise UserError(f"--lengths: {length} tokens exceed the {len(self.tokens):,} tokens of --texts")
         first = int(rng.integers(len(self.tokens) - room + 1))
         text, ends = self.tokens[first : first + room], self.ends[first : first + room]
         most = room * depth // 100
@@ -221,12 +221,12 @@ class Evaluation:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")
-    parser.add_argument("--texts", type=Path, required=True)
-    parser.add_argument("--lengths")
-    parser.add_argument("--depths", default="10,30,50,70,90")
-    parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument("--scores", action="store_true", help="attention on the number instead of numbers found")
-    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--texts", type=Path, required=True, help="documents as JSON lines or .zst of them")
+    parser.add_argument("--lengths", help="comma-separated prompt lengths in tokens")
+    parser.add_argument("--depths", default="10,30,50,70,90", help="positions of the needle in percent of the text")
+    parser.add_argument("--samples", type=int, default=100, help="prompts per length and depth")
+    parser.add_argument("--scores", action="store_true", help="measure attention to the number instead of retrieval")
+    parser.add_argument("--trials", type=int, default=100, help="prompts with --scores")
     arguments = parser.parse_intermixed_args()
     changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]
     prepare()

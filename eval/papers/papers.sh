@@ -23,7 +23,7 @@ base=model.position.rope.base=500000
 cd "$(dirname "$0")/../.."
 [ ! -d .venv ] || export PATH=$PWD/.venv/bin:$PATH
 
-[ -n "$print" ] || [ -n "$gpus" ] || fail "no GPU is here: the smallest of these models takes hours on a CPU"
+[ -n "$print" ] || [ -n "$gpus" ] || fail "this machine has no GPU, and the smallest of these models takes hours on a CPU"
 for file in "$text/tokenizer.json" "$books" ${questions//,/ }; do
     [ -n "$print" ] || [ -f "$file" ] || fail "there is no file $file"
 done
@@ -116,7 +116,7 @@ stop() {
     local group
     for group in $(jobs -p); do kill -TERM -- "-$group" || true; done
     wait
-    echo "stopped: the same command goes on" >&3
+    echo "stopped: the same command continues" >&3
     exit 75
 }
 trap stop INT TERM

@@ -45,7 +45,9 @@ def fit_logarithm(p: np.ndarray, weights: np.ndarray) -> Fit:
     weights that are all 0.
     """
     if p.shape != weights.shape or not weights.sum() > 0 or (weights < 0).any():
-        raise ValueError(f"p and weights must be alike, weights ≥ 0 and not all 0, got {p.shape} and {weights.shape}")
+        raise ValueError(
+            f"p and weights must have the same shape, and weights must be ≥ 0 and not all 0, got {p.shape} and {weights.shape}"
+        )
     log_n = np.log(np.arange(1, len(p) + 1))
     mean_x, mean_p = (np.average(x, weights=weights) for x in (log_n, p))
     dx, dp = log_n - mean_x, p - mean_p
@@ -108,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--data", help="the data folder, where it has moved")
+    parser.add_argument("--data", help="the data folder, if it has moved")
     arguments = parser.parse_args()
     run = Run.open(arguments.run)
     p = learned_pn(run)

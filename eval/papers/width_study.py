@@ -215,7 +215,7 @@ def study(options: argparse.Namespace) -> None:
     widths = whole_numbers(options.widths, "--widths", HEAD_DIM)
     rates = [-power for power in whole_numbers(options.lrs, "--lrs", 0, 30)]
     if odd := [width for width in widths if width % HEAD_DIM]:
-        raise UserError(f"--widths {odd[0]}: heads are {HEAD_DIM} wide, so widths are multiples of that")
+        raise UserError(f"--widths {odd[0]}: each must be a multiple of the head dimension, {HEAD_DIM}")
     runs = [
         Run(name, width, rate, keys)
         for width, (name, keys), rate in itertools.product(
@@ -223,7 +223,7 @@ def study(options: argparse.Namespace) -> None:
         )
     ]
     if not (Path(options.data) / "manifest.json").is_file():
-        raise UserError(f"{options.data} is no data folder: python -m data_prep pack makes one")
+        raise UserError(f"{options.data} is not a data folder; python -m data_prep pack makes one")
     options.data = str(Path(options.data).resolve())
     settings = {
         "config": options.config,
@@ -253,9 +253,9 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--config", default="50m_softmax")
     parser.add_argument("--widths", default="256,512,1024")
-    parser.add_argument("--lrs", default="9,8,7,6,5", help="N: the peak is 2^-N")
+    parser.add_argument("--lrs", default="9,8,7,6,5", help="comma-separated N; the peak learning rate is 2^-N")
     parser.add_argument("--tokens", type=int, default=20_000_000)
-    parser.add_argument("--rows", type=int, default=64, help="per step")
+    parser.add_argument("--rows", type=int, default=64, help="rows per step")
     parser.add_argument("--length", type=int, default=1024, help="tokens per row, as DATA was packed")
     parser.add_argument("--microbatch", type=int, default=32)
     parser.add_argument("--jobs", type=int, default=3, help="runs at a time on each GPU")

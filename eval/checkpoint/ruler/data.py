@@ -53,13 +53,13 @@ ORIGINS = {
         "squad/dev-v2.0.json",
         "dev-v2.0.json of rajpurkar.github.io/SQuAD-explorer",
         "squadshifts/new_wiki_v1.0.json",
-        "JSON in SQuAD's form",
+        "JSON in SQuAD's format",
     ),
     "hotpotqa": Origin(
         "hotpotqa/hotpot_dev_distractor_v1.json",
         "hotpot_dev_distractor_v1.json of hotpotqa.github.io",
         None,
-        "JSON in HotpotQA's form, or in SQuAD's, whose questions need one document only",
+        "JSON in HotpotQA's format, or in SQuAD's, whose questions need only one document",
     ),
 }
 
@@ -85,7 +85,7 @@ def parse_stand_ins(text: str | None) -> dict[str, Path]:
     for part in text.split(",") if text else ():
         name, colon, file = part.partition(":")
         if not colon or not file or name not in ORIGINS:
-            raise UserError(f"stand_in={part}: write NAME:FILE with NAME one of {', '.join(ORIGINS)}")
+            raise UserError(f"stand_in={part}: it must be NAME:FILE, with NAME one of {', '.join(ORIGINS)}")
         if not Path(file).is_file():
             raise UserError(f"stand_in={part}: there is no such file")
         found[name] = Path(file)
@@ -128,14 +128,14 @@ def find_sources(needed: list[str], eval_data: str, stand_ins: dict[str, Path]) 
         file = copy or other
         if file is None:
             places = f"{eval_data}/{origin.file} (a copy of {origin.copy_of})"
-            missing.append(f"{places}, or in its stead stand_in={name}:FILE ({origin.form})")
+            missing.append(f"{places}, or a replacement with stand_in={name}:FILE ({origin.form})")
             continue
         shown = str(file.relative_to(eval_data)) if file.is_relative_to(eval_data) else file.name
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         found[name] = (file, Source(shown, digest, None if copy else origin.copy_of))
     if missing:
         raise UserError(
-            f"RULER's data is missing: {'; '.join(missing)}. Or name the tasks that do without it in tasks="
+            f"RULER's data is missing: {'; '.join(missing)}. Or select tasks that do not need it with tasks="
         )
     return found
 
@@ -165,7 +165,7 @@ def read_questions(file: Path) -> Questions:
     except (OSError, zstandard.ZstdError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} has neither SQuAD's form nor HotpotQA's: {error!r}") from None
+        raise UserError(f"{file} is neither in SQuAD's nor in HotpotQA's format: {error!r}") from None
     answered = [question for question in questions if question["outputs"]]
     if not answered:
         raise UserError(f"{file} has no question with an answer")

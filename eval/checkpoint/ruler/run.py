@@ -127,7 +127,7 @@ def run_ruler(
                 metrics = result.metrics | {"mean_length": fmean(sizes), "longest": max(sizes)}
                 for source in needed([task]):
                     metrics["data"] = ruler.sources[source].to_json()
-                fewer = f" of {ruler.samples}, as the others do not fit" if len(docs) < ruler.samples else ""
+                fewer = f" of {ruler.samples}, because the others do not fit" if len(docs) < ruler.samples else ""
                 console.print(
                     f"{result.task}: {100 * result.value:.1f} ({len(docs)} samples{fewer}; "
                     f"{made:.0f} s to make, {time.perf_counter() - began - made:.0f} s to answer)",
@@ -170,7 +170,7 @@ def averages(results: list[TaskResult]) -> dict[int, float]:
 def ruler_table(ruler: Ruler, results: list[TaskResult]) -> Table:
     """Return a table of scores in percent, one row per task and one column per length."""
     values = {result.task: result.value for result in results}
-    table = Table(title="RULER (arXiv:2404.06654), per cent", box=ASCII, title_justify="left")
+    table = Table(title="RULER (arXiv:2404.06654), percent", box=ASCII, title_justify="left")
     table.add_column("task", no_wrap=True)
     for length in ruler.lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)

@@ -247,7 +247,7 @@ def check(tasks: list[str], lengths: list[int], encode: Callable[[str], list[int
             counter = counter_of(task, encode)
             if not has_enough(task, length, counter, texts):
                 (name,) = needed([task])
-                raise UserError(f"lengths={length}: {texts.files[name]} holds less text than that, and {task} needs it")
+                raise UserError(f"lengths={length}: {texts.files[name]} has less text than that, but {task} needs it")
             least = least_tokens(task, length, counter, texts)
             if least > length:
                 few.setdefault(length, {})[task] = least
@@ -256,4 +256,4 @@ def check(tasks: list[str], lengths: list[int], encode: Callable[[str], list[int
             f"{length}: " + ", ".join(f"{task} ({least:,})" for task, least in found.items())
             for length, found in few.items()
         )
-        raise UserError(f"lengths are too short with this tokenizer for {cells}; in brackets what they take at least")
+        raise UserError(f"lengths are too short with this tokenizer for {cells}; the minimum is in brackets")

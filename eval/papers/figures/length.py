@@ -44,7 +44,7 @@ def by_position(paths: list[Path]) -> Figure:
     for train_length in {result["train_length"] for result in results}:
         axes.axvline(train_length, color="0.4", linestyle=":", linewidth=1.2, label=f"trained on {train_length:,}")
     title = f"Loss by position, {min(windows)} windows of {length:,} tokens"
-    axes_of(figure, axes, title, "position in the context (tokens)", "loss (nats a token)")
+    axes_of(figure, axes, title, "position in the context (tokens)", "loss (nats per token)")
     axes.set_xscale("log")
     axes.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper left")
     return figure
@@ -66,6 +66,6 @@ def by_context(paths: list[Path]) -> Figure:
     axes.set_xticks(lengths, [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths])
     tokens = results[0]["lengths"][str(lengths[-1])]["targets"]
     title = f"The same {tokens:,} targets in contexts of growing length"
-    axes_of(figure, axes, title, "context (tokens)", "loss (nats a token)")
+    axes_of(figure, axes, title, "context (tokens)", "loss (nats per token)")
     figure.legend(fontsize=9, edgecolor="none", loc="outside lower center", ncols=2)
     return figure

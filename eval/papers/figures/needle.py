@@ -33,7 +33,7 @@ def heat_map(paths: list[Path]) -> Figure:
                 )
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=9)
         axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths], fontsize=9)
-        axes.set_title(f"{label(result)}\n{result['cells'][0]['samples']} samples a cell", fontsize=10, loc="left")
+        axes.set_title(f"{label(result)}\n{result['cells'][0]['samples']} samples per cell", fontsize=10, loc="left")
         axes.set_xlabel("context (tokens)", fontsize=11)
     row[0][0].set_ylabel("depth of the needle", fontsize=11)
     figure.colorbar(image, ax=row, label="share of numbers found")
@@ -50,7 +50,7 @@ def heads(paths: list[Path]) -> Figure:
         axes.plot(range(1, len(scores) + 1), scores, **style, linewidth=1.8, marker=".", label=label(result))
     length, depth = results[0]["length"], results[0]["heads"]["depth"]
     title = f"Needle scores of all heads, {length:,} tokens, depth {depth} %"
-    axes_of(figure, axes, title, "head, by rank", "attention on the number")
+    axes_of(figure, axes, title, "head, by rank", "attention to the number")
     axes.set_xscale("log")  # only few heads retrieve
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)
@@ -75,7 +75,7 @@ def top_heads(paths: list[Path]) -> Figure:
     for outcome, marker in OUTCOMES:
         axes.plot([], [], marker, color="0.3", markersize=4.5, fillstyle="none", label=f"answered: {outcome}")
     title = f"Highest needle score of each trial, {results[0]['length']:,} tokens"
-    axes_of(figure, axes, title, "trial, by rank", "attention on the number, highest of all heads")
+    axes_of(figure, axes, title, "trial, by rank", "attention to the number, highest of all heads")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper right")
     return figure

@@ -20,7 +20,7 @@ def read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise UserError(f"{file} holds no object")
+        raise UserError(f"{file} is not a JSON object")
     return found
 
 
@@ -31,7 +31,7 @@ def of_runs(paths: list[Path], kind: str) -> list[dict[str, Any]]:
     """
     command = COMMANDS[kind]
     if not paths:
-        raise UserError(f"no run is given: name run folders or files that `{command}` has made")
+        raise UserError(f"no run is given; give run folders, or files that `{command}` has made")
     results = []
     for path in paths:
         files = [path] if path.is_file() else _newest(path, kind)

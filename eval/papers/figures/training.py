@@ -22,13 +22,13 @@ def losses(paths: list[Path]) -> Figure:
     from eval.checkpoint.run import Run  # loads Megatron-core, which the other figures do not need
 
     if len(paths) < 2:
-        raise UserError("training_losses compares runs: name the one to compare with, then one or more others")
+        raise UserError("training_losses compares runs; give the reference run first, then one or more others")
     runs = [Run.open(path) for path in paths]
     curves = [{record["tokens"]: record["loss"] for record in run.training} for run in runs]
     shared = np.array(sorted(set.intersection(*map(set, curves))))
     if len(shared) < 2:
         raise UserError(
-            f"{', '.join(map(str, paths))} logged no two common numbers of tokens: their steps differ in size"
+            f"{', '.join(map(str, paths))} share fewer than two logged token counts: their steps differ in size"
         )
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(7.5, 6.2), height_ratios=(3, 2), layout="constrained"
@@ -51,8 +51,8 @@ def losses(paths: list[Path]) -> Figure:
     spread = np.concatenate([np.array([curve[t] for t in shared[later]]) - first[later] for curve in curves[1:]])
     below.set_ylim(min(0, spread.min()) - 0.01, max(0, spread.max()) + 0.01)
     above.set_ylim(top=first[later].max() + 1, bottom=min(min(curve[t] for t in shared) for curve in curves) - 0.1)
-    axes_of(figure, above, "Training loss", "", "loss (nats a token)")
-    axes_of(figure, below, f"Above {runs[0].name}", "training tokens", "difference (nats a token)")
+    axes_of(figure, above, "Training loss", "", "loss (nats per token)")
+    axes_of(figure, below, f"Above {runs[0].name}", "training tokens", "difference (nats per token)")
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     for axes in (above, below):
         axes.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper right")

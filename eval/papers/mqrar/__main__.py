@@ -33,7 +33,7 @@ def cores(text: str) -> list[str]:
     known = ("softmax", "stickbreaking")
     unknown = [name for name in text.split(",") if name not in known]
     if unknown:
-        raise UserError(f"--cores: {unknown[0]!r} is none of {', '.join(known)}")
+        raise UserError(f"--cores: {unknown[0]!r} is not one of {', '.join(known)}")
     return text.split(",")
 
 
@@ -81,8 +81,8 @@ def main() -> None:
     parser.add_argument("--pairs", default="32,64,96,128,160,192")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--batch", type=int, default=Recipe.batch)
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--plain", action="store_true", help="no shorter sequences at first")
+    parser.add_argument("--minutes", type=float, default=9.0, help="stop after this time and save the state")
+    parser.add_argument("--plain", action="store_true", help="train on full-length sequences from the start")
     parser.add_argument("--seed", type=int, default=0)
     for name, size in (("length", 768), ("keys", 4096), ("values", 4096), ("width", 256)):
         parser.add_argument(f"--{name}", type=int, default=size)
@@ -96,7 +96,7 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")  # the operands are bfloat16: exact in TF32
         done = {"curve": curve, "picture": picture}[arguments.what](arguments, recipe, initialize(), until)
     if not done:
-        print("stopped: time is up, the same command goes on", file=sys.stderr)
+        print("stopped: time is up; the same command continues", file=sys.stderr)
         sys.exit(SAVED)
 
 

@@ -23,7 +23,7 @@ class DenseCore(nn.Module):
     def __init__(self, core: str) -> None:
         super().__init__()
         if core not in ("softmax", "stickbreaking"):
-            raise ValueError(f"heads above {MAX_HEAD_DIM} dimensions have softmax and stick-breaking here")
+            raise ValueError(f"heads above {MAX_HEAD_DIM} dimensions need softmax or stickbreaking here, not {core!r}")
         self.kind = core
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
@@ -161,7 +161,7 @@ def _module(name: str) -> str:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    assert config.kv_heads == config.num_heads, "a head has its own keys here"
+    assert config.kv_heads == config.num_heads, "num_kv_heads must equal num_heads here"
     width, inner, attended = config.hidden_size, config.ffn_hidden_size, config.num_heads * config.head_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     for layer in range(config.num_layers):

@@ -40,10 +40,10 @@ class Task:
 
     def __post_init__(self) -> None:
         if not 1 <= self.pairs <= self.num_keys:
-            raise UserError(f"pairs={self.pairs} must be from 1 to the {self.num_keys} keys that there are")
+            raise UserError(f"pairs={self.pairs} must be from 1 to num_keys={self.num_keys}")
         if self.length % 2 or self.num_queries < 1:
             raise UserError(
-                f"length={self.length} must be even and leave room for a question behind {self.pairs} pairs: "
+                f"length={self.length} must be even and leave room for a question after {self.pairs} pairs: "
                 f"at least {2 * self.pairs + 2}"
             )
 

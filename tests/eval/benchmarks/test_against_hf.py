@@ -52,8 +52,8 @@ def test_the_comparison_with_the_hf_backend(run, eval_data, tmp_path, capsys) ->
     ("arguments", "words"),
     [
         (["tasks=piqa"], "checkpoint=RUN is missing"),
-        (["checkpoint=x", "batch_sizes=8,big"], "batch_sizes must be whole numbers, and auto"),
-        (["checkpoint=x", "batch_sizes=auto"], "batch_sizes must be whole numbers, and auto"),
+        (["checkpoint=x", "batch_sizes=8,big"], "batch_sizes must be comma-separated integers"),
+        (["checkpoint=x", "batch_sizes=auto"], "batch_sizes must be comma-separated integers"),
         (["checkpoint=x", "dtype=int8"], "dtype must be bfloat16 or float32, not 'int8'"),
         (["checkpoint=x", "limit=0"], "must be at least 1"),
         (["checkpoint=x", "speed=1"], "unknown argument 'speed=1'"),

@@ -176,8 +176,8 @@ REASONS = {
     "long": "document 1: the continuation ' word word",
     "code": "document 2: KeyError: 'title'",
     "scored": "document 5: ZeroDivisionError: division by zero",
-    "out_of_range": "document 1: its answer 4 is none of the 3 choices",
-    "writes": "document 0: the task generates 320 tokens, but the model takes 320 in all",
+    "out_of_range": "document 1: its answer 4 is not one of the 3 choices",
+    "writes": "document 0: the task generates 320 tokens, but the model takes 320 in total",
     "first": "document 0: a template needs a field that the document lacks: 'quesion' is undefined",
 }
 CODE = """\
@@ -307,17 +307,17 @@ def test_mistakes(run, own, tmp_path, monkeypatch) -> None:
     two = f"include={tmp_path / 'two'}"
     for arguments, words in [
         (["include=nowhere", "tasks=x"], "include=nowhere: there is no such folder"),
-        ([f"include={own / 'last.yaml'}", "tasks=x"], r"there is no such folder \(a YAML file is named in tasks=\)"),
+        ([f"include={own / 'last.yaml'}", "tasks=x"], r"there is no such folder \(use tasks= for a YAML file\)"),
         ([f"include={own}", "tasks=my_capital"], "did you mean my_capitals"),
         (["tasks=nowhere.yaml"], "tasks=nowhere.yaml: there is no such file"),
         ([two, "tasks=bad"], r"no such task.*two/bad\.yaml cannot be read"),
         ([f"tasks={tmp_path / 'two/bad.yaml'}"], r"two/bad\.yaml cannot be read"),
         ([f"tasks={tmp_path / 'two/no_task.yaml'}"], "defines no task: it has neither task: nor group:"),
         ([two, "tasks=my_capitals"], r"capitals\.yaml and .*copy\.yaml both define it"),
-        ([two, "tasks=away"], r"away\.yaml: its data gone/questions\.jsonl lies neither in .*two nor in"),
-        ([two, "tasks=no_shots", "num_fewshot=1"], "no documents for examples but those that are scored"),
-        ([two, "tasks=my_last_word", "num_fewshot=7"], "num_fewshot=7: the task has 6 documents for examples"),
-        ([two, "tasks=my_group,my_last_word"], "both define it|my_group and my_last_word both have the task"),
+        ([two, "tasks=away"], r"away\.yaml: its data gone/questions\.jsonl is neither in .*two nor in"),
+        ([two, "tasks=no_shots", "num_fewshot=1"], "no documents for examples other than the scored ones"),
+        ([two, "tasks=my_last_word", "num_fewshot=7"], "num_fewshot=7: the task has only 6 documents for examples"),
+        ([two, "tasks=my_group,my_last_word"], "both define it|my_group and my_last_word both contain the task"),
         ([two, "tasks=my_last_word", "num_fewshot=-1"], "num_fewshot must be at least 0"),
         ([two, "tasks=my_last_word", "samples=yes"], "samples must be true or false"),
     ]:

@@ -320,7 +320,7 @@ def test_bad_input_is_named(ruler_run, eval_data, tmp_path, texts, english) -> N
     few = tmp_path / "few.txt"
     few.write_text("a few words " * 50)
     cases = [
-        (["lengths=4k"], r"lengths must be whole numbers with commas between, not '4k'"),
+        (["lengths=4k"], r"lengths must be comma-separated integers, not '4k'"),
         (["lengths=0,4096"], "lengths must be from 1"),
         (
             ["lengths=256,512"],
@@ -331,18 +331,16 @@ def test_bad_input_is_named(ruler_run, eval_data, tmp_path, texts, english) -> N
             ["lengths=4096", f"eval_data={empty}"],
             "hotpot_dev_distractor_v1.json of hotpotqa.github.io.*stand_in=hotpotqa:FILE",
         ),
-        (["stand_in=essay:x"], "write NAME:FILE with NAME one of essays, squad, hotpotqa"),
+        (["stand_in=essay:x"], "it must be NAME:FILE, with NAME one of essays, squad, hotpotqa"),
         (["stand_in=essays:nowhere.txt"], "there is no such file"),
-        (["lengths=4096", f"stand_in=squad:{broken}"], "neither SQuAD's form nor HotpotQA's: KeyError"),
-        (["lengths=4096", f"stand_in=essays:{few}"], "lengths=4096: .*few.txt holds less text than that"),
+        (["lengths=4096", f"stand_in=squad:{broken}"], "neither in SQuAD's nor in HotpotQA's format: KeyError"),
+        (["lengths=4096", f"stand_in=essays:{few}"], "lengths=4096: .*few.txt has less text than that"),
         (["tasks=cloze", "lengths=4096"], "lengths and stand_in are for RULER's tasks"),
     ]
     for arguments, words_ in cases:
         with pytest.raises(UserError, match=words_):
             evaluate([f"checkpoint={ruler_run}", "suite=ruler", f"eval_data={eval_data}", *arguments])
-    with pytest.raises(
-        UserError, match=r"tasks=ruler_vt: RULER's tasks have a command: launch/evaluate\.py suite=ruler"
-    ):
+    with pytest.raises(UserError, match=r"tasks=ruler_vt: RULER's tasks run with launch/evaluate\.py suite=ruler"):
         find_tasks(["piqa", "ruler_vt"], {"eval_data": str(eval_data)})
     assert parse_stand_ins(f"essays:{few},squad:{broken}") == {"essays": few, "squad": broken}
     plan = prepare_ruler(["niah_multikey_2", "ruler_fwe"], [LENGTH], None, str(empty), {}, english)

@@ -58,7 +58,7 @@ def test_training_losses(tmp_path, monkeypatch):
     ("arguments", "said"),
     [
         (["neddle_map"], "did you mean needle_map"),
-        (["training_losses", "x"], "name the one to compare with"),
+        (["training_losses", "x"], "give the reference run first"),
         (["training_losses", "docs", "docs"], "docs is not a run folder"),
         (["needle_map"], "python -m eval.papers.needle"),
         (["needle_top", "."], "make them with `python -m eval.papers.needle RUN --texts FILE.jsonl --scores`"),

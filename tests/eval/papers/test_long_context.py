@@ -109,7 +109,7 @@ def test_bad_input(run, texts, tmp_path, monkeypatch, capsys):
     broken.write_text('{"text": "a"}\n{"txt": "b"}\n')
     cases = (
         ([run, "--texts", tmp_path / "none"], "there is no such file"),
-        ([run, "--texts", broken], "line 2, has no text or page"),
+        ([run, "--texts", broken], "line 2, has no string with the key text or page"),
         ([tmp_path, "--texts", texts], "neither a checkpoint nor a run folder"),
         ([run, "--texts", texts, "--windows", 0], "--windows"),
         ([run, "--texts", texts], "--lengths=20000 is longer than the longest document"),

@@ -183,8 +183,8 @@ def test_commands_and_figures(run, texts, tmp_path, monkeypatch, groups):
 def test_bad_input(run, texts, tmp_path, monkeypatch, capsys):
     cases = (
         (["--lengths", "20"], "leave no room"),
-        (["--lengths", "9000000"], "are more than the"),
-        (["--lengths", "x"], "--lengths must be whole numbers"),
+        (["--lengths", "9000000"], "exceed the"),
+        (["--lengths", "x"], "--lengths must be comma-separated integers"),
         (["--depths", "101"], "--depths must be from 1 to 100"),
         (["--samples", "0"], "--samples"),
         (["--scores", "--lengths", "100,200"], "--scores takes one length"),

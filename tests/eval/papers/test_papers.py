@@ -112,7 +112,7 @@ def test_a_signal_ends_what_is_running(text: Path) -> None:
         time.sleep(0.05)
     started.terminate()
     _, errors = started.communicate(timeout=30)
-    assert (started.returncode, errors) == (75, "stopped: the same command goes on\n")
+    assert (started.returncode, errors) == (75, "stopped: the same command continues\n")
     assert seen.read_text().split() == ["began", "began", "saved", "saved"]
 
 
