@@ -61,6 +61,7 @@ def held_out(data: PackedData, length: int, rows: int) -> Tensor:
 
 
 def layers_of(model: Decoder) -> list[Attention]:
+    """Return the attention layers. Exits with a message unless all are stick-breaking layers."""
     if list(model.mixers) != ["stickbreaking"]:
         raise SystemExit("the run's model must have only stick-breaking mixers")
     return [block.attention for block in model.blocks]
@@ -102,6 +103,7 @@ class Tiles(NamedTuple):
 
 @torch.no_grad()
 def count_tiles(q: Tensor, k: Tensor, length: int, scale: float) -> Tiles:
+    """Count tiles in sequences of `length` tokens. q: [T, N, H]. k: [T, K, H]."""
     live = visible = 0
     faint = [0] * len(FAINT)
     group = q.shape[1] // k.shape[1]
@@ -139,6 +141,7 @@ def softmax_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, None]:
+    """FlashAttention-2 of one sequence. q, k, v: [T, N, H]."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1), None
@@ -187,6 +190,7 @@ def timed(function: Callable[..., Tensor], layer: list[Tensor]) -> Times:
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention with the selected backend. q: [B, N, T, H]. k, v: [B, K, T, H]."""
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -209,6 +213,7 @@ def measure(layer: list[Tensor], length: int, scale: float) -> dict[str, Times]:
 
 
 def report(model: Decoder, tokens: Tensor, length: int) -> None:
+    """Print all measurements at one length. tokens: [rows · length] int64."""
     device = model.groups.device
     tokens = tokens.to(device)
     layout = PackedLayout.from_lengths([length] * (len(tokens) // length)).to(device)
@@ -241,7 +246,8 @@ def report(model: Decoder, tokens: Tensor, length: int) -> None:
                 worst_error(flash_attention, softmax_reference, layer, length, scale) if "FA2" in sums else "not run"
             )
             print(
-                f"layer {number}, error relative to float32 torch, largest / rms: {ours}; FA2 relative to softmax: {flash}",
+                f"layer {number}, error relative to float32 torch, largest / rms: {ours}; "
+                f"FA2 relative to softmax: {flash}",
                 flush=True,
             )
     if "FA2" in sums:
@@ -299,8 +305,8 @@ def decode(model: Decoder, tokens: Tensor, length: int) -> str:
         furthest = max(furthest, float(behind.max()))
     name = str(next(model.parameters()).dtype).removeprefix("torch.")
     return (
-        f"decoding {len(prompts)} texts in {name}: {same} of {total} tokens are the argmax of the full pass; the logits of "
-        f"the others are at most {furthest:.3f} lower; {1e3 * seconds / NEW_TOKENS:.1f} ms per step"
+        f"decoding {len(prompts)} texts in {name}: {same} of {total} tokens are the argmax of the full pass; the "
+        f"logits of the others are at most {furthest:.3f} lower; {1e3 * seconds / NEW_TOKENS:.1f} ms per step"
     )
 
 

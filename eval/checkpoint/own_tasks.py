@@ -120,6 +120,7 @@ def read_yaml(file: Path) -> Config:
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

@@ -97,8 +97,8 @@ def check_shots(task: Task) -> None:
     others = task.has_training_docs() or (task.has_validation_docs() and task.has_test_docs())
     if not own_examples and not others and task.has_test_docs():
         raise UserError(
-            f"num_fewshot={shots}: the task has no documents for examples other than the scored ones; set fewshot_split in "
-            "its YAML (it may be the test split: lm-eval never uses a document as its own example)"
+            f"num_fewshot={shots}: the task has no documents for examples other than the scored ones; set fewshot_split "
+            "in its YAML (it may be the test split: lm-eval never uses a document as its own example)"
         )
     excluded = task.fewshot_cfg.split == task.config.test_split  # lm-eval excludes the scored document
     available = len(task.sampler.df)
@@ -170,6 +170,7 @@ class Watch:
 
 @contextmanager
 def watched(task: Task, lm: PackedLM) -> Iterator[Watch]:
+    """Record in a Watch which document the task works on, for as long as the block lasts."""
     watch = Watch(task)
     names = ("build_all_requests", "construct_requests", "process_results")
     for name in names:
@@ -242,6 +243,7 @@ def _scored(task: str, output: dict[str, Any], limit: int | None, length: int) -
 
 
 def make_result(task: str, metrics: dict[str, Any], **more: Any) -> TaskResult:
+    """Make a TaskResult whose metric is the first one in `metrics`. more: the other fields."""
     values = {key: value for key, value in metrics.items() if "," in key}
     metric = next(key for key in values if "_stderr" not in key)
     name, kind = metric.split(",")
@@ -257,4 +259,5 @@ def make_result(task: str, metrics: dict[str, Any], **more: Any) -> TaskResult:
 
 
 def same_or_none(values: Sequence[int | None]) -> int | None:
+    """Return the value if all values are equal, else None."""
     return values[0] if len(set(values)) == 1 else None

@@ -163,6 +163,7 @@ def load_tasks(
 
 
 def not_loaded(error: Exception) -> str:
+    """Describe in one sentence why a task cannot be loaded."""
     if isinstance(error, UserError):
         return str(error)
     document = first_document(error)

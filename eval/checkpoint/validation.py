@@ -30,6 +30,7 @@ class Loss:
 
 
 def num_rows(data: PackedData) -> int:
+    """Return the number of rows of a split."""
     return sum(data.sources.values())
 
 
@@ -39,6 +40,7 @@ def all_batches(data: PackedData, one_document: bool, microbatch: int = ROWS) ->
 
 
 def make_loss(total: float, targets: int, data: PackedData) -> Loss:
+    """Return the mean loss. total: sum of the losses in nats over `targets` tokens."""
     nats = total / targets
     return Loss(nats, nats / (math.log(2) * data.bytes_per_target), targets)
 

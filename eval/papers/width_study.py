@@ -1,8 +1,8 @@
 """Tests whether one learning rate suits every width, with and without width transfer.
 
-    python -m eval.papers.width_study DATA [--widths 256,512,1024] [--lrs 9,8,7,6,5] [--tokens 20000000] \
+    python -m eval.papers.width_study DATA [--widths 256,512,1024] [--lrs 9,8,7,6,5] [--tokens 20000000]
         [--out runs/width_study]
-    python -m eval.papers.width_study DATA --config 50m_ssmax --widths 512 --lrs 7 \
+    python -m eval.papers.width_study DATA --config 50m_ssmax --widths 512 --lrs 7
         --variant "s=1" --variant "s=0.17 model.mixer.ssmax.scale=0.17"
 
 DATA is a folder made by data_prep. Each run trains `--config` (8 layers, heads of 64) with launch/pretrain.py at one
@@ -175,6 +175,7 @@ def _cell(losses: dict[int, float | None], rate: int) -> str:
 
 
 def grouped(results: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Group results by (variant, width): variants in order of first appearance, widths ascending."""
     ordered = sorted(results, key=lambda result: result["width"])
     names = dict.fromkeys(result["variant"] for result in results)
     keys = [(name, width) for name in names for width in dict.fromkeys(r["width"] for r in ordered)]

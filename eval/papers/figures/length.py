@@ -16,6 +16,7 @@ from ssscale.errors import UserError
 
 
 def longest(result: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return the longest length of a result and its entry."""
     length = max(int(text) for text in result["lengths"])
     return length, result["lengths"][str(length)]
 

@@ -15,6 +15,7 @@ COMMANDS = {
 
 
 def read(file: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError if the file does not contain one."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -53,6 +54,7 @@ def _newest(run: Path, kind: str) -> list[Path]:
 
 
 def of_mqrar(folder: Path, pattern: str, command: str) -> list[dict[str, Any]]:
+    """Read the MQRAR results that match a glob pattern. Raises UserError, which names `command`, if there are none."""
     files = sorted(folder.glob(pattern))
     if not files:
         raise UserError(f"{folder} has no {pattern}: make them with `{command}`")

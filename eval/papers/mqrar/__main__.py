@@ -1,6 +1,7 @@
 """Multi-query repeated associative recall: Figures 3 and 4 of arXiv:2410.17980.
 
-    python -m eval.papers.mqrar curve [--out runs/mqrar] [--pairs 32,64,96,128,160,192] [--steps 6000] [--plain] [--minutes 9]
+    python -m eval.papers.mqrar curve [--out runs/mqrar] [--pairs 32,64,96,128,160,192] [--steps 6000] [--plain]
+        [--minutes 9]
     python -m eval.papers.mqrar picture [--out runs/mqrar]
 
 curve measures the accuracy of two-layer models by the number of pairs. For every core, it takes the best of the
@@ -30,6 +31,7 @@ LETTERS = Task(pairs=16, length=64, num_keys=26, num_values=10)
 
 
 def cores(text: str) -> list[str]:
+    """Parse --cores. Raises UserError for an unknown core."""
     known = ("softmax", "stickbreaking")
     unknown = [name for name in text.split(",") if name not in known]
     if unknown:

@@ -104,6 +104,7 @@ class Bank(nn.Module):
             self.add_module(_module(name), copies)
 
     def weights(self, name: str) -> nn.ParameterList:
+        """Return the parameters of this name, one per model."""
         return self.get_submodule(_module(name))
 
     def of_model(self, index: int) -> list[nn.Parameter]:

@@ -27,6 +27,7 @@ Doc = dict[str, Any]
 
 
 def read(eval_data: str, name: str) -> list[Doc]:
+    """Read a file of JSON lines in the folder. Raises FileNotFoundError if it is missing."""
     file = find(eval_data, name)
     if file is None:
         raise FileNotFoundError(f"{Path(eval_data) / name} is missing")
