@@ -23,17 +23,17 @@ AREAS = ("Stops and starts", "Files and disks", "Ranks", "Losses", "Slurm")
 COLUMNS = ("what happens", "what is seen", "exit code", "same bits")
 HEAD = """# Faults
 
-What happens to a run, what is seen, the exit code, and whether the run then ends with the same losses, weights and moments, to
-the last bit, as a run without the fault. `python -m tests.chaos.table` makes this page of the tests that show each row.
+This page lists every tested fault: what the user sees, the exit code, and whether the run then ends with the same losses,
+weights and moments, to the last bit, as a run without the fault. `python -m tests.chaos.table` writes it from the tests.
 
 [Exit codes](reference/exit_codes.md) has the meaning of each code. After codes 75 and 76 the same command continues, which
-`pretrain.sbatch` does by itself. Empty cells: it does not apply, or no test compares it.
+`pretrain.sbatch` does by itself. An empty cell means that it does not apply, or that no test checks it.
 """
 CHAOS = """
 ## Random damage and kills
-`make test-chaos` tries each row below many times. Which file, which bytes and which moment are random, and the right outcome is
-declared beforehand (`tests/chaos/`). A traceback, exit code 70, a hang of more than 60 s, a run that begins again, a write
-outside the run's folders, or a result that differs by a bit counts as a failure. `make test` tries some of the rows once.
+`make test-chaos` tries each row below many times. The file, the bytes and the moment are random; the right outcome is declared
+beforehand (`tests/chaos/`). The following count as failures: a traceback, exit code 70, a hang of more than 60 s, a run that
+starts over, a write outside of the run's folders, and a result that differs by a bit. `make test` tries some of the rows once.
 """
 
 
