@@ -115,7 +115,7 @@ def import_plugins() -> None:
 class Sectioned:
     """A configuration section with one subsection per name of `registry`.
 
-    Its class is made at run time, so it is pickled by its values.
+    Its class is made at run time, so other processes receive it as its values.
     """
 
     registry: ClassVar[Registry[Any]]

@@ -181,7 +181,7 @@ def test_remote_data_is_cached_on_the_nodes_disk(
     assert "auto" not in capsys.readouterr().out.splitlines()[0]
     monkeypatch.setenv("SSSCALE_SCRATCH", "/scratch/job-7")
     assert Place("s3://bucket/data", "auto").local.parent == Path("/scratch/job-7/data")
-    with pytest.raises(UserError, match=r"data.cache must name a local folder for it, or be auto"):
+    with pytest.raises(UserError, match=r"data.cache must name a local folder for it, or auto"):
         Place("s3://bucket/data", None)
 
 
