@@ -64,6 +64,14 @@ def groups() -> Groups:
     return initialize()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _idle_pools() -> Iterator[None]:
+    """Workers end with the file whose tests used them: each has tens of gloo threads, which cost time while they idle."""
+    yield
+    for pool in list(Pool.with_workers):
+        pool.close()
+
+
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[Pool]:
     """Two gloo processes."""

@@ -7,7 +7,7 @@ import importlib
 import os
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.train.forked import CONTEXT, ForkedProcess
 from tests.train.ranks import free_port
@@ -42,6 +42,8 @@ class Pool:
     Workers start at the first job, and again after one that failed: its peers may still be inside a collective.
     """
 
+    with_workers: ClassVar[set["Pool"]] = set()
+
     def __init__(self, size: int) -> None:
         self.size = size
         self.workers: list[tuple[Any, Connection]] = []
@@ -63,6 +65,7 @@ class Pool:
 
     def _start(self) -> None:
         port = free_port()
+        self.with_workers.add(self)
         for rank in range(self.size):
             ours, theirs = CONTEXT.Pipe()
             process = ForkedProcess(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
@@ -73,3 +76,4 @@ class Pool:
         for process, _ in self.workers:
             process.kill()
         self.workers = []
+        self.with_workers.discard(self)

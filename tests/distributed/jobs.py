@@ -1,12 +1,15 @@
 """Jobs for the worker pool: train a small model for a few steps under some parallel layout."""
 
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
 
 from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
@@ -40,20 +43,23 @@ def make_batch(rows: list[int]) -> tuple[torch.Tensor, PackedLayout, torch.Tenso
     return torch.cat([p[0] for p in parts]), layout, torch.cat([p[2] for p in parts])
 
 
-KNOWN_GROUPS: dict[tuple[int, int, int], tuple[Groups, dict[str, Any]]] = {}
+CURRENT: dict[tuple[int, int, int], Groups] = {}
 
 
 def regroup(tensor: int, ulysses: int = 1, ring: int = 1) -> Groups:
-    """Process groups for a layout, made once a worker: each gloo group costs threads for ever."""
-    state = vars(parallel_state)
+    """Process groups for a layout. Those of the layout before are destroyed: a gloo group has a thread on each rank that
+    wakes up 100 times per second, and the groups of all layouts (490 threads per rank) kept two cores busy with nothing.
+    """
     sizes = (tensor, ulysses, ring)
-    if sizes not in KNOWN_GROUPS:
+    if sizes not in CURRENT:
+        if dist.is_initialized():
+            for group in set(distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+                dist.destroy_process_group(group)
+        CURRENT.clear()
+        gc.collect()  # engines hold groups in cycles
         parallel_state.destroy_model_parallel()
-        groups = initialize(tensor, distributed=int(os.environ["WORLD_SIZE"]) > 1, ulysses=ulysses, ring=ring)
-        KNOWN_GROUPS[sizes] = (groups, {name: value for name, value in state.items() if name.isupper()})
-    groups, saved = KNOWN_GROUPS[sizes]
-    state.update(saved)  # Megatron-core keeps its groups in these globals
-    return groups
+        CURRENT[sizes] = initialize(tensor, distributed=int(os.environ["WORLD_SIZE"]) > 1, ulysses=ulysses, ring=ring)
+    return CURRENT[sizes]
 
 
 def make_engine(
