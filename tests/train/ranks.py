@@ -63,7 +63,8 @@ class Ranks:
         self.run_dir = run_dir
         self.log = log or run_dir.with_name(run_dir.name + ".log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        port = free_port() if size > 1 else 0  # 0: the system's choice, which nobody else can take; peers could not know it
+        # 0 is the system's choice, which nobody else can take. Peers could not know it.
+        port = free_port() if size > 1 else 0
         self.processes = []
         for rank in range(size):
             environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
