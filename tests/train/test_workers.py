@@ -140,7 +140,7 @@ def test_ranks_stop_when_the_command_is_killed_alone(corpus: Path, tmp_path: Pat
     [
         ({"gpus": 8}, 0, {}, "gpus=8: this machine has no NVIDIA GPU; processes=N starts processes on its CPU"),
         ({"gpus": 8}, 4, {}, "gpus=8: this machine has 4"),
-        ({"gpus": 2, "processes": 2}, 4, {}, "give one of the two"),
+        ({"gpus": 2, "processes": 2}, 4, {}, "give only one of them"),
         ({"gpus": 2}, 4, {"RANK": "0"}, "leave them out under torchrun and srun"),
         ({"processes": 2}, 4, {"SLURM_STEP_NUM_TASKS": "2"}, "leave them out under torchrun and srun"),
     ],
