@@ -7,9 +7,9 @@ With R_i the rotation by the angles of token i (arXiv:2104.09864) and f_i = s ·
     backward   u_i = R_i⁻¹ dq'_i        dq_i = f_i · u_i         dk_i = R_i⁻¹ dk'_i
                df_i = u_i · q_i         ds = Σ_i log_n_i df_i    db = Σ_i df_i         dlog_n_i = Σ_heads s df_i
 
-Both are bound by memory. Forward reads q and k where they lie in the fused projection and writes the results once.
-Backward reads dq' and dk' (and q, where gradients of the factor are wanted) and writes dq and dk into the gradient of
-the projection.
+Forward and backward are bound by memory. Forward reads q and k where they lie in the fused projection and writes the
+results once. Backward reads dq' and dk' (and q, where gradients of the factor are wanted) and writes dq and dk into the
+gradient of the projection.
 
 One program handles BT tokens of BH heads, all of them query heads or all of them key heads. The rotation pairs value
 d of a head with value d + H/2, so a program holds the two halves of its heads as two tensors [BT, BH, BD], where BD
@@ -71,7 +71,7 @@ def _load(
     valid,
     H: tl.constexpr,
 ):
-    """Both halves of each head in float32, [BT, BH, BD] each. Where H is odd, the second is one value shorter: a 0 fills it."""
+    """Both halves of each head in float32, [BT, BH, BD] each. Where H is odd, a 0 fills up the second one."""
     HALF: tl.constexpr = (H + 1) // 2
     first, has_first = _half(ptr, tokens, heads, dims, token_stride, valid, H, 0, HALF)
     second, has_second = _half(ptr, tokens, heads, dims, token_stride, valid, H, HALF, H - HALF)
@@ -237,8 +237,8 @@ def backward_kernel(
     if HAS_FACTOR and is_query:
         log_n, s, factor = _factor(log_n_ptr, s_ptr, b_ptr, tokens, heads, valid, HAS_B)
         if FACTOR_GRAD:
-            # df = dq' · (R q) = (R⁻¹ dq') · q, so q need not be rotated again. R q is not read back as q' / f, because f
-            # may be 0.
+            # df = dq' · (R q) = (R⁻¹ dq') · q, so q need not be rotated again. It is not read back as q' / f:
+            # f may be 0.
             q_x, q_y = _load(qkv_ptr, tokens, heads, dims, stride_qkv_t, valid, H)
             # [BT, BH]
             d_factor = tl.sum(x * q_x + y * q_y, 2)
@@ -305,8 +305,8 @@ def forward(
     """The rotated q, times its factor, and the rotated k, contiguous and in the dtype of qkv.
 
     qkv [T, N + 2K, H], contiguous within a token, any stride between tokens. cos, sin [T, H / 2] float32, or None for
-    no rotation. log_n [T] float32, s and b [N] of any floating dtype, or None; all are multiplied in
-    float32 and rounded once.
+    no rotation. log_n [T] float32, s and b [N] of any floating dtype, or None. Products are computed in float32
+    and rounded once.
     tuned: replaces `tiling(H)`. Returns q [T, N, H], k [T, K, H]. `rotary_attention` has checked the shapes.
     """
     num_tokens, heads, head_dim = qkv.shape

@@ -40,8 +40,8 @@ VOCAB_MULTIPLE = 128  # tensor cores need aligned matrices; the rows of each ten
 IGNORE = -100  # label of a token without a target, as in ssscale/data/batch.py
 Z_LOSS = "z_loss"
 
-# By name, quantities beside the losses that are added to the loss or only logged: float32 scalars, sums over this rank's
-# tokens.
+# By name, quantities beside the losses that are added to the loss or only logged: float32 scalars, sums over this
+# rank's tokens.
 Terms = dict[str, Tensor]
 
 
@@ -190,9 +190,9 @@ class Block(nn.Module):
 
 
 def padded_vocab(vocab_size: int, tensor_size: int) -> int:
-    """Returns the number of rows of the whole embedding: vocab_size rounded up to a multiple of VOCAB_MULTIPLE · tensor_size.
+    """Returns the number of rows of the whole embedding, over all tensor-parallel ranks.
 
-    Each tensor-parallel rank then holds the same number of rows, a multiple of VOCAB_MULTIPLE.
+    It is vocab_size rounded up so that each rank holds the same number of rows, a multiple of VOCAB_MULTIPLE.
     """
     multiple = VOCAB_MULTIPLE * tensor_size
     return -(-vocab_size // multiple) * multiple
@@ -281,7 +281,7 @@ class Decoder(nn.Module):
             else:
                 x, found = block(x, layout, own, part)
             terms |= {name: terms[name] + term for name, term in found.items()}
-        # `rows` counts all tokens. Under sequence parallelism only the head gathers them, so the selection comes after it.
+        # `rows` counts all tokens. Under sequence parallelism only the head gathers them: they are selected after it.
         late = rows is not None and self.sequence_parallel
         if rows is not None and not late:
             x, labels = x[rows], None if labels is None else labels[rows]

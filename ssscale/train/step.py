@@ -49,9 +49,9 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
     dist.all_reduce(sums)
     num_targets, stop, written, failed, loss = sums.tolist()
     groups = run.groups
-    # The ranks of a tensor-parallel and a context-parallel group have read the same rows, so the sum over all ranks counts
-    # each target tensor_size · context_size times. The losses are of each context rank's own share of the tokens, so they
-    # are counted tensor_size times.
+    # The ranks of a tensor-parallel and a context-parallel group have read the same rows, so the sum over all ranks
+    # counts each target tensor_size · context_size times. A context rank has the losses of its own share of the tokens
+    # only, so each loss is counted tensor_size times.
     return Agreed(
         num_targets=max(int(num_targets) // (groups.tensor_size * groups.context_size), 1),
         stop=stop > 0,

@@ -12,8 +12,8 @@ from ssscale.config.registry import MIXERS
 from ssscale.errors import UserError
 from ssscale.model.mixers.base import Export, Mixer, Sizes
 
-# `mix_stickbreaking` and `break_stick` run only in the modeling file of exported models, where F and the other names exist:
-# `ssscale.hf.code` copies their source into it.
+# `mix_stickbreaking` and `break_stick` run only in the modeling file of exported models, into which `ssscale.hf.code`
+# copies their source. It defines F and the other names.
 if TYPE_CHECKING:
     import torch.nn.functional as F
     from torch import Tensor
@@ -86,7 +86,7 @@ class StickBreaking(Mixer):
         return 12.0 * width * keys
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """The logarithm of the unspent stick, float32 per head. In a ring, also k and v of one more step of the ring."""
+        """The logarithm of the unspent stick, float32 per head. In a ring, also k and v of one more ring step."""
         return 4 * sizes.heads + (2 * sizes.number * sizes.kv if sizes.ring > 1 else 0.0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
@@ -121,7 +121,7 @@ class StickBreaking(Mixer):
         )
 
     def look(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
-        """Returns the mean unspent stick of all queries and heads, and the share of `live_tiles` in the longest document."""
+        """Returns the mean unspent stick, and the share of live tiles (`live_tiles`) in the longest document."""
         import torch
 
         _, log_rest = self._break(q, k, v, layer, layout)
