@@ -49,7 +49,9 @@ def main(argv: list[str]) -> None:
 
 
 def checked(arguments: list[str], world_size: int, gpu: bool) -> "Config":
-    """Returns the run's configuration. Raises UserError for mistakes that show without importing torch (seconds)."""
+    """Returns the run's configuration. Raises UserError for mistakes that can be found before torch is imported,
+    which takes seconds.
+    """
     from ssscale.config import load_config
     from ssscale.train.early import check_run
     from ssscale.validate import validate

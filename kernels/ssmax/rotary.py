@@ -7,8 +7,9 @@ With R_i the rotation by the angles of token i (arXiv:2104.09864) and f_i = s ·
     backward   u_i = R_i⁻¹ dq'_i        dq_i = f_i · u_i         dk_i = R_i⁻¹ dk'_i
                df_i = u_i · q_i         ds = Σ_i log_n_i df_i    db = Σ_i df_i         dlog_n_i = Σ_heads s df_i
 
-Both are bound by memory. Forward reads q and k where they lie in the fused projection and writes them once. Backward
-reads their gradients (and q, where the factor is learned) and writes them into the gradient of the projection.
+Forward and backward are bound by memory. Forward reads q and k where they lie in the fused projection and writes the
+results once. Backward reads dq' and dk' (and q, where gradients of the factor are wanted) and writes dq and dk into the
+gradient of the projection.
 
 One program handles BT tokens of BH heads, all of them query heads or all of them key heads. The rotation pairs value
 d of a head with value d + H/2, so a program holds the two halves of its heads as two tensors [BT, BH, BD], where BD
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Sums that one iteration of `reduce_kernel` adds.
+# Blocks of tokens whose sums one iteration of `reduce_kernel` reads.
 REDUCED = tl.constexpr(1024)
 
 
@@ -70,7 +71,7 @@ def _load(
     valid,
     H: tl.constexpr,
 ):
-    """Both halves in float32, [BT, BH, BD] each. Where H is odd, a 0 ends the second one."""
+    """Both halves of each head in float32, [BT, BH, BD] each. Where H is odd, a 0 fills up the second one."""
     HALF: tl.constexpr = (H + 1) // 2
     first, has_first = _half(ptr, tokens, heads, dims, token_stride, valid, H, 0, HALF)
     second, has_second = _half(ptr, tokens, heads, dims, token_stride, valid, H, HALF, H - HALF)
@@ -217,7 +218,10 @@ def backward_kernel(
     FACTOR_GRAD: tl.constexpr,
     LOG_N_GRAD: tl.constexpr,
 ):
-    """dq [T, N, H], dk [T, K, H] of the rotated q, k → dqkv [T, N + 2K, H] but for its values, sums and dlog_n."""
+    """dq [T, N, H], dk [T, K, H] of what forward returned → the q and k parts of dqkv [T, N + 2K, H], sums, dlog_n.
+
+    The v part of dqkv is not written here. Grid: as `forward_kernel`.
+    """
     heads = tl.program_id(0) * BH + tl.arange(0, BH)
     tokens = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
     valid, dims = tokens < num_tokens, tl.arange(0, BD)
@@ -233,7 +237,8 @@ def backward_kernel(
     if HAS_FACTOR and is_query:
         log_n, s, factor = _factor(log_n_ptr, s_ptr, b_ptr, tokens, heads, valid, HAS_B)
         if FACTOR_GRAD:
-            # df = dq' · R q = (R⁻¹ dq') · q, so that q need not be rotated again. q' / f would fail where f is 0.
+            # df = dq' · (R q) = (R⁻¹ dq') · q, so q need not be rotated again. It is not read back as q' / f:
+            # f may be 0.
             q_x, q_y = _load(qkv_ptr, tokens, heads, dims, stride_qkv_t, valid, H)
             # [BT, BH]
             d_factor = tl.sum(x * q_x + y * q_y, 2)
@@ -300,7 +305,8 @@ def forward(
     """The rotated q, times its factor, and the rotated k, contiguous and in the dtype of qkv.
 
     qkv [T, N + 2K, H], contiguous within a token, any stride between tokens. cos, sin [T, H / 2] float32, or None for
-    no rotation. log_n [T] float32, s and b [N] of any floating dtype, or None; products are float32.
+    no rotation. log_n [T] float32, s and b [N] of any floating dtype, or None. Products are computed in float32
+    and rounded once.
     tuned: replaces `tiling(H)`. Returns q [T, N, H], k [T, K, H]. `rotary_attention` has checked the shapes.
     """
     num_tokens, heads, head_dim = qkv.shape
@@ -328,10 +334,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes the gradients of q and k into dqkv; returns those of log_n [T], s [N] and b [N].
 
-    dq [T, N, H], dk [T, K, H]: of what `forward` returned, contiguous, whose other arguments these are.
-    dqkv [T, N + 2K, H]: of the dtype of qkv; the gradient of v in it is not touched.
-    factor_grads: whether those of s and b are wanted; log_n_grad: whether that of log_n is, which includes both. A
-    gradient that is not wanted is empty. dlog_n is float32, ds and db have the dtype of s and b (float32 where None).
+    dq [T, N, H], dk [T, K, H]: gradients of what `forward` returned, contiguous. The arguments that `forward` also has
+    must be the ones that it was called with.
+    dqkv [T, N + 2K, H]: in the dtype of qkv. Its v part is not touched.
+    factor_grads: whether the gradients of s and b are wanted. log_n_grad: whether that of log_n is wanted; those of s
+    and b are then computed as well. A gradient that is not computed is empty. dlog_n is float32; ds and db have the
+    dtypes of s and b (float32 where None).
     """
     num_tokens, num_heads = qkv.shape[0], dq.shape[1]
     grid, constants = _launch(qkv, num_heads, cos, log_n, b, tuned)

@@ -13,7 +13,9 @@ from ssscale.layout import PackedLayout
 from ssscale.parallel.context import share_of
 from ssscale.parallel.groups import Groups
 
-IGNORE = -100  # label of a token without target, as in torch's cross entropy
+# Label of a token without a target, torch's default: the last token of a document or of its piece in a row, padding,
+# and the tokens before the answer in fine-tuning.
+IGNORE = -100
 
 
 class Row(NamedTuple):
@@ -34,7 +36,7 @@ class Row(NamedTuple):
 class Batch:
     """A microbatch of consecutive packed rows of equal length, T tokens in all.
 
-    tokens: [T] int64. labels: [T] int64, the next token of the same document; −100 at the last token of each document.
+    tokens: [T] int64. labels: [T] int64, the next token of the same document; −100 (IGNORE) where there is none.
     layout: of these tokens. cu_seqlens is padded with T to one of a few sizes (`bucket`), so that a few kernels and cuDNN
         plans serve all batches. max_seqlen is always the row length. uniform_length is the row length if each row is one
         document, else None.

@@ -37,10 +37,12 @@ if TYPE_CHECKING:
 
 VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # weights with one row per vocabulary entry
 VOCAB_MULTIPLE = 128  # tensor cores need aligned matrices; the rows of each tensor-parallel rank are a multiple of this
-IGNORE = -100  # the label of a token without a target, which is the last one of a document
+IGNORE = -100  # label of a token without a target, as in ssscale/data/batch.py
 Z_LOSS = "z_loss"
 
-Terms = dict[str, Tensor]  # added to the loss or only logged: float32 scalars, sums over this rank's tokens
+# By name, quantities beside the losses that are added to the loss or only logged: float32 scalars, sums over this
+# rank's tokens.
+Terms = dict[str, Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -140,8 +142,9 @@ class Attention(nn.Module):
         return self.out(mixed.flatten(1))[0], terms
 
     def for_heads(self, weight: Tensor, count: int) -> Tensor:
-        """Returns the slice of a tensor [N, ...] for the `count` heads of q in `attend`: some heads under Ulysses, else
-        all.
+        """Returns the part of a tensor [N, ...] that belongs to the `count` heads of q in `attend`.
+
+        These are all N heads of this rank, except under Ulysses, where each Ulysses rank attends with a slice of them.
         """
         return weight if count == len(weight) else weight.narrow(0, self.groups.ulysses_rank * count, count)
 
@@ -187,7 +190,10 @@ class Block(nn.Module):
 
 
 def padded_vocab(vocab_size: int, tensor_size: int) -> int:
-    """Returns the rows of the embedding: vocab_size rounded up to a multiple of VOCAB_MULTIPLE on each rank."""
+    """Returns the number of rows of the whole embedding, over all tensor-parallel ranks.
+
+    It is vocab_size rounded up so that each rank holds the same number of rows, a multiple of VOCAB_MULTIPLE.
+    """
     multiple = VOCAB_MULTIPLE * tensor_size
     return -(-vocab_size // multiple) * multiple
 
@@ -195,10 +201,11 @@ def padded_vocab(vocab_size: int, tensor_size: int) -> int:
 class Decoder(nn.Module):
     """A Llama-2-style decoder (arXiv:2307.09288, Section 2.2) over packed documents.
 
-    length: tokens per training row; SSMax's variant `pn` learns one p_n per position. `self.terms` maps the name of
-    each term to its weight in the loss, or to 0 if it is only logged. It holds the z-loss if `z_loss` is not 0, and the
-    terms that the mixers declare (`Mixer.terms`). Rows of the embedding and the head beyond `vocab_size` are padding
-    and get neither probability nor gradient.
+    length: tokens per training row. Weights that the layers share may depend on it: SSMax's variant `pn` learns one
+    p_n for each n from 1 to length.
+    `self.terms` maps the name of each term to its weight in the loss, or to 0 if it is only logged. It holds the z-loss
+    if `z_loss` is not 0, and the terms that the mixers declare (`Mixer.terms`). Rows of the embedding and the head
+    beyond `vocab_size` are padding and get neither probability nor gradient.
     """
 
     def __init__(
@@ -254,9 +261,11 @@ class Decoder(nn.Module):
 
         tokens, labels: [T] int64, equal on all tensor-parallel ranks. Under sequence parallelism, T is a multiple of
         their number.
-        cache: the KV cache of earlier tokens; its `begin` has returned `layout`. rows: int64 indices of tokens; the
-        head computes the losses or logits of these tokens only. with_terms: also returns `terms`; each is a sum over
-        this rank's tokens and over all layers, and equal on all tensor-parallel ranks.
+        cache: the KV cache of earlier tokens. `layout` must be what its `begin` has returned for these tokens.
+        rows: int64 indices of tokens; only their losses or logits are returned. The head computes no others, except
+        under sequence parallelism, where it computes all.
+        with_terms: also returns the values of `terms`. Each is a sum over this rank's tokens, those of mixers also over
+        all layers, and is equal on all tensor-parallel ranks.
         """
         x = self._embed(tokens)
         if cache is None:
@@ -272,7 +281,8 @@ class Decoder(nn.Module):
             else:
                 x, found = block(x, layout, own, part)
             terms |= {name: terms[name] + term for name, term in found.items()}
-        late = rows is not None and self.sequence_parallel  # the head gathers the tokens, so `rows` selects after it
+        # `rows` counts all tokens. Under sequence parallelism only the head gathers them: they are selected after it.
+        late = rows is not None and self.sequence_parallel
         if rows is not None and not late:
             x, labels = x[rows], None if labels is None else labels[rows]
         out, found = self.read_out(x, labels, with_terms)
@@ -280,8 +290,8 @@ class Decoder(nn.Module):
         return (out, terms | found) if with_terms else out
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        # Under sequence parallelism, Megatron's embedding scatters over the sequence and returns it as the first
-        # dimension.
+        # Megatron's embedding maps tokens [1, T] to [1, T, D]. Under sequence parallelism it returns this rank's tokens
+        # with the batch as the second dimension, [T / tensor_size, 1, D].
         x = self.embedding(tokens[None]).squeeze(1 if self.sequence_parallel else 0)
         multiplier = self.config.width.embedding_multiplier
         return x if multiplier == 1.0 else x * multiplier
@@ -305,7 +315,7 @@ class Decoder(nn.Module):
         logits = self.head(x, self.embedding.weight if self.config.tie_embeddings else None)[0]
         if labels is not None:
             logits = without_padding(logits, self.config.vocab_size, self.groups)
-            # The loss overwrites the logits, so this comes first.
+            # Under tensor parallelism, Megatron-core's loss overwrites the logits, so this comes first.
             terms = {Z_LOSS: squared_log_z(logits, labels, self.groups)} if with_terms and Z_LOSS in self.terms else {}
             return token_losses(logits, labels, self.groups), terms
         if self.groups.tensor_size > 1:

@@ -1,4 +1,4 @@
-"""One optimizer step: the agreement of all ranks before it, and the microbatches through the engine."""
+"""One training step: what the ranks exchange before it, its microbatches, and the step of the optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Agreed:
 
     num_targets: int  # tokens with a target in the coming step, over all ranks
     stop: bool  # whether any rank was asked to stop
-    written: bool  # whether every rank has written its files of a checkpoint or has failed to
-    failed: bool  # whether any rank has failed to write them
-    last_loss: float  # tensor_size times the Σ losses of the step before, in nats
+    written: bool  # whether, on every rank, the writing of a checkpoint has ended, successfully or not
+    failed: bool  # whether any rank has failed to write its files of the checkpoint
+    last_loss: float  # tensor_size · Σ losses of the step before, in nats: tensor-parallel ranks add the same losses
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Done:
     num_targets: int  # over all ranks
     lr: float
     sums: Tensor  # `sums_by_source` of this rank
-    terms: dict[str, Tensor]  # Σ of each of the model's terms over this rank's tokens, float64
+    terms: dict[str, Tensor]  # each of `Decoder.terms`, summed over this rank's tokens, float64
     loss: float  # Σ losses of this rank's tokens, in nats
     grad_norm: float | None
     skipped: bool  # whether the weights did not change because gradients had NaN or Inf
@@ -49,6 +49,9 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
     dist.all_reduce(sums)
     num_targets, stop, written, failed, loss = sums.tolist()
     groups = run.groups
+    # The ranks of a tensor-parallel and a context-parallel group have read the same rows, so the sum over all ranks
+    # counts each target tensor_size · context_size times. A context rank has the losses of its own share of the tokens
+    # only, so each loss is counted tensor_size times.
     return Agreed(
         num_targets=max(int(num_targets) // (groups.tensor_size * groups.context_size), 1),
         stop=stop > 0,
@@ -74,5 +77,6 @@ def train_step(run: "Run", batches: Sequence[Batch], num_targets: int) -> Done:
         terms = {name: total + passed.terms[name] for name, total in terms.items()}
     lr = learning_rate(train.stages, run.given.train.batch_size, run.state.tokens + run.part.tokens_per_step)
     result = run.engine.step(lr)
-    # Reading the sum does not wait: the engine has already waited for the gradient norm.
+    # float() waits until the GPU has computed the sum. This costs no time: engine.step has already waited for its check
+    # of the gradients, which are computed after the losses.
     return Done(batches, num_targets, lr, sums, terms, float(sums[0].sum()), result.grad_norm, result.skipped)

@@ -12,6 +12,8 @@ from ssscale.config.registry import MIXERS
 from ssscale.errors import UserError
 from ssscale.model.mixers.base import Export, Mixer, Sizes
 
+# `mix_stickbreaking` and `break_stick` run only in the modeling file of exported models, into which `ssscale.hf.code`
+# copies their source. It defines F and the other names.
 if TYPE_CHECKING:
     import torch.nn.functional as F
     from torch import Tensor
@@ -22,15 +24,16 @@ if TYPE_CHECKING:
     from ssscale.layout import PackedLayout
     from ssscale.model.decoder import Attention
 
-ROWS, KEYS = 128, 64  # the tile size for counting live tiles
-HEADS = 4  # heads that are counted
-BLOCK = 1024  # queries per block: a matrix takes 256 MiB for a document of 16,384 tokens, instead of 4 GiB
+ROWS, KEYS = 128, 64  # queries and keys per tile in `live_tiles`
+HEADS = 4  # `live_tiles` counts only this many heads, to save time
+BLOCK = 1024  # queries per pass of `live_tiles`: [HEADS, BLOCK, T] float32 is 256 MiB for T = 16,384 tokens, not 4 GiB
 
 
 def mix_stickbreaking(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAttention) -> Tensor:
     """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = σ(scale · q·k), over strictly earlier keys   (arXiv:2410.17980, Eq. 5)
 
-    With `remainder`, the unspent stick goes to the query's own value (Eq. 13).
+    i: key, j: query. The unspent stick, Π_{k<j} (1 − β_kj), is the share of the attention weight that no key took. With
+    `remainder` it goes to the query's own value (Eq. 13).
     """
     return attend_in_tiles(break_stick, q, k, v, batch, layer, strict=True)
 
@@ -41,7 +44,8 @@ def break_stick(
     """Returns the output for a block of queries that starts at index `first`."""
     z = q.float() @ k.float().transpose(-1, -2) * layer.scale
     kept = F.logsigmoid(-z).masked_fill(~visible, 0.0)
-    # Starts with 0 and sums over nearer keys only. Subtracting a key from an inclusive sum would cause cancellation.
+    # spent[..., i + 1] is the logarithm of the stick that the keys nearer than i have left; spent[..., 0] that of the
+    # unspent stick. The sum excludes key i from the start, because subtracting it again would cancel digits.
     spent = F.pad(kept.flip(-1).cumsum(-1).flip(-1), (0, 1))
     weights = (F.logsigmoid(z) + spent[..., 1:]).exp().masked_fill(~visible, 0.0)
     o = weights @ v.float()
@@ -56,10 +60,12 @@ def break_stick(
 class StickBreaking(Mixer):
     """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = sigmoid(q·k / sqrt(H)), over strictly earlier keys   (Eq. 5)
 
-    With `remainder`, the unspent stick goes to the query's own value: o_j += Π_{k<j} (1 − β_kj) v_j (Eq. 13).
+    i: key, j: query. The unspent stick, Π_{k<j} (1 − β_kj), is the share of the attention weight that no key took. With
+    `remainder` it goes to the query's own value: o_j += Π_{k<j} (1 − β_kj) v_j (Eq. 13).
     """
 
     positions_reason = "it takes the nearest keys first, which tells positions apart"
+    # the end of an error message: model.mixers=[stickbreaking], which …
     no_window = "spends its stick on the nearest keys anyway"
     ulysses = ring = cached = True
     kept_operators = ("stickbreaking",)
@@ -68,7 +74,7 @@ class StickBreaking(Mixer):
     observes = ("stick_unspent", "stick_live_tiles")
 
     remainder: bool = False  # the unspent stick goes to the query's own value (Eq. 13)
-    skip_below: float = 2.0**-12  # a query whose unspent stick is below this reads no further keys; 0 = exact
+    skip_below: float = 2.0**-12  # on a GPU, a tile of queries stops once each has less of its stick left; 0 = exact
 
     def check(self, model: ModelConfig) -> None:
         if not 0 <= self.skip_below < 1:
@@ -80,7 +86,7 @@ class StickBreaking(Mixer):
         return 12.0 * width * keys
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """The logarithm of the unspent stick. In a ring, also k and v of one more step."""
+        """The logarithm of the unspent stick, float32 per head. In a ring, also k and v of one more ring step."""
         return 4 * sizes.heads + (2 * sizes.number * sizes.kv if sizes.ring > 1 else 0.0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
@@ -147,7 +153,7 @@ def live_tiles(q: Tensor, k: Tensor, scale: float, skip_below: float) -> float:
         log_keep = torch.where(keys < queries[:, None], logsigmoid(-z), 0.0)
         tiles = pad(log_keep, (0, -last % KEYS)).unflatten(2, (-1, KEYS)).sum(-1)  # [N, queries, key tiles]
         entering = tiles.flip(-1).cumsum(-1).flip(-1) - tiles
-        # A query never attends to later tiles.
+        # The tiles with at least one key that the query attends to.
         own = keys[::KEYS] < queries[:, None]
         counted = pad(own & (entering >= least), (0, 0, 0, -(last - first) % ROWS))
         live += int(counted.unflatten(1, (-1, ROWS)).any(2).sum())
