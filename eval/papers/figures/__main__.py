@@ -1,6 +1,6 @@
 """Draws the papers' figures from result files.
 
-    python -m eval.papers.figures NAME [RUN or FILE ...] [--out docs/results/papers/NAME]
+    python -m eval.papers.figures NAME [RUN or FILE ...] [--out runs/figures/NAME]
 
 NAME is one of these:
 
@@ -64,9 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     prepare()
     with sentences():
-        files = save(
-            draw(arguments.name, arguments.paths), arguments.out or Path("docs/results/papers") / arguments.name
-        )
+        files = save(draw(arguments.name, arguments.paths), arguments.out or Path("runs/figures") / arguments.name)
     print(*files, sep="\n")
 
 
