@@ -4,13 +4,14 @@ import atexit
 import datetime
 import functools
 import math
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ssscale.errors import UserError
+from ssscale.errors import STALLED, Stop, UserError
 from ssscale.parallel.exchange import gather_json
 
 
@@ -66,7 +67,8 @@ def initialize(
     timeout_minutes: how long a collective of these groups waits before it fails.
     distributed: whether torchrun or Slurm started the process, whose environment then names its peers. Otherwise the
         process is the only rank.
-    Raises UserError if the number of processes is not a multiple of tensor · ulysses · ring.
+    Raises UserError if the number of processes is not a multiple of tensor · ulysses · ring or if MASTER_PORT is in use,
+    and Stop if rank 0 cannot be reached.
     """
     from megatron.core import parallel_state
 
@@ -115,10 +117,28 @@ def initialize(
 
 def _start(backend: str, distributed: bool, timeout: datetime.timedelta) -> None:
     if distributed:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise _unreachable(error, timeout) from error
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         atexit.register(shutdown)  # NCCL warns about groups that still exist at exit
+
+
+def _unreachable(error: Exception, timeout: datetime.timedelta) -> Exception:
+    """Returns the sentence for a rendezvous that failed."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if "EADDRINUSE" in str(error):
+        return UserError(f"MASTER_PORT={port} is in use on {address}: set it to the number of a free port")
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    late = f"rank {rank} did not reach" if rank != "0" else f"not all {world} processes reached"
+    minutes = timeout.total_seconds() / 60
+    return Stop(
+        f"{late} rank 0 at {address}:{port} within {minutes:.3g} minutes: are all processes running, and does a firewall "
+        "block the port?",
+        STALLED,
+    )
 
 
 def _context_groups(
