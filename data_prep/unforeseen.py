@@ -17,8 +17,8 @@ def describe(error: BaseException, command: str) -> str:
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except OSError:
-        return f"{sentence}; nobody foresaw this:\n{text}"
-    return f"{sentence}; nobody foresaw this: the whole traceback is in {name}"
+        return f"{sentence}; an unexpected error:\n{text}"
+    return f"{sentence}; an unexpected error: the whole traceback is in {name}"
 
 
 def describe_os_error(error: OSError) -> str | None:

@@ -2,8 +2,9 @@
 
 gpus=8 starts eight processes on this machine. torchrun and srun (one task per GPU) can start them on several machines.
 Without any of these, one process trains. Exit codes: 0 finished, 2 bad input, 70 unexpected error, 75 stopped by a
-signal after saving, 76 a step took too long or a rank was lost, 77 losses stay NaN, 78 out of memory. After 75 and 76,
-run the same command again.
+signal after saving, 76 a step took too long or a rank was lost, 77 losses stay NaN, 78 out of GPU memory, 79 ranks hold
+different copies of a weight, 128 + signal: ended by a second signal or by kill -9, without saving. After 75, 76, 79 and
+128 + signal, run the same command again. docs/reference/exit_codes.md says more.
 """
 
 import logging
@@ -70,7 +71,7 @@ def checked(arguments: list[str], world_size: int, gpu: bool) -> "Config":
 def pretrain(config: "Config", signals: StopSignals) -> None:
     boot.log()
     if "RANK" not in os.environ and workers.gpus_here() > 1:
-        logger.warning("one of %d GPUs trains: gpus=%d takes them all", workers.gpus_here(), workers.gpus_here())
+        logger.warning("the run uses only one of %d GPUs: gpus=%d uses all", workers.gpus_here(), workers.gpus_here())
     warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # they concern features that we do not use
     import torch
 

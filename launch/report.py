@@ -116,7 +116,7 @@ def summary(run: "Run") -> str:
         ("trained", f"{run.tokens:,} tokens, {run.training[-1]['step']:,} steps of {run.config.tokens_per_step:,}"),
         ("stages", " → ".join(_stages(run))),
         ("speed", f"{run.tokens_per_second:,.0f} tokens/s"),
-        ("training loss", f"{run.training_loss:.4f} nats a token (mean of the last records)"),
+        ("training loss", f"{run.training_loss:.4f} nats per token (mean of the last records)"),
         *_tasks(run),
         ("", ""),
         ("folder", str(run.folder)),
@@ -165,7 +165,7 @@ def _losses(run: "Run") -> list[tuple[str, str]]:
     if valid is None:
         rows = [("not evaluated", f"python launch/evaluate.py checkpoint={run.folder}")]
         if run.validation:
-            seen = f"{run.validation[-1]['valid_loss']:.4f} nats a token on {run.config.train.eval_rows} rows"
+            seen = f"{run.validation[-1]['valid_loss']:.4f} nats per token on {run.config.train.eval_rows} rows"
             rows.append(("validation loss", seen))
         return rows
     rows = []
@@ -177,12 +177,12 @@ def _losses(run: "Run") -> list[tuple[str, str]]:
         rows.append(("bigram", _loss(baseline) + "   (Kneser–Ney, same training tokens)"))
         nats, bits = (valid[key] - baseline[key] for key in ("nats_per_token", "bits_per_byte"))
         verdict = "lower than the bigram" if nats < 0 else "NOT lower than the bigram"
-        rows.append(("difference", f"{nats:+8.4f} nats a token   {bits:+8.4f} bits a byte   ({verdict})"))
+        rows.append(("difference", f"{nats:+8.4f} nats per token   {bits:+8.4f} bits per byte   ({verdict})"))
     return rows
 
 
 def _loss(loss: dict[str, float]) -> str:
-    return f"{loss['nats_per_token']:8.4f} nats a token   {loss['bits_per_byte']:8.4f} bits a byte"
+    return f"{loss['nats_per_token']:8.4f} nats per token   {loss['bits_per_byte']:8.4f} bits per byte"
 
 
 def compare(runs: "list[Run]", console: Console) -> None:

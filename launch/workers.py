@@ -171,6 +171,6 @@ def _wait(children: list[subprocess.Popen[bytes]], received: list[int], noted: P
         return 128 - first
     if first < 0:
         killed = f"rank {codes.index(first)} was killed ({signal.Signals(-first).name})"
-        print(f"stopped: {killed}: the same command goes on from the newest checkpoint", file=sys.stderr)
+        print(f"stopped: {killed}: the same command continues from the newest checkpoint", file=sys.stderr)
         return STALLED
     return first

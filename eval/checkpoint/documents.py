@@ -1,4 +1,4 @@
-"""Reads documents from JSON lines with a `text` (or `page`) key, or from plain text."""
+"""Reads documents: JSON lines with the key `text` (or `page`), or a plain text file as one document."""
 
 import io
 import json
@@ -13,7 +13,7 @@ KEYS = ("text", "page")
 
 
 def read_documents(file: Path, option: str = "--texts=") -> Iterator[str]:
-    """Yield the texts of FILE.jsonl, or the whole content of any other file. Both may be compressed as .zst.
+    """Yield the texts of FILE.jsonl, one per line, or the whole content of any other file. Both may be compressed as .zst.
 
     Raises UserError if the file is missing or broken. option: prefix of the file name in messages.
     """

@@ -1,7 +1,10 @@
 """Computes the loss on contexts longer than in training, by position and by length.
 
-    python -m eval.papers.long_context RUN [RUN ...] --texts FILE.jsonl[.zst] [--lengths 20000] [--windows 100] [--join]
+    python -m eval.papers.long_context RUN [RUN ...] --texts FILE[.zst] [--lengths 20000] [--windows 100] [--join]
         [model.position.rope.base=500000 ...]
+
+--texts names a .jsonl file with one document per line (key `text` or `page`). Any other file is read as plain text and is
+one document. Both may be compressed as .zst.
 
 Documents are cut into windows of the longest length, without overlap. The rest of a document is dropped. --join reads
 all documents as one, each with its boundary tokens. Shorter lengths divide the same windows into more pieces. So all
@@ -154,7 +157,9 @@ def parse_lengths(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")
-    parser.add_argument("--texts", type=Path, required=True, help="documents as JSON lines or .zst of them")
+    parser.add_argument(
+        "--texts", type=Path, required=True, help="a .jsonl file, or a text file as one document; also .zst"
+    )
     parser.add_argument("--lengths", default="20000", help="comma-separated context lengths in tokens")
     parser.add_argument("--windows", type=int, default=100, help="maximum number of windows of the longest length")
     parser.add_argument("--join", action="store_true", help="read all documents as one")

@@ -221,7 +221,9 @@ class Evaluation:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")
-    parser.add_argument("--texts", type=Path, required=True, help="documents as JSON lines or .zst of them")
+    parser.add_argument(
+        "--texts", type=Path, required=True, help="a .jsonl file, or a text file as one document; also .zst"
+    )
     parser.add_argument("--lengths", help="comma-separated prompt lengths in tokens")
     parser.add_argument("--depths", default="10,30,50,70,90", help="positions of the needle in percent of the text")
     parser.add_argument("--samples", type=int, default=100, help="prompts per length and depth")

@@ -1,7 +1,10 @@
-"""The order of samples: which row is sample k. It depends on the seed, the mixes and the sizes of the shards only.
+"""The order of samples: which row of which source is the k-th sample of a run.
 
-Ranks and workers do not affect it, and any k can be looked up, so that resuming needs only the number of samples consumed.
-StreamingDataset's order depends on its canonical nodes and epochs, and cannot change the mix at a given sample.
+It depends only on the seed, the mixes and the shards of the sources (their names and sizes), not on the number of ranks
+and workers. Any k can be looked up directly, so resuming needs only the number of samples that have been consumed.
+
+StreamingDataset (mosaicml-streaming) has an order of its own, which is not used: it depends on the number of canonical
+nodes, and its mix of sources cannot change at a given sample.
 """
 
 from collections import OrderedDict
@@ -15,14 +18,14 @@ import numpy as np
 
 from ssscale.errors import UserError
 
-BLOCK = 256  # samples. After each block, every source has given its share to within about one sample
-WINDOW = 4  # shards whose rows are shuffled together. A reader needs only these at a time
+BLOCK = 256  # samples. At the end of each block, the count of every source is within about one sample of its share
+WINDOW = 4  # shards whose rows are shuffled together, so that a reader needs only these at a time
 
 Mix = Mapping[str, float] | None
 
 
 class Sample(NamedTuple):
-    """A row of a source. epoch: how many times the whole source has been read before, from 0."""
+    """A row of a source. epoch: how many times all rows of the source have been read before."""
 
     source: int
     epoch: int
@@ -39,9 +42,9 @@ class _Segment:
 class Order:
     """The order in which a run reads the rows of several sources. `order[k]` is sample k.
 
-    shards: rows per shard of each source.
-    mixes: pairs (first sample, share of each source), ascending from sample 0. A source that is not named gets no samples.
-        None in place of the shares makes them proportional to the sources' rows.
+    shards: source name → number of rows of each of its shards.
+    mixes: pairs (first sample, mix) in ascending order, the first one from sample 0. A mix maps source names to shares of
+        the samples, and a source that it does not name gets none. None: shares in proportion to the sources' rows.
     Raises UserError if a mix names an unknown source, if a share is negative or infinite, or if no share is above 0.
     """
 
@@ -135,11 +138,12 @@ class Order:
 
 
 class _Split:
-    """Divides n samples among the sources by their shares. The counts add up to n, and none decreases as n grows.
+    """Divides the first n samples among the sources by their shares. The counts add up to n.
 
-    Rounding each share separately (largest remainder) can make a count decrease, which no order of samples allows.
-    Instead, n is divided in two by rounding, and each half again, down a Huffman tree of the shares. Every step is monotone
-    in n, because rounding is monotone.
+    The counts for n + 1 are those for n plus one sample, so no count may decrease as n grows. The usual rounding of
+    n · share (largest remainder) violates this. Here, a Huffman tree of the shares divides n in two at each node: the
+    heavier child gets its share of the node's samples, rounded, and the other child gets the rest. Both counts are
+    monotone in n.
     """
 
     def __init__(self, shares: Sequence[Fraction]):
@@ -168,9 +172,9 @@ class _Split:
 
 
 def _permutation(n: int, *key: object) -> np.ndarray:
-    """Returns a permutation of range(n) determined by the key.
+    """Returns a permutation of range(n) that depends on the key only.
 
-    It is made from Philox's raw bits, which are the same in every version of numpy.
+    It sorts the raw output of the Philox generator, which is the same in every version of numpy.
     """
     digest = blake2b(repr(key).encode(), digest_size=16).digest()
     bits = np.random.Philox(key=np.frombuffer(digest, np.uint64)).random_raw(n)

@@ -1,7 +1,8 @@
 """Conversion of checkpoints to folders that transformers loads, and back.
 
-A folder holds config.json, generation_config.json, the weights as safetensors, the tokenizer and the two code files
-that `trust_remote_code=True` runs. Weights keep their names. They keep every bit unless another dtype is requested.
+A folder holds config.json, generation_config.json, the weights as safetensors and the tokenizer. In our own form
+(`ssscale`), it also holds the two code files that `trust_remote_code=True` runs, and weights have the same names as in
+the checkpoint. In float32, weights are bit-identical.
 """
 
 import json
@@ -50,7 +51,7 @@ AUTO = {
     "AutoConfig": "configuration_ssscale.SSScaleConfig",
     "AutoModelForCausalLM": "modeling_ssscale.SSScaleForCausalLM",
 }
-# The names in config.json of keys of `model`. Keys that are missing here have the same name in both.
+# Key of `model` → its name in config.json. Keys that are missing here have the same name in both.
 RENAMED = {
     "num_layers": "num_hidden_layers",
     "ffn_hidden_size": "intermediate_size",
@@ -67,15 +68,16 @@ def export_checkpoint(
 ) -> None:
     """Writes a checkpoint of any parallel layout as a folder for transformers.
 
-    form: `ssscale` for every model, with its code; or a family of `ssscale.hf.plain`. bos_id, eos_id: the tokens that
-    bound a document; the tokenizer starts every text with BOS, as in training. Weights are read one at a time. The
-    caller must have verified the checksums of the checkpoint (`reading`).
+    form: `ssscale`, which takes every model and adds the code of the model; or a family of `ssscale.hf.plain`, whose code
+    is part of transformers. bos_id, eos_id: the tokens at the beginning and the end of a document. The exported tokenizer
+    puts BOS before every text, as in training. Weights are read one at a time. The caller must have verified the
+    checksums of the checkpoint (`reading`).
 
     Raises UserError if the dtype is unknown, the checkpoint has no tokenizer, the family cannot represent the model, or
     `out` is not empty.
     """
     if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype}: weights are written as {', '.join(DTYPES)}")
+        raise UserError(f"dtype={dtype} is not supported: use {', '.join(DTYPES)}")
     check_empty(out)
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
@@ -112,7 +114,7 @@ def export_checkpoint(
 def hf_config(config: Config, dtype: str) -> dict[str, Any]:
     """Returns config.json of a run's model, without the token ids."""
     model = asdict(config.model)
-    # Derived values are written as numbers, so that readers of config.json do not need the rules of the schema.
+    # Values that the schema derives are written as numbers, so that readers of config.json need not derive them.
     model |= {"num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_size}
     for key in ("logits_divisor", "matrix_lr_divisor", "matrix_init_divisor"):
         model["width"][key] = getattr(config.model, key)
@@ -142,7 +144,7 @@ def _whole_weights(reader: CheckpointReader, config: Config, dtype: torch.dtype)
 
 
 def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> None:
-    """Writes one file, or several with an index if they exceed SHARD_BYTES."""
+    """Writes one file of weights, or several files and an index if one would exceed SHARD_BYTES."""
     files: list[dict[str, Any]] = []
     shard: dict[str, Tensor] = {}
 
@@ -176,7 +178,7 @@ def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: in
     tokenizer = _open_tokenizer(file)
     bos, eos = (tokenizer.id_to_token(token) for token in (bos_id, eos_id))
     if bos is None or eos is None:
-        raise UserError(f"{file} has no tokens {bos_id} and {eos_id} for a document's beginning and end")
+        raise UserError(f"{file} lacks token {bos_id} or {eos_id}, the beginning and the end of a document")
     template = TemplateProcessing(
         single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
     )
@@ -199,7 +201,7 @@ def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: in
 
 
 def _ids_without_token(file: Path, vocab_size: int) -> list[int]:
-    """Returns the ids without a token in the tokenizer, which generation must never choose."""
+    """Returns the ids for which the tokenizer has no token. Generation must never choose them."""
     tokenizer = _open_tokenizer(file)
     return [i for i in range(vocab_size) if tokenizer.id_to_token(i) is None]
 
@@ -209,10 +211,11 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
-    """Writes a folder from `export_checkpoint`, or a model of an imported family, as a run with one checkpoint.
+    """Converts a folder to a run with one checkpoint, and returns the checkpoint.
 
-    The checkpoint is step 0 of a run without training, and has no optimizer. Returns the checkpoint. Raises UserError
-    if the folder is damaged or holds another kind of model, or if `out` is not empty.
+    folder: written by `export_checkpoint`, or a model of one of the IMPORTED families. The checkpoint is at step 0 and
+    holds weights only, without optimizer state. Raises UserError if the folder is damaged or holds another kind of model,
+    or if `out` is not empty.
     """
     check_empty(out)
     content = _read_json(folder / "config.json")
@@ -256,7 +259,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file} holds no object")
+        raise UserError(f"{file} does not hold a JSON object")
     return content
 
 
@@ -323,7 +326,7 @@ def _weight_files(index: Path) -> list[str]:
 
 @torch.no_grad()
 def _fill(model: nn.Module, weights: dict[str, Any], folder: Path) -> None:
-    """Loads the weights of a folder into a model of one process. The padding of the vocabulary becomes zero."""
+    """Fills a model that is not tensor-parallel with the weights of a folder. Padding rows of the vocabulary become zero."""
     ours = dict(model.named_parameters())
     for name in ours.keys() ^ weights.keys():
         where = "config.json describes" if name in ours else "the folder has"
@@ -338,7 +341,7 @@ def _fill(model: nn.Module, weights: dict[str, Any], folder: Path) -> None:
             wanted[0] = model.config.vocab_size
             weight.zero_()
         if list(value.shape) != wanted:
-            raise UserError(f"{folder}: {name} is {list(value.shape)}, and config.json describes {wanted}")
+            raise UserError(f"{folder}: {name} is {list(value.shape)}, but config.json describes {wanted}")
         if not value.isfinite().all():
             raise UserError(f"{folder}: {name} has NaN or Inf")
         weight[: wanted[0]] = value
@@ -346,7 +349,7 @@ def _fill(model: nn.Module, weights: dict[str, Any], folder: Path) -> None:
 
 @dataclass
 class WeightsOnly:
-    """The interface of an engine that saving a checkpoint needs, without an optimizer."""
+    """The part of an engine's interface that saving a checkpoint uses, for a model without an optimizer."""
 
     module: nn.Module
 

@@ -88,7 +88,7 @@ class Examples:
         if trained_on not in (None, self.fingerprint) and not config.data.accept_changed:
             raise UserError(
                 f"questions= are not those that the checkpoint in {config.folder} was trained on: give the same files, or "
-                "another run_dir (data.accept_changed=true goes on with them)"
+                "another run_dir (data.accept_changed=true continues with them)"
             )
         self._order: tuple[int, list[int]] = (-1, [])
 

@@ -1,4 +1,4 @@
-"""The training loop: the stages of a run, their steps, and the hooks that are due after a step."""
+"""The training loop: it goes through the parts of the plan, trains each step, and calls the hooks."""
 
 import logging
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ logger = logging.getLogger("ssscale")
 
 
 def train(run: Run) -> None:
-    """Trains to the last step. Returns at once if the run is finished.
+    """Trains until the last step is done. Returns at once if the run is already finished.
 
     Raises Stop if the run ends before its last step, and UserError if the last step cannot be saved.
     """
@@ -39,7 +39,7 @@ def _train(run: Run) -> None:
 
 
 def _advance(run: Run, batches: Sequence[Batch]) -> None:
-    """Trains one step and calls the hooks around it."""
+    """Trains one step. Calls `agreed` of every hook before it, and `act` of the hooks that are due after it."""
     run.mark("agreement")
     agreed = agree(run, batches)
     run.measure_memory()

@@ -124,7 +124,7 @@ class Peers:
         text = f"{at}: {type(error).__name__}: {first}"
         self._report(text, FAILED)
         file = self._write_traceback(error)
-        return error if file is None else Stop(f"{text}; nobody foresaw this: the whole traceback is in {file}", FAILED)
+        return error if file is None else Stop(f"{text}; an unexpected error: the whole traceback is in {file}", FAILED)
 
     def _lost(self, error: Exception, at: str, first: str, where: Where) -> Stop:
         found = self._gather()
@@ -144,7 +144,7 @@ class Peers:
                 f"will not help: see the reports in {self.folder}, and remove that folder to try again",
                 FAILED,
             )
-        return Stop(f"{at}: another rank is gone ({first}); the same command goes on", STALLED)
+        return Stop(f"{at}: another rank is gone ({first}); the same command continues", STALLED)
 
     def _times(self, same: list[Any]) -> int:
         """Returns how many starts in a row, including this one, have ended in the same way on this rank."""

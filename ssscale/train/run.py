@@ -241,7 +241,7 @@ class Run:
         if not saved:
             newest = self.saving.saved_step
             raise Stop(f"{reason}; step {self.state.step} could not be saved; the last saved step is {newest}", SAVED)
-        raise Stop(f"{reason}; step {self.state.step} is saved, the same command goes on", SAVED)
+        raise Stop(f"{reason}; step {self.state.step} is saved, the same command continues", SAVED)
 
     def _rebuild(self, reader: CheckpointReader) -> None:
         """Frees the engine and builds it again from a checkpoint."""

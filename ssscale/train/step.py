@@ -1,4 +1,4 @@
-"""One training step: what the ranks exchange before it, its microbatches, and the step of the optimizer."""
+"""One training step: the ranks agree on what all of them must know, run their microbatches, and update the weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know before a step. It is equal on all of them."""
+    """What the ranks agree on before a step. All ranks hold the same values."""
 
-    num_targets: int  # tokens with a target in the coming step, over all ranks
+    num_targets: int  # tokens with a target in the coming step, in the batches of all ranks together
     stop: bool  # whether any rank was asked to stop
-    written: bool  # whether, on every rank, the writing of a checkpoint has ended, successfully or not
-    failed: bool  # whether any rank has failed to write its files of the checkpoint
-    last_loss: float  # tensor_size · Σ losses of the step before, in nats: tensor-parallel ranks add the same losses
+    written: bool  # whether every rank has ended writing its files of the checkpoint, successfully or not
+    failed: bool  # whether any rank could not write its files of the checkpoint
+    last_loss: float  # Σ losses of the previous step over all ranks, in nats; it counts each loss tensor_size times
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Done:
     batches: Sequence[Batch]
     num_targets: int  # over all ranks
     lr: float
-    sums: Tensor  # `sums_by_source` of this rank
-    terms: dict[str, Tensor]  # each of `Decoder.terms`, summed over this rank's tokens, float64
+    sums: Tensor  # losses and numbers of targets by source, of this rank (`sums_by_source`)
+    terms: dict[str, Tensor]  # the value of each of `Decoder.terms`, summed over this rank's tokens, float64
     loss: float  # Σ losses of this rank's tokens, in nats
     grad_norm: float | None
     skipped: bool  # whether the weights did not change because gradients had NaN or Inf
 
 
 def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
-    """Exchanges what ranks must know before a step, with one sum over all ranks. Does not change the run."""
+    """Returns what all ranks must know before a step, from one all-reduce. Does not change the run."""
     asked = run.signals is not None and run.signals.received is not None
     targets = sum(batch.num_targets for batch in batches)
     writer, loss = run.saving.writer, 0.0 if run.last is None else run.last.loss
@@ -49,9 +49,9 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
     dist.all_reduce(sums)
     num_targets, stop, written, failed, loss = sums.tolist()
     groups = run.groups
-    # The ranks of a tensor-parallel and a context-parallel group have read the same rows, so the sum over all ranks
-    # counts each target tensor_size · context_size times. A context rank has the losses of its own share of the tokens
-    # only, so each loss is counted tensor_size times.
+    # The all-reduce counts some values several times. All ranks of a tensor-parallel or context-parallel group have read
+    # the same rows, so each target is counted tensor_size · context_size times. Each loss is counted tensor_size times,
+    # because each context-parallel rank computes the losses of its own share of the tokens only.
     return Agreed(
         num_targets=max(int(num_targets) // (groups.tensor_size * groups.context_size), 1),
         stop=stop > 0,
@@ -64,19 +64,19 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
 def train_step(run: "Run", batches: Sequence[Batch], num_targets: int) -> Done:
     """Runs forward and backward of this rank's microbatches, then one step of the optimizer.
 
-    num_targets: tokens with a target over all ranks.
+    batches: the microbatches. num_targets: tokens with a target in the batches of all ranks together.
     """
     groups, train = run.groups, run.config.train
     sums = torch.zeros(2, len(run.source.names), dtype=torch.float64, device=groups.device)
     terms = {name: torch.zeros((), dtype=torch.float64, device=groups.device) for name in run.engine.module.terms}
     divisor = run.source.divisor(num_targets)
     for batch in batches:
-        batch = take_share(batch, groups).to(groups.device, non_blocking=True)  # the loader has page-locked it
+        batch = take_share(batch, groups).to(groups.device, non_blocking=True)  # the loader returns pinned memory
         passed = run.engine.forward_backward(batch.tokens, batch.layout, batch.labels, divisor, batch.rows)
         sums += sums_by_source(passed.losses, batch, len(run.source.names))
         terms = {name: total + passed.terms[name] for name, total in terms.items()}
     lr = learning_rate(train.stages, run.given.train.batch_size, run.state.tokens + run.part.tokens_per_step)
     result = run.engine.step(lr)
-    # float() waits until the GPU has computed the sum. This costs no time: engine.step has already waited for its check
-    # of the gradients, which are computed after the losses.
+    # float() waits for the GPU, but the sum is already there: engine.step has waited for the check of the gradients, which
+    # are computed after the losses.
     return Done(batches, num_targets, lr, sums, terms, float(sums[0].sum()), result.grad_norm, result.skipped)

@@ -49,7 +49,7 @@ def several_files(scene: Scene) -> None:
     scene.resumes = AHEAD if changed - {"checksums.json"} else (*AHEAD, BEGUN)
 
 
-@kind(CHECKPOINT, "its folder is gone", GOES_ON, "goes on from the one before it")
+@kind(CHECKPOINT, "its folder is gone", GOES_ON, "continues from the one before it")
 def newest_is_gone(scene: Scene) -> None:
     shutil.rmtree(scene.newest)
     scene.resumes = AHEAD
@@ -136,7 +136,7 @@ def may_not_be_read(scene: Scene) -> None:
     scene.harmed, scene.names = target.name, os.strerror(errno.EACCES)
 
 
-@kind(CHECKPOINT, "a file cannot be read for some seconds", GOES_ON, "says so, tries again, goes on")
+@kind(CHECKPOINT, "a file cannot be read for some seconds", GOES_ON, "says so, tries again, continues")
 def may_be_read_again(scene: Scene) -> None:
     give_to_nobody(scene)
     scene.plant = as_nobody_patiently

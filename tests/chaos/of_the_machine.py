@@ -89,7 +89,7 @@ def train_on_a_disk(kind: Kind, scene: Scene) -> None:
     DISK,
     "full for a while or to the end, from any step on",
     GOES_ON,
-    "training goes on, the records wait in memory; exit code 2 where the last step could not be saved",
+    "training continues, the records wait in memory; exit code 2 where the last step could not be saved",
     train_on_a_disk,
 )
 def full_disk(scene: Scene) -> None:
@@ -180,7 +180,7 @@ def stop_and_go_on(kind: Kind, scene: Scene) -> None:
     check_output(code, output)
     demand(code in (0, 75), f"exit code {code}:\n{output}")
     if code == 75:
-        demand("the same command goes on" in output, f"the end says nothing:\n{output}")
+        demand("the same command continues" in output, f"the end says nothing:\n{output}")
         code, output = long_run(scene)
     check_long(scene, code)
 
@@ -189,7 +189,7 @@ def stop_and_go_on(kind: Kind, scene: Scene) -> None:
     PROCESSES,
     "SIGTERM, SIGUSR1 or SIGINT at any step",
     GOES_ON,
-    "the step is saved, exit code 75; the same command goes on",
+    "the step is saved, exit code 75; the same command continues",
     stop_and_go_on,
 )
 def signals(scene: Scene) -> None:

@@ -123,7 +123,7 @@ class Start:
 
 
 def check_output(code: int | None, output: str) -> None:
-    """Nothing ends in a traceback, a hang, or an error that nobody foresaw."""
+    """Nothing ends in a traceback, a hang, or an unexpected error."""
     demand(code is not None, f"it hangs:\n{output}")
     demand(code in (0, 2, 75), f"exit code {code}:\n{output}")
     demand("Traceback" not in output, f"a traceback:\n{output}")

@@ -1,4 +1,4 @@
-"""kill -9 of every process at random moments: the same command goes on, to the same bits."""
+"""kill -9 of every process at random moments: the same command continues, to the same bits."""
 
 import random
 import signal
@@ -24,7 +24,7 @@ ARGUMENTS = ["train.eval_rows=4", "train.eval_every=100", "train.save_every=4", 
 @promises(
     "Stops and starts",
     "`kill -9` of all processes at any step or moment of a save",
-    seen="every start goes on",
+    seen="every start continues",
     code="",
     identical="yes",
     do="the same command",

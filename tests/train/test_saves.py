@@ -125,7 +125,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @promises(
     "Files and disks",
     "the disk is full during a save",
-    seen="`No space left on device`, the old checkpoint stays whole, training goes on",
+    seen="`No space left on device`, the old checkpoint stays whole, training continues",
     code="0; 2 where it is the last save",
     identical="yes",
     do="make room; the same command",

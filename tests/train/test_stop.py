@@ -32,7 +32,7 @@ def arguments(corpus: Path) -> list[str]:
 @promises(
     "Stops and starts",
     "SIGUSR1, SIGTERM or SIGINT to one rank",
-    seen="all ranks save the same step: `… is saved, the same command goes on`",
+    seen="all ranks save the same step: `… is saved, the same command continues`",
     code="75",
     identical="yes",
     do="the same command",
@@ -47,7 +47,7 @@ def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, argumen
     last = ranks.records()[-1]["step"]
     (checkpoint,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert state_of(checkpoint)["step"] == last
-    assert f"step {last} is saved, the same command goes on" in ranks.output()
+    assert f"step {last} is saved, the same command continues" in ranks.output()
     assert not (tmp_path / "run/run.lock").exists()
     again = Ranks([*arguments, f"train.max_steps={last + 2}"], tmp_path / "run")
     again.finish()
@@ -81,7 +81,7 @@ def test_a_second_signal_leaves_at_once(arguments: list[str], tmp_path: Path) ->
 @promises(
     "Stops and starts",
     "two runs on one folder",
-    seen="the second: `… is in use by process 4711 on node3`; the first goes on",
+    seen="the second: `… is in use by process 4711 on node3`; the first continues",
     code="2",
     do="wait, stop it, or another `run_dir`",
 )

@@ -113,7 +113,7 @@ def test_a_killed_rank_ends_the_others(corpus: Path, tmp_path: Path) -> None:
         code, said = run.end(killed=True)
     assert (code, said) == (
         76,
-        "stopped: rank 1 was killed (SIGKILL): the same command goes on from the newest checkpoint",
+        "stopped: rank 1 was killed (SIGKILL): the same command continues from the newest checkpoint",
     )
     assert not [worker for worker in every if worker.is_running()]
 

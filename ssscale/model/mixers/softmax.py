@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Backend(StrEnum):
-    """The kernel. `auto` takes cuDNN on Hopper, and FlashAttention-2 where it is faster or must be deterministic."""
+    """The attention kernel on a GPU. `auto`: cuDNN or FlashAttention-2, as docs/guide/model.md says."""
 
     auto = "auto"
     cudnn = "cudnn"
     flash = "flash"
 
 
-# base [T], s [N] and b [N], which give the factor s · base + b of q
+# (base [T], s [N], b [N]): q is multiplied by s · base + b. base is ln n or p_n. b None: 0. All None: no factor.
 Factor = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
@@ -73,7 +73,7 @@ class Softmax(Mixer):
         return 12.0 * width * keys
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """The log-sum-exp and the rotated copies of q and k. Ulysses keeps one v less."""
+        """The log-sum-exp, and the rotated copies of q and k. With rotation, Ulysses keeps one v less."""
         copies = sizes.q + sizes.kv if sizes.rotated else 0.0
         if sizes.ring == 1 and sizes.ulysses > 1 and sizes.rotated:
             copies -= sizes.kv
@@ -85,7 +85,10 @@ class Softmax(Mixer):
     def mix(
         self, qkv: Tensor, layer: Attention, layout: PackedLayout, tables: Tables, extend: Extend | None = None
     ) -> Tensor:
-        """Uses one fused kernel if q and k change, nothing is cached or biased and no other rank shares the row."""
+        """Runs rotation, factor and attention as one operator if possible.
+
+        It is not possible with a KV cache, a bias or context parallelism. It is not needed without rotation and factor.
+        """
         from ssscale_kernels.ssmax import rotary_attention
 
         base, s, b = self.factor_parameters(layer, tables)

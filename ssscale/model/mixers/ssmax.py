@@ -33,7 +33,7 @@ class Variant(StrEnum):
 
 
 def ssmax_base(batch: Batch, model: SSScaleForCausalLM) -> Tensor:
-    """Returns ln n of each token, or p_n: [B, T] float32   (arXiv:2501.19399). The last p_n serves all larger n."""
+    """Returns ln n of each token, or p_n under the variant `pn`: [B, T] float32. For larger n, the last p_n is used."""
     window = model.config.position["window"]
     n = batch.i + 1 if window is None else (batch.i + 1).clamp(max=window)
     pn = model.shared["ssmax"].pn if "ssmax" in model.shared else None
@@ -41,7 +41,7 @@ def ssmax_base(batch: Batch, model: SSScaleForCausalLM) -> Tensor:
 
 
 def ssmax_factor(batch: Batch, layer: ExportedAttention) -> Tensor:
-    """Returns the factor of q, s ln n + b: [B, N, T, 1] float32   (arXiv:2501.19399, Eqs. 2 to 4)"""
+    """Returns the factor of q, s ln n + b or s p_n + b: [B, N, T, 1] float32   (arXiv:2501.19399, Eqs. 2 to 4)"""
     s, b = layer.learned("s"), layer.learned("b")
     s = layer.options["scale"] if s is None else s.float()[:, None]
     factor = s * batch.own["ssmax"][:, None, :].expand(-1, layer.sizes[0], -1)
@@ -53,10 +53,10 @@ def ssmax_factor(batch: Batch, layer: ExportedAttention) -> Tensor:
 class SSMax(Softmax):
     """p_j = n^(s z_j) / Σ_m n^(s z_m) = softmax((s ln n) z)_j   (Eq. 2)
 
-    n is the number of keys that a token attends to within its document, at most `window`. s is learned per layer and
-    head, or fixed. The variant `bias` replaces s ln n by s ln n + b (Eq. 4). `pn` replaces it by s p_n + b, where all
-    layers and heads share p_n (Eq. 3). Scaling q is exact, so the kernels of softmax attention are used without
-    changes.
+    p_j is the weight of key j, and z the logits of one query. n is the number of keys that the query attends to, its own
+    included. With a window, n is at most `window`. s is learned per layer and head, or fixed. The variant `bias` replaces
+    s ln n by s ln n + b (Eq. 4). `pn` replaces it by s p_n + b, where all layers and heads share p_n (Eq. 3). The factor
+    of the logits is applied to q, so the kernels of softmax attention are used without changes.
     """
 
     positions = ("rope", "nope")
@@ -64,7 +64,7 @@ class SSMax(Softmax):
     begins_from = "softmax"
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
-    variant: Variant = Variant.learned  # learned: s ln n; fixed: s is no weight; bias: s ln n + b; pn: s p_n + b
+    variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
     scale: float = 1.0  # s at the start of training; constant under `fixed`
     bias: float = 0.0  # b at the start of training
 
@@ -89,16 +89,17 @@ class SSMax(Softmax):
         return {"pn": Weight((length,), start=1.0)} if self.variant is Variant.pn else {}
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """As softmax with rotated copies. If ranks share a row, also q in fp32 and the factor."""
+        """As softmax with rotated copies of q and k. Under context parallelism, also q in fp32 and the factor of q."""
         kept = super().kept_bytes(replace(sizes, rotated=True))
         shared = sizes.ulysses * sizes.ring > 1
         return kept + (4 * sizes.q + 4 * sizes.heads if shared else 0.0)
 
     def begun(self, model: ModelConfig, length: int) -> SSMax:
-        """Returns the options with the s that on average changes the logits of a softmax model least, and b = 0.
+        """Returns the options with the s and b at which a softmax model becomes SSMax with the smallest change.
 
-        s = 1 / mean of ln n over n = 1 … length, which is length / Σ ln n (arXiv:2501.19399, Section 2.1 (e)). With a
-        window of W keys, n is at most W. Under `pn`, s = 1, because p_n starts at 1.
+        b = 0, and s = 1 / mean(ln n), so that the factor of q is 1 on average (arXiv:2501.19399, Section 2.1 (e)). The
+        mean is over the tokens of a row that is one document: n = 1 … length, and at most W with a window of W keys.
+        Under `pn`, s = 1, because p_n starts at 1.
         """
         window = min(model.position.window or length, length)
         total = math.lgamma(window + 1) + (length - window) * math.log(window)
@@ -106,7 +107,7 @@ class SSMax(Softmax):
         return replace(self, scale=scale, bias=0.0)
 
     def prepare(self, layout: PackedLayout, window: int | None, shared: Weights | None) -> Tensor:
-        """Returns ln n of each token (Eq. 2), or p_n (Eq. 3): [T] float32. The last p_n also serves all larger n."""
+        """Returns ln n of each token (Eq. 2), or p_n (Eq. 3): [T] float32. For larger n, the last p_n is used."""
         n = layout.num_visible_keys(window)
         if shared is None:
             return n.float().log()  # bf16 would round ln 1000 and ln 1010 to the same value

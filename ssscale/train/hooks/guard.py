@@ -96,7 +96,7 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
     else:
         who = f"between rank {listed(list(copies))}"
     return (
-        f"{name} differs {who}, which must hold the same bits: the same command goes on from the last checkpoint; if it "
+        f"{name} differs {who}, which must hold the same bits: the same command continues from the last checkpoint; if it "
         "happens again, exclude the machine of that rank"
     )
 

@@ -38,8 +38,8 @@ def test_evaluate_and_report(run, model, valid, capsys):
     assert printed == (run / "summary.txt").read_text()
     *_, ours, bigram, difference = printed.splitlines()
     assert ours.startswith("validation loss")
-    assert f"{results['valid']['bits_per_byte']:.4f} bits a byte" in ours
-    assert f"{results['baseline']['nats_per_token']:.4f} nats a token" in bigram
+    assert f"{results['valid']['bits_per_byte']:.4f} bits per byte" in ours
+    assert f"{results['baseline']['nats_per_token']:.4f} nats per token" in bigram
     assert "NOT lower than the bigram" in difference
     assert len(printed.splitlines()) <= 24
     assert f"{model.num_parameters():,}" in printed
