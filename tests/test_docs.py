@@ -23,7 +23,7 @@ RECORD = re.compile(
     r"(?: · Code since: (?:un)?changed)?"
 )
 VALUES = {
-    "command": re.compile(r"`.+|the (first block|block above)\b.*"),
+    "command": re.compile(r"`.+|the (first block|block (above|below|of the README))\b.*"),
     "commit": re.compile(r".*\b[0-9a-f]{7,40}\b.*"),
     "machine": re.compile(r"(?!not recorded).+"),
     "date": re.compile(r"20\d\d-\d\d-\d\d\b.*"),

@@ -1,7 +1,8 @@
 """The order of samples: which row of which source is the k-th sample of a run.
 
-It depends only on the seed, the mixes and the shards of the sources (their names and sizes), not on the number of ranks
-and workers. Any k can be looked up directly, so resuming needs only the number of samples that have been consumed.
+It depends only on the seed, the mixes, the names of the sources and the numbers of rows in their shards. The number of
+ranks and workers does not matter. Any k can be looked up directly, so resuming needs only the number of samples that have
+been consumed.
 
 StreamingDataset (mosaicml-streaming) has an order of its own, which is not used: it depends on the number of canonical
 nodes, and its mix of sources cannot change at a given sample.
@@ -44,7 +45,8 @@ class Order:
 
     shards: source name → number of rows of each of its shards.
     mixes: pairs (first sample, mix) in ascending order, the first one from sample 0. A mix maps source names to shares of
-        the samples, and a source that it does not name gets none. None: shares in proportion to the sources' rows.
+        the samples; sources that it does not name get no samples. A mix of None gives each source a share in proportion to
+        its number of rows.
     Raises UserError if a mix names an unknown source, if a share is negative or infinite, or if no share is above 0.
     """
 
@@ -96,7 +98,7 @@ class Order:
         return next(segment for segment in reversed(self.segments) if segment.first <= k)
 
     def _block(self, segment: _Segment, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each sample of a block, and the sample's index within its source, both [BLOCK]."""
+        """Returns the source of each sample of a block, and its number among all samples of that source, both [BLOCK]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             before = np.array(segment.split.counts(block * BLOCK))
@@ -140,8 +142,8 @@ class Order:
 class _Split:
     """Divides the first n samples among the sources by their shares. The counts add up to n.
 
-    The counts for n + 1 are those for n plus one sample, so no count may decrease as n grows. The usual rounding of
-    n · share (largest remainder) violates this. Here, a Huffman tree of the shares divides n in two at each node: the
+    From n to n + 1, one source must get one sample more and no source a sample less. The usual rounding of n · share
+    (largest remainder) violates this. Here, a Huffman tree of the shares divides n in two at each node: the
     heavier child gets its share of the node's samples, rounded, and the other child gets the rest. Both counts are
     monotone in n.
     """

@@ -1,4 +1,7 @@
-"""The training loop: it goes through the parts of the plan, trains each step, and calls the hooks."""
+"""The training loop: it enters each part of the run's plan, trains the steps of the part, and calls the hooks.
+
+A part consists of consecutive steps of one stage with one batch size (`ssscale.train.stages.Part`).
+"""
 
 import logging
 from collections.abc import Sequence

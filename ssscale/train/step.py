@@ -21,8 +21,8 @@ class Agreed:
 
     num_targets: int  # tokens with a target in the coming step, in the batches of all ranks together
     stop: bool  # whether any rank was asked to stop
-    written: bool  # whether every rank has ended writing its files of the checkpoint, successfully or not
-    failed: bool  # whether any rank could not write its files of the checkpoint
+    written: bool  # whether every rank has ended the background write of a checkpoint, successfully or not
+    failed: bool  # whether this write has failed on any rank
     last_loss: float  # Σ losses of the previous step over all ranks, in nats; it counts each loss tensor_size times
 
 

@@ -97,7 +97,7 @@ REFUSED = [(name, method) for name in MIXERS for method in POSITIONS if method n
 @pytest.mark.parametrize(("core", "method"), REFUSED)
 def test_every_refused_pair_has_its_sentence(core, method):
     text = refusal("tiny_softmax", f"model.mixers=[{core}]", f"model.position.method={method}")
-    reason = {"ssmax": "would miss a bias", "stickbreaking": "takes the nearest keys first"}[core]
+    reason = {"ssmax": "would not be scaled", "stickbreaking": "takes the nearest keys first"}[core]
     assert text.startswith(f"model.position.method={method} does not go with model.mixers=[{core}]: ")
     assert reason in text
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Backend(StrEnum):
-    """The attention kernel on a GPU. `auto`: cuDNN or FlashAttention-2, as docs/guide/model.md says."""
+    """The attention kernel on a GPU. docs/guide/model.md has the rules by which `auto` chooses one."""
 
     auto = "auto"
     cudnn = "cudnn"
@@ -66,14 +66,17 @@ class Softmax(Mixer):
 
     @property
     def plain(self) -> bool:
-        return type(self) is Softmax  # subclasses are not plain
+        return type(self) is Softmax  # subclasses change the logits
 
     def flops(self, width: int, keys: float) -> float:
-        """Two products forward and four backward, each of 2 FLOPs per element."""
+        """Returns the FLOPs per token: two matrix products forward and four backward, each 2 · width · keys."""
         return 12.0 * width * keys
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """The log-sum-exp, and the rotated copies of q and k. With rotation, Ulysses keeps one v less."""
+        """Returns the bytes of the log-sum-exp and of the rotated copies of q and k.
+
+        With rotation under Ulysses, one copy of v that the estimate counts for every mixer is not kept.
+        """
         copies = sizes.q + sizes.kv if sizes.rotated else 0.0
         if sizes.ring == 1 and sizes.ulysses > 1 and sizes.rotated:
             copies -= sizes.kv

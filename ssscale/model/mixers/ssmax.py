@@ -33,7 +33,10 @@ class Variant(StrEnum):
 
 
 def ssmax_base(batch: Batch, model: SSScaleForCausalLM) -> Tensor:
-    """Returns ln n of each token, or p_n under the variant `pn`: [B, T] float32. For larger n, the last p_n is used."""
+    """Returns ln n of each token, or p_n under the variant `pn`: [B, T] float32.
+
+    n beyond the training length gets the last p_n.
+    """
     window = model.config.position["window"]
     n = batch.i + 1 if window is None else (batch.i + 1).clamp(max=window)
     pn = model.shared["ssmax"].pn if "ssmax" in model.shared else None
@@ -60,7 +63,7 @@ class SSMax(Softmax):
     """
 
     positions = ("rope", "nope")
-    positions_reason = "SSMax scales q, and would miss a bias that is added behind q·k"
+    positions_reason = "SSMax scales q, so a bias that is added to q·k afterwards would not be scaled"
     begins_from = "softmax"
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
@@ -89,13 +92,16 @@ class SSMax(Softmax):
         return {"pn": Weight((length,), start=1.0)} if self.variant is Variant.pn else {}
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """As softmax with rotated copies of q and k. Under context parallelism, also q in fp32 and the factor of q."""
+        """Returns what softmax with RoPE keeps: scaling makes copies of q and k as rotation does.
+
+        Under context parallelism, q in fp32 and the factor of q are kept as well.
+        """
         kept = super().kept_bytes(replace(sizes, rotated=True))
         shared = sizes.ulysses * sizes.ring > 1
         return kept + (4 * sizes.q + 4 * sizes.heads if shared else 0.0)
 
     def begun(self, model: ModelConfig, length: int) -> SSMax:
-        """Returns the options with the s and b at which a softmax model becomes SSMax with the smallest change.
+        """Returns a copy whose starting s and b change a softmax model as little as possible when it becomes SSMax.
 
         b = 0, and s = 1 / mean(ln n), so that the factor of q is 1 on average (arXiv:2501.19399, Section 2.1 (e)). The
         mean is over the tokens of a row that is one document: n = 1 … length, and at most W with a window of W keys.
@@ -107,7 +113,7 @@ class SSMax(Softmax):
         return replace(self, scale=scale, bias=0.0)
 
     def prepare(self, layout: PackedLayout, window: int | None, shared: Weights | None) -> Tensor:
-        """Returns ln n of each token (Eq. 2), or p_n (Eq. 3): [T] float32. For larger n, the last p_n is used."""
+        """Returns ln n of each token (Eq. 2), or p_n (Eq. 3): [T] float32. n beyond the training length gets the last p_n."""
         n = layout.num_visible_keys(window)
         if shared is None:
             return n.float().log()  # bf16 would round ln 1000 and ln 1010 to the same value

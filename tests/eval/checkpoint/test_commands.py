@@ -74,7 +74,7 @@ def test_keys_changed_for_an_evaluation_have_results_of_their_own(run):
     for argument, words in [
         ("model.hidden_size=8", "unknown argument 'model.hidden_size=8'"),
         ("model.position.base=8", "did you mean model.position.rope.base?"),
-        ("model.position.method=alibi model.mixers=[ssmax]", "would miss a bias"),
+        ("model.position.method=alibi model.mixers=[ssmax]", "would not be scaled"),
     ]:
         with pytest.raises(UserError, match=re.escape(words)):
             evaluate([*only_loss, *argument.split()])
