@@ -9,9 +9,13 @@ from rich.table import Table
 from eval.checkpoint.scoring import TaskResult
 from eval.checkpoint.validation import Loss
 
+WIDE = 240  # columns in a file, whose width is not known; rich assumes 80 and cuts the cells
+
 
 def show(console: Console, checkpoint: Path, tasks: list[TaskResult], losses: dict[str, Loss], settings: str) -> None:
     """Print task results and losses as two tables. settings: the changed settings, for the title."""
+    if not console.is_terminal:
+        console.width = WIDE
     title = f"{checkpoint}, {settings}" if settings else f"{checkpoint}"
     table = Table(title=title, box=ASCII, title_justify="left")
     for column in ("task", "shots", "metric", "value", "chance", "items"):
@@ -24,7 +28,7 @@ def show(console: Console, checkpoint: Path, tasks: list[TaskResult], losses: di
     if tasks:
         console.print(table)
     table = Table(box=ASCII)
-    for column in ("loss on the whole validation split", "nats per token", "bits per byte", "targets"):
+    for column in ("loss, validation split", "nats per token", "bits per byte", "targets"):
         table.add_column(column, justify="left" if column.startswith("loss") else "right", no_wrap=True)
     for name, label in (("valid", "this model"), ("baseline", "Kneser–Ney bigram, d = 0.75")):
         if name in losses:

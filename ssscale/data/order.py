@@ -98,7 +98,7 @@ class Order:
         return next(segment for segment in reversed(self.segments) if segment.first <= k)
 
     def _block(self, segment: _Segment, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each sample of a block, and its number among all samples of that source, both [BLOCK]."""
+        """Returns, for each sample of a block, its source and its index among all samples of that source. Both [BLOCK]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             before = np.array(segment.split.counts(block * BLOCK))
@@ -119,7 +119,7 @@ class Order:
         return int(rows[position - bounds[window]])
 
     def _epoch(self, source: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the order of a source's shards in an epoch, and the position in the epoch at which each window starts."""
+        """Returns the order of a source's shards in an epoch, and the positions at which its windows start."""
         order = _permutation(len(self.shards[source]), self.seed, "shards", self.names[source], epoch)
         ends = np.cumsum(self.shards[source][order])
         return order, np.concatenate([[0], ends[WINDOW - 1 :: WINDOW]])

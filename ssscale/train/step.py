@@ -77,6 +77,5 @@ def train_step(run: "Run", batches: Sequence[Batch], num_targets: int) -> Done:
         terms = {name: total + passed.terms[name] for name, total in terms.items()}
     lr = learning_rate(train.stages, run.given.train.batch_size, run.state.tokens + run.part.tokens_per_step)
     result = run.engine.step(lr)
-    # float() waits for the GPU, but the sum is already there: engine.step has waited for the check of the gradients, which
-    # are computed after the losses.
+    # float() waits until the GPU has finished the step.
     return Done(batches, num_targets, lr, sums, terms, float(sums[0].sum()), result.grad_norm, result.skipped)

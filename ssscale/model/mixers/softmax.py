@@ -29,7 +29,8 @@ class Backend(StrEnum):
     flash = "flash"
 
 
-# (base [T], s [N], b [N]): q is multiplied by s · base + b. base is ln n or p_n. b None: 0. All None: no factor.
+# (base [T], s [N], b [N]): q is multiplied by s · base + b. base is ln n or p_n. If b is None, it counts as 0. If all
+# three are None, q is not scaled.
 Factor = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
@@ -73,9 +74,10 @@ class Softmax(Mixer):
         return 12.0 * width * keys
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """Returns the bytes of the log-sum-exp and of the rotated copies of q and k.
+        """Returns the bytes kept for the backward pass: the log-sum-exp, and the rotated copies of q and k.
 
-        With rotation under Ulysses, one copy of v that the estimate counts for every mixer is not kept.
+        The memory estimate adds a copy of v for every mixer. With rotation under Ulysses there is no such copy, so it is
+        subtracted here.
         """
         copies = sizes.q + sizes.kv if sizes.rotated else 0.0
         if sizes.ring == 1 and sizes.ulysses > 1 and sizes.rotated:
@@ -90,7 +92,8 @@ class Softmax(Mixer):
     ) -> Tensor:
         """Runs rotation, factor and attention as one operator if possible.
 
-        It is not possible with a KV cache, a bias or context parallelism. It is not needed without rotation and factor.
+        It is not possible with a KV cache, a bias or context parallelism. It is not needed
+        if there is neither a rotation nor a factor of q.
         """
         from ssscale_kernels.ssmax import rotary_attention
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class Variant(StrEnum):
-    """`learned`: s per head (Eq. 2). `fixed`: constant s. `bias`: with b (Eq. 4). `pn`: p_n instead of ln n (Eq. 3)."""
+    """`learned`: s per head (Eq. 2). `fixed`: constant s. `bias`: with b (Eq. 4).
+
+    `pn`: with b, and with p_n instead of ln n (Eq. 3).
+    """
 
     learned = "learned"
     fixed = "fixed"
@@ -54,11 +57,12 @@ def ssmax_factor(batch: Batch, layer: ExportedAttention) -> Tensor:
 @MIXERS.register("ssmax")
 @dataclass(frozen=True)
 class SSMax(Softmax):
-    """p_j = n^(s z_j) / Σ_m n^(s z_m) = softmax((s ln n) z)_j   (Eq. 2)
+    """a_j = n^(s z_j) / Σ_m n^(s z_m) = softmax((s ln n) z)_j   (Eq. 2)
 
-    p_j is the weight of key j, and z the logits of one query. n is the number of keys that the query attends to, its own
+    a_j is the weight of key j, and z the logits of one query. n is the number of keys that the query attends to, its own
     included. With a window, n is at most `window`. s is learned per layer and head, or fixed. The variant `bias` replaces
-    s ln n by s ln n + b (Eq. 4). `pn` replaces it by s p_n + b, where all layers and heads share p_n (Eq. 3). The factor
+    s ln n by s ln n + b (Eq. 4). `pn` replaces it by s p_n + b, where all layers and heads share the learned parameters p_n
+    (Eq. 3). The factor
     of the logits is applied to q, so the kernels of softmax attention are used without changes.
     """
 
@@ -92,7 +96,7 @@ class SSMax(Softmax):
         return {"pn": Weight((length,), start=1.0)} if self.variant is Variant.pn else {}
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """Returns what softmax with RoPE keeps: scaling makes copies of q and k as rotation does.
+        """Returns the bytes that softmax with RoPE keeps for backward: the operator that scales q copies q and k alike.
 
         Under context parallelism, q in fp32 and the factor of q are kept as well.
         """
