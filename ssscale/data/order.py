@@ -1,8 +1,8 @@
 """The order of samples: which row of which source is the k-th sample of a run.
 
-It depends only on the seed, the mixes, the names of the sources and the numbers of rows in their shards. The number of
-ranks and workers does not matter. Any k can be looked up directly, so resuming needs only the number of samples that have
-been consumed.
+It depends only on the seed, the mixes, the names and order of the sources, and the numbers of rows in their shards. The
+number of ranks and workers does not matter. Any k can be looked up directly, so resuming needs only the number of samples
+that have been consumed.
 
 StreamingDataset (mosaicml-streaming) has an order of its own, which is not used: it depends on the number of canonical
 nodes, and its mix of sources cannot change at a given sample.
@@ -19,7 +19,8 @@ import numpy as np
 
 from ssscale.errors import UserError
 
-BLOCK = 256  # samples. At the end of each block, the count of every source is within about one sample of its share
+# Samples. After each block, the samples taken from a source since the mix began differ from share · samples by about one.
+BLOCK = 256
 WINDOW = 4  # shards whose rows are shuffled together, so that a reader needs only these at a time
 
 Mix = Mapping[str, float] | None
@@ -119,7 +120,10 @@ class Order:
         return int(rows[position - bounds[window]])
 
     def _epoch(self, source: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the order of a source's shards in an epoch, and the positions at which its windows start."""
+        """Returns the order of a source's shards in an epoch, and the positions at which its windows start.
+
+        The last position may be the end of the epoch.
+        """
         order = _permutation(len(self.shards[source]), self.seed, "shards", self.names[source], epoch)
         ends = np.cumsum(self.shards[source][order])
         return order, np.concatenate([[0], ends[WINDOW - 1 :: WINDOW]])

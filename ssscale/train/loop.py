@@ -42,7 +42,7 @@ def _train(run: Run) -> None:
 
 
 def _advance(run: Run, batches: Sequence[Batch]) -> None:
-    """Trains one step. Calls `agreed` of every hook before it, and `act` of the hooks that are due after it."""
+    """Trains one step. Before the step, calls `agreed` of every hook; after it, calls `act` of each hook that is due."""
     run.mark("agreement")
     agreed = agree(run, batches)
     run.measure_memory()

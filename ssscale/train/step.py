@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Agreed:
     """What the ranks agree on before a step. All ranks hold the same values."""
 
-    num_targets: int  # tokens with a target in the coming step, in the batches of all ranks together
+    num_targets: int  # tokens with a target in the coming step, in the batches of all ranks together, at least 1
     stop: bool  # whether any rank was asked to stop
     written: bool  # whether every rank has ended the background write of a checkpoint, successfully or not
     failed: bool  # whether this write has failed on any rank
@@ -50,8 +50,9 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
     num_targets, stop, written, failed, loss = sums.tolist()
     groups = run.groups
     # The all-reduce counts some values several times. All ranks of a tensor-parallel or context-parallel group have read
-    # the same rows, so each target is counted tensor_size · context_size times. Each loss is counted tensor_size times,
-    # because each context-parallel rank computes the losses of its own share of the tokens only.
+    # the same rows, so each target is counted tensor_size · context_size times. Each loss is counted only
+    # tensor_size times, because a context-parallel rank computes the losses of its own share of the tokens, not of the
+    # whole rows.
     return Agreed(
         num_targets=max(int(num_targets) // (groups.tensor_size * groups.context_size), 1),
         stop=stop > 0,

@@ -72,8 +72,8 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # s at the start of training; constant under `fixed`
-    bias: float = 0.0  # b at the start of training
+    scale: float = 1.0  # s at the start of a new run or stage; constant under `fixed`
+    bias: float = 0.0  # b at the start of a new run or stage
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:
@@ -96,7 +96,8 @@ class SSMax(Softmax):
         return {"pn": Weight((length,), start=1.0)} if self.variant is Variant.pn else {}
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """Returns the bytes that softmax with RoPE keeps for backward: the operator that scales q copies q and k alike.
+        """Returns the bytes kept for the backward pass. They are those of softmax with RoPE, even without RoPE: the operator
+        that scales q makes copies of both q and k.
 
         Under context parallelism, q in fp32 and the factor of q are kept as well.
         """
