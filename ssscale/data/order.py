@@ -19,7 +19,8 @@ import numpy as np
 
 from ssscale.errors import UserError
 
-# Samples. After each block, the samples taken from a source since the mix began differ from share · samples by about one.
+# Samples per block. At the end of each block, the number of samples taken from a source since the mix began differs by about
+# one from the source's share of all samples since then.
 BLOCK = 256
 WINDOW = 4  # shards whose rows are shuffled together, so that a reader needs only these at a time
 
@@ -120,9 +121,9 @@ class Order:
         return int(rows[position - bounds[window]])
 
     def _epoch(self, source: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the order of a source's shards in an epoch, and the positions at which its windows start.
+        """Returns the order of a source's shards in an epoch, and the positions at which its windows of shards start.
 
-        The last position may be the end of the epoch.
+        If the number of shards is a multiple of WINDOW, one more position follows: the end of the epoch.
         """
         order = _permutation(len(self.shards[source]), self.seed, "shards", self.names[source], epoch)
         ends = np.cumsum(self.shards[source][order])
