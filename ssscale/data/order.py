@@ -19,8 +19,8 @@ import numpy as np
 
 from ssscale.errors import UserError
 
-# Samples per block. At the end of each block, the number of samples taken from a source since the mix began differs by about
-# one from the source's share of all samples since then.
+# Samples per block. At the end of each block, the number of samples taken from a source since the mix began differs by at
+# most about one from the source's share of all samples since then.
 BLOCK = 256
 WINDOW = 4  # shards whose rows are shuffled together, so that a reader needs only these at a time
 
@@ -147,7 +147,7 @@ class Order:
 class _Split:
     """Divides the first n samples among the sources by their shares. The counts add up to n.
 
-    From n to n + 1, one source must get one sample more and no source a sample less. The usual rounding of n · share
+    When n grows by one, the count of one source must grow by one, and no count may fall. The usual rounding of n · share
     (largest remainder) violates this. Here, a Huffman tree of the shares divides n in two at each node: the
     heavier child gets its share of the node's samples, rounded, and the other child gets the rest. Both counts are
     monotone in n.

@@ -21,7 +21,7 @@ class Agreed:
 
     num_targets: int  # tokens with a target in the coming step, in the batches of all ranks together, at least 1
     stop: bool  # whether any rank was asked to stop
-    written: bool  # whether every rank has finished its part of the checkpoint being saved, or has failed to
+    written: bool  # whether no rank is still writing its part of the checkpoint that is being saved
     failed: bool  # whether any rank has failed to write its part
     last_loss: float  # Σ losses of the previous step over all ranks, in nats; it counts each loss tensor_size times
 

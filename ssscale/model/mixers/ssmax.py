@@ -72,8 +72,8 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # where s starts in a run from random weights and in a stage that sets it; `fixed`: s
-    bias: float = 0.0  # where b starts, likewise
+    scale: float = 1.0  # start of s, in a run from random weights or a stage that sets `scale`; `fixed`: s itself
+    bias: float = 0.0  # start of b, in a run from random weights or a stage that sets `bias`
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:
