@@ -28,8 +28,8 @@ def paged_stickbreaking(
     and values are in the cache already. Prefill chunks and decodes may be mixed. For inference only.
 
     q [T, N, H]: the new tokens, sequence by sequence; bfloat16, float16, float32 (on the CPU also float64), H ≤ 128.
-    k_cache, v_cache [num_blocks, block_size, K, H] in the dtype of q, N a multiple of K; any strides with the last dim
-        contiguous. Slots that hold no key may contain anything.
+    k_cache, v_cache [num_blocks, block_size, K, H] in the dtype of q, N a multiple of K. Both have the same strides,
+        whatever they are, and a contiguous last dim. Slots that hold no key may contain anything.
     block_table [B, max_blocks] int32: key j of sequence b is in slot j % block_size of block
         block_table[b, j // block_size]. Entries after a sequence's last block may contain anything. Blocks may be
         shared and in any order.
@@ -138,8 +138,9 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, skip_below: float) -> No
     shapes = f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}"
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
         raise ValueError(f"a paged cache takes q [T, N, H] and caches [blocks, block_size, K, H], got {shapes}")
-    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
-        raise ValueError(f"the last dim of the caches must be contiguous, got strides {k_cache.stride()}, {v_cache.stride()}")
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        strides = f"{k_cache.stride()}, {v_cache.stride()}"
+        raise ValueError(f"the caches must have the same strides and a contiguous last dim, got {strides}")
     if 0 in k_cache.shape[1:3] or q.shape[1] == 0 or q.shape[1] % k_cache.shape[2]:
         raise ValueError(f"the number of query heads must be a multiple of the number of key heads, got {shapes}")
     if not 1 <= q.shape[2] <= MAX_HEAD_DIM:

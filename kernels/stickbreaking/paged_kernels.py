@@ -37,61 +37,70 @@ def advance(
 
 
 @triton.jit
-def block_numbers(table_ptr, t, num_keys, BN: tl.constexpr, BS: tl.constexpr):
-    """Returns the block of tile t, one for all keys if the tile fits into one block, otherwise one per key [BN]."""
-    if BS % BN == 0:
+def block_starts(table_ptr, t, num_keys, block_stride, BN: tl.constexpr, BS: tl.constexpr):
+    """Returns where the blocks of tile t start in the cache: one offset if the tile is in one block, else [BN]."""
+    # Loading one number per block and selecting needs no exchange between threads, unlike loading one number per key.
+    block_size: tl.constexpr = BN if BS % BN == 0 else BS
+    column_key = tile.key_of_column(BN)
+    if BN % block_size == 0:
         key = t * BN
+        starts = tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0).to(tl.int64) * block_stride
+        for i in tl.static_range(1, BN // block_size):
+            key = t * BN + i * BS
+            block = tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0).to(tl.int64)
+            starts = tl.where(column_key // BS == i, block * block_stride, starts)
     else:
-        key = t * BN + tile.key_of_column(BN)
-    return tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0).to(tl.int64)
+        key = t * BN + column_key
+        blocks = tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0)
+        starts = blocks.to(tl.int64) * block_stride
+    return starts
 
 
 @triton.jit
-def addresses(ptr, blocks, t, block_stride, slot_stride, dims, BN: tl.constexpr, BS: tl.constexpr):
-    """Returns [BN, BH] pointers to the keys (or values) of tile t. blocks: what `block_numbers` returned for it."""
+def offsets(starts, t, slot_stride, dims, BN: tl.constexpr, BS: tl.constexpr):
+    """Returns [BN, BH] offsets of the keys (and values) of tile t. starts: what `block_starts` returned for it."""
     column_key = tile.key_of_column(BN)
     if BS % BN == 0:
-        start = ptr + blocks * block_stride + t * BN % BS * slot_stride
-        found = start + column_key[:, None] * slot_stride + dims[None, :]
+        found = starts + t * BN % BS * slot_stride + (column_key[:, None] * slot_stride + dims[None, :])
+    elif BN % BS == 0:
+        found = (starts + column_key % BS * slot_stride)[:, None] + dims[None, :]
     else:
-        rows = blocks * block_stride + (t * BN + column_key) % BS * slot_stride
-        found = ptr + rows[:, None] + dims[None, :]
+        found = (starts + (t * BN + column_key) % BS * slot_stride)[:, None] + dims[None, :]
     return found
 
 
 @triton.jit
 def walk(
-    acc, carry, blocks, q, cache, first, count, position, num_keys, logit_scale, nearer, dims,
+    acc, carry, starts, q, cache, first, count, position, num_keys, logit_scale, nearer, dims,
     MASKED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Processes `count` tiles from tile `first` on, toward lower indices. blocks: those of tile `first`.
+    """Processes `count` tiles from tile `first` on, toward lower indices. starts: `block_starts` of tile `first`.
 
-    Returns acc, carry and the blocks of the tile after the last one.
+    Returns acc, carry and the starts of the tile after the last one.
     """
-    k_ptr, v_ptr, table_ptr, sk_b, sk_s, sv_b, sv_s = cache
+    k_ptr, v_ptr, table_ptr, sc_b, sc_s = cache
     column_key = tile.key_of_column(BN)
     three_passes: tl.constexpr = PRECISION == "tf32x3"  # hoisted values would fill the registers
     for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=three_passes):
         t = first - step
-        k_tile = addresses(k_ptr, blocks, t, sk_b, sk_s, dims, BN, BS)
-        v_tile = addresses(v_ptr, blocks, t, sv_b, sv_s, dims, BN, BS)
+        offset = offsets(starts, t, sc_s, dims, BN, BS)
         # The blocks of a tile are looked up one tile ahead, so that the loads of keys do not wait for them.
-        blocks = block_numbers(table_ptr, t - 1, num_keys, BN, BS)
+        starts = block_starts(table_ptr, t - 1, num_keys, sc_b, BN, BS)
         if MASKED:
             inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
-            k = tl.load(k_tile, mask=inside, other=0.0)
-            v = tl.load(v_tile, mask=inside, other=0.0)
+            k = tl.load(k_ptr + offset, mask=inside, other=0.0)
+            v = tl.load(v_ptr + offset, mask=inside, other=0.0)
         elif H == BH:
-            k = tl.load(k_tile)
-            v = tl.load(v_tile)
+            k = tl.load(k_ptr + offset)
+            v = tl.load(v_ptr + offset)
         else:
-            k = tl.load(k_tile, mask=(dims < H)[None, :], other=0.0)
-            v = tl.load(v_tile, mask=(dims < H)[None, :], other=0.0)
+            k = tl.load(k_ptr + offset, mask=(dims < H)[None, :], other=0.0)
+            v = tl.load(v_ptr + offset, mask=(dims < H)[None, :], other=0.0)
         acc, carry = advance(
             acc, carry, q, k, v, position - t * BN, logit_scale, nearer, MASKED, ROWS, BN, PARTS, PRECISION
         )  # fmt: skip
-    return acc, carry, blocks
+    return acc, carry, starts
 
 
 @triton.jit
@@ -107,9 +116,9 @@ def sweep(
     dims = tl.arange(0, BH)
     acc = tl.zeros([ROWS, BH], tl.float32)
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
-    blocks = block_numbers(cache[2], last - 1, num_keys, BN, BS)
-    acc, carry, blocks = walk(
-        acc, carry, blocks, q, cache, last - 1, last - unmasked, position, num_keys, logit_scale, nearer, dims,
+    starts = block_starts(cache[2], last - 1, num_keys, cache[3], BN, BS)
+    acc, carry, starts = walk(
+        acc, carry, starts, q, cache, last - 1, last - unmasked, position, num_keys, logit_scale, nearer, dims,
         True, H, BH, ROWS, BN, BS, PARTS, PRECISION,
     )  # fmt: skip
     # As in forward.py, the exit is tested once per chunk, and the next chunk is as long as the fullest stick lasts.
@@ -118,8 +127,8 @@ def sweep(
     ahead = first_chunk
     while (t >= first) & (fullest >= threshold):
         count = tl.minimum(t + 1 - first, ahead)
-        acc, carry, blocks = walk(
-            acc, carry, blocks, q, cache, t, count, position, num_keys, logit_scale, nearer, dims,
+        acc, carry, starts = walk(
+            acc, carry, starts, q, cache, t, count, position, num_keys, logit_scale, nearer, dims,
             False, H, BH, ROWS, BN, BS, PARTS, PRECISION,
         )  # fmt: skip
         t -= count
@@ -139,11 +148,11 @@ def lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS: tl.con
 
 
 @triton.jit
-def own_values(v_ptr, table_ptr, sv_b, sv_s, position, num_keys, dims, H: tl.constexpr, BS: tl.constexpr):
+def own_values(v_ptr, table_ptr, sc_b, sc_s, position, num_keys, dims, H: tl.constexpr, BS: tl.constexpr):
     """Returns the values at `position` [R] as float32 [R, BH]; zeros for positions that are not in the cache."""
     held = (position >= 0) & (position < num_keys)
     blocks = tl.load(table_ptr + position // BS, mask=held, other=0).to(tl.int64)
-    rows = v_ptr + blocks * sv_b + position % BS * sv_s
+    rows = v_ptr + blocks * sc_b + position % BS * sc_s
     return tl.load(rows[:, None] + dims[None, :], mask=held[:, None] & (dims < H)[None, :], other=0.0).to(tl.float32)
 
 
@@ -151,7 +160,7 @@ def own_values(v_ptr, table_ptr, sv_b, sv_s, position, num_keys, dims, H: tl.con
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
     num_tokens, num_heads, num_sequences, num_slots, max_blocks, head_group, split_queries, first_chunk, chunk,
-    sq_t, sq_n, sk_b, sk_s, sk_n, sv_b, sv_s, sv_n, st_b, logit_scale, threshold,
+    sq_t, sq_n, sc_b, sc_s, sc_n, st_b, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, KV_GROUP: tl.constexpr,
     REMAINDER: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -174,7 +183,7 @@ def prefill_kernel(
     q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
     kv_head = head // KV_GROUP
     table_ptr += sequence.to(tl.int64) * st_b
-    cache = (k_ptr + kv_head * sk_n, v_ptr + kv_head * sv_n, table_ptr, sk_b, sk_s, sv_b, sv_s)
+    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, sc_s)
 
     position = tl.minimum(offset + row, num_keys)
     last_position = offset + tl.minimum(block * ROWS + ROWS, q_len) - 1
@@ -187,7 +196,7 @@ def prefill_kernel(
         H, BH, ROWS, BN, BS, NEARER, NEARER_PARTS, PARTS, PRECISION,
     )  # fmt: skip
     if REMAINDER:
-        own = own_values(cache[1], table_ptr, sv_b, sv_s, offset + row, num_keys, dims, H, BS)
+        own = own_values(cache[1], table_ptr, sc_b, sc_s, offset + row, num_keys, dims, H, BS)
         acc += tl.exp2(carry)[:, None] * own
     out = token * num_heads + head
     tl.store(o_ptr + out[:, None] * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows)
@@ -198,7 +207,7 @@ def prefill_kernel(
 def split_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, part_ptr, part_rest_ptr, cu_q_ptr, seq_lens_ptr,
     num_tokens, num_kv_heads, num_sequences, max_blocks, split_queries, first_chunk, chunk,
-    sq_t, sq_n, sk_b, sk_s, sk_n, sv_b, sv_s, sv_n, st_b, logit_scale, threshold,
+    sq_t, sq_n, sc_b, sc_s, sc_n, st_b, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, KV_GROUP: tl.constexpr,
     NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +228,7 @@ def split_kernel(
     token = (q_start + row).to(tl.int64)
     q = tl.load(q_ptr + (token * sq_t + head * sq_n)[:, None] + dims[None, :], mask=in_rows, other=0.0)
     table_ptr += sequence.to(tl.int64) * st_b
-    cache = (k_ptr + kv_head * sk_n, v_ptr + kv_head * sv_n, table_ptr, sk_b, sk_s, sv_b, sv_s)
+    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, sc_s)
 
     position = tl.minimum(offset + row, num_keys)
     end = tl.cdiv(tl.minimum(tl.maximum(offset + q_len - 1, 0), num_keys), BN)
@@ -240,7 +249,7 @@ def split_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def merge_kernel(
     part_ptr, part_rest_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
-    num_tokens, num_heads, num_sequences, num_splits, max_blocks, split_queries, sv_b, sv_s, sv_n, st_b,
+    num_tokens, num_heads, num_sequences, num_splits, max_blocks, split_queries, sc_b, sc_s, sc_n, st_b,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr, KV_GROUP: tl.constexpr,
     REMAINDER: tl.constexpr,
 ):  # fmt: skip
@@ -274,7 +283,7 @@ def merge_kernel(
     if REMAINDER:
         table_ptr += sequence.to(tl.int64) * st_b
         position = offset + query + tl.zeros([1], tl.int32)
-        own = own_values(v_ptr + kv_head * sv_n, table_ptr, sv_b, sv_s, position, num_keys, dims, H, BS)
+        own = own_values(v_ptr + kv_head * sc_n, table_ptr, sc_b, sc_s, position, num_keys, dims, H, BS)
         acc += tl.exp2(rest) * tl.sum(own, 0)
     out = (q_start + query).to(tl.int64) * num_heads + head
     tl.store(o_ptr + out * H + dims, acc.to(o_ptr.dtype.element_ty), mask=dims < H)

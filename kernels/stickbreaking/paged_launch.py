@@ -42,9 +42,11 @@ def prefill_config(head_dim: int, dtype: torch.dtype) -> Config:
 
 def split_config(head_dim: int, dtype: torch.dtype, rows: int) -> Config:
     """rows: queries × heads per key head of one sequence, a power of two of at least 16."""
-    key_block = 32 if dtype == torch.float32 and head_dim > 32 else 64
-    stages = 1 if dtype == torch.float32 else 3
-    return Config(rows, key_block, 2 if rows <= 16 and head_dim <= 64 else 4, stages)
+    warps = 2 if rows <= 16 and head_dim <= 64 else 4
+    if dtype == torch.float32:
+        return Config(rows, 32 if head_dim > 32 else 64, warps, 1)
+    # With so many registers, 6 programs of 2 warps (3 of 4 warps) run on a multiprocessor.
+    return Config(rows, 64, warps, 3, 168 if rows <= 16 else None)
 
 
 def split_rows(max_seqlen_q: int, group: int) -> int:
@@ -55,10 +57,8 @@ def split_rows(max_seqlen_q: int, group: int) -> int:
     return rows if rows <= MAX_SPLIT_ROWS else 0
 
 
-def _strides(k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> dict[str, int]:
-    names = {"b": 0, "s": 1, "n": 2}
-    caches = {f"s{x}_{name}": t.stride(i) for x, t in (("k", k_cache), ("v", v_cache)) for name, i in names.items()}
-    return caches | {"st_b": block_table.stride(0)}
+def _strides(cache: Tensor, block_table: Tensor) -> dict[str, int]:
+    return dict(zip(("sc_b", "sc_s", "sc_n"), cache.stride())) | {"st_b": block_table.stride(0)}
 
 
 def paged(
@@ -145,7 +145,7 @@ def _prefill(
         num_tokens, num_heads, num_sequences, num_slots, block_table.shape[1], heads, split_queries,
         FIRST_CHUNK["prefill"], CHUNK, q.stride(0), q.stride(1),
         logit_scale=logit_scale, threshold=threshold, REMAINDER=remainder,
-        **_strides(k_cache, v_cache, block_table), **_constants(q, k_cache, config), **launch(config),
+        **_strides(k_cache, block_table), **_constants(q, k_cache, config), **launch(config),
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def _split(
     shape = (num_splits, num_sequences, num_kv_heads, config.row_block)
     part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     part_rest = torch.empty(shape, dtype=torch.float32, device=q.device)
-    constants, strides = _constants(q, k_cache, config), _strides(k_cache, v_cache, block_table)
+    constants, strides = _constants(q, k_cache, config), _strides(k_cache, block_table)
     split_kernel[(num_splits, num_kv_heads, num_sequences)](
         q, k_cache, v_cache, block_table, part, part_rest, cu_q, seq_lens,
         num_tokens, num_kv_heads, num_sequences, block_table.shape[1], split_queries, FIRST_CHUNK["split"], CHUNK,
@@ -177,7 +177,6 @@ def _split(
     merge_kernel[(num_heads, max_queries, num_sequences)](
         part, part_rest, v_cache, block_table, o, log_rest, cu_q, seq_lens,
         num_tokens, num_heads, num_sequences, num_splits, block_table.shape[1], split_queries,
-        **{name: strides[name] for name in ("sv_b", "sv_s", "sv_n", "st_b")},
-        **{name: constants[name] for name in ("H", "BH", "ROWS", "BS", "KV_GROUP")},
+        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BS", "KV_GROUP")},
         REMAINDER=remainder, num_warps=4,
     )  # fmt: skip

@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from ssscale_kernels.stickbreaking.paged_launch import paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
 from torch import Tensor
+from triton.runtime import interpreter
 
 
 class Case(NamedTuple):
-    """queries, keys: of each sequence, the new tokens included in the keys. std: of q; below 0, of low logits."""
+    """One batch. queries, keys: of each sequence, the keys with those of the new tokens."""
 
     queries: list[int]
     keys: list[int]
@@ -24,12 +26,14 @@ class Case(NamedTuple):
     num_heads: int = 2
     num_kv_heads: int = 1
     head_dim: int = 16
-    std: float = 1.0
+    std: float = 1.0  # of q; below 0, of low logits
     remainder: bool = False
     max_seqlen_q: int | None = None
-    shared: int = 0  # blocks at the start that all sequences share
-    layout: str = "vllm"
+    max_seqlen_k: int | None = None
     num_splits: int | None = None
+    shared: int = 0  # blocks at the start that all sequences share
+    heads_first: bool = False  # the order in memory: heads before slots, k and v interleaved
+    padding: int = 0  # tokens of q after the last sequence
 
 
 CASES = {
@@ -43,7 +47,10 @@ CASES = {
     "blocks of 128": Case([2, 17], [300, 129], block_size=128, remainder=True),
     "blocks of 48": Case([1, 40], [100, 97], block_size=48),
     "wide": Case([2, 40], [70, 65], head_dim=72, num_heads=1),
-    "narrow": Case([2, 20], [70, 65], head_dim=24, block_size=32, layout="heads first"),
+    "narrow": Case([2, 20], [70, 65], head_dim=24, block_size=32, heads_first=True),
+    "loose bounds": Case([1, 2], [90, 40], max_seqlen_q=5, max_seqlen_k=5000, remainder=True, padding=3),
+    "padding": Case([20, 0], [33, 0], padding=70),
+    "more heads than rows": Case([1, 2], [40, 17], num_heads=66, remainder=True),
     "huge": Case([1, 40], [100, 90], std=30.0),
     "low": Case([1, 40], [100, 90], std=-20.0, remainder=True),
 }
@@ -57,7 +64,7 @@ def starts(lengths: list[int]) -> Tensor:
 def new_cache(case: Case, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Two caches [num_blocks, block_size, K, H] full of NaN, in strides that engines have."""
     size = (case.block_size, case.num_kv_heads, case.head_dim)
-    if case.layout == "vllm":
+    if not case.heads_first:
         both = torch.full((num_blocks, 2, *size), torch.nan, dtype=dtype)
         return both[:, 0], both[:, 1]
     both = torch.full((num_blocks, size[1], size[0], 2 * size[2]), torch.nan, dtype=dtype).transpose(1, 2)
@@ -80,11 +87,36 @@ def make(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
         k, v = (torch.randn(num_keys, case.num_kv_heads, case.head_dim, generator=generator) for _ in range(2))
         for j in range(num_keys):
             slot = blocks[j // case.block_size], j % case.block_size
-            if i == 0 or j >= case.shared * case.block_size or num_keys and k_cache[slot].isnan().any():
+            if k_cache[slot].isnan().any():  # else another sequence shares it
                 k_cache[slot], v_cache[slot] = (k[j].abs() if case.std < 0 else k[j]).to(dtype), v[j].to(dtype)
-    q = torch.randn(sum(case.queries), case.num_heads, case.head_dim, generator=generator)
-    q = case.std * (q.abs() / case.head_dim if case.std < 0 else q)
-    return q.to(dtype), k_cache, v_cache, table, starts(case.queries), torch.tensor(case.keys, dtype=torch.int32)
+    num_tokens, size = sum(case.queries), (case.num_heads, case.head_dim)
+    q = torch.full((num_tokens + case.padding, size[0], size[1] + 8), torch.nan, dtype=dtype)[..., : size[1]]
+    drawn = torch.randn(num_tokens, *size, generator=generator)
+    q[:num_tokens] = (case.std * (drawn.abs() / case.head_dim if case.std < 0 else drawn)).to(dtype)
+    return q, k_cache, v_cache, table, starts(case.queries), torch.tensor(case.keys, dtype=torch.int32)
+
+
+def repair_bfloat16() -> None:
+    """Makes the interpreter of Triton 3.6 and 3.7 compute with bfloat16, which it keeps as bits in uint16.
+
+    It multiplies the bits as integers in dot, and truncates where the GPU rounds.
+    """
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    create_dot, cast = builder.create_dot, builder.cast_impl
+
+    def widened(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return handle((x.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+    def cast_impl(self: object, x: interpreter.TensorHandle, dtype: tl.dtype) -> interpreter.TensorHandle:
+        if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, x, dtype)
+        rounded = torch.from_numpy(x.data.copy()).bfloat16()
+        return handle(rounded.view(torch.int16).numpy().view("uint16"), dtype.scalar)
+
+    builder.create_dot = lambda self, a, b, *others: create_dot(self, widened(a), widened(b), *others)
+    builder.cast_impl = cast_impl
 
 
 def fill_with_nan() -> None:
@@ -98,11 +130,14 @@ def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0) -> dict[str, ob
     q, k_cache, v_cache, *layout = inputs
     scale = 0.3 if case.head_dim == 16 else case.head_dim**-0.5
     longest = case.max_seqlen_q or q.shape[0]
-    o, rest = paged(*inputs, longest, max(case.keys), scale, skip_below, case.remainder, num_splits=case.num_splits)
+    most = case.max_seqlen_k or max(case.keys)
+    ours = paged(*inputs, longest, most, scale, skip_below, case.remainder, num_splits=case.num_splits)
+    o, rest = (x[: sum(case.queries)] for x in ours)
     exact, exact_rest = paged_reference(
         q.double(), k_cache.double(), v_cache.double(), *layout, scale, remainder=case.remainder
     )
     same, same_rest = paged_reference(*inputs, scale, remainder=case.remainder)
+    exact, exact_rest, same, same_rest = (x[: sum(case.queries)] for x in (exact, exact_rest, same, same_rest))
     values = v_cache.double().nan_to_num(0)
     return {
         name: (
@@ -123,6 +158,7 @@ if __name__ == "__main__":
     only = sys.argv[2:]
     assert triton.knobs.runtime.interpret
     fill_with_nan()
+    repair_bfloat16()
     for name, case in CASES.items():
         if not only or name in only:
             print(json.dumps({"case": f"{name}-{dtype}"} | run(case, dtype)), flush=True)
