@@ -53,7 +53,7 @@ def paged_stickbreaking(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     max_seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
     max_seqlen_k = block_table.shape[1] * k_cache.shape[1] if max_seqlen_k is None else max_seqlen_k
-    return paged_op(  # type: ignore[no-any-return]
+    return paged_op(
         q,
         k_cache,
         v_cache,
@@ -165,7 +165,9 @@ def _check_layout(q: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seq_lens
         or seq_lens.shape != block_table.shape[:1]
         or cu_seqlens_q.shape != (seq_lens.shape[0] + 1,)
     ):
-        raise ValueError(f"a paged cache takes block_table [B, max_blocks], [B + 1] boundaries, [B] lengths, got {shapes}")
+        raise ValueError(
+            f"a paged cache takes block_table [B, max_blocks], [B + 1] boundaries, [B] lengths, got {shapes}"
+        )
     for name, x in (("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q), ("seq_lens", seq_lens)):
         if x.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")

@@ -1,4 +1,3 @@
-# ruff: noqa: B023 (every closure is called within its own turn of the loop)
 """python -m ssscale_kernels.stickbreaking.paged_benchmark: checks the paged kernels, then times them next to the
 contiguous ones.
 
@@ -8,6 +7,7 @@ Needs a CUDA GPU. Takes about 4 minutes on an H200, most of them compiling.
 import argparse
 import itertools
 import time
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 
@@ -99,7 +99,8 @@ def check() -> None:
                     share = error / (2 * allowed + (1e-5 + 2 * skip_below) * max(size, 1.0))
                     worst = max(worst, share if share == share else float("inf"))
         case = f"{dtype}, {head_dim} dims, blocks of {block_size}, remainder {remainder}"
-        print(f"{'ok' if worst <= 1 else 'OVER BUDGET'}: {case}: worst error {worst:.2f} of what is allowed", flush=True)
+        verdict = "ok" if worst <= 1 else "OVER BUDGET"
+        print(f"{verdict}: {case}: worst error {worst:.2f} of what is allowed", flush=True)
 
 
 def check_graph() -> None:
@@ -141,6 +142,7 @@ def compare(batch: int, num_queries: int, length: int) -> None:
         cu_q, cu_k = starts(batch, num_queries), starts(batch, length)
         offsets = torch.full((batch,), length - num_queries, dtype=torch.int32, device="cuda")
         before = (q, k, v, cu_q, cu_k, offsets, None)
+        contiguous: Callable[[], tuple[Tensor, ...]]
         if num_queries == 1:
             contiguous = partial(decode, *before, 1, length, HEAD_DIM**-0.5, SKIP_BELOW)
         else:
@@ -159,7 +161,7 @@ def compare(batch: int, num_queries: int, length: int) -> None:
             took = graph_ms([call] * calls, 40)
             cells.append(f"{1e3 * took:.1f} ({took / usual:.2f})")
             del k_cache, v_cache, call
-    print(f"| {num_queries} × {batch} behind {length - num_queries:,} | " + " | ".join(cells) + " |", flush=True)
+    print(f"| {num_queries:,} × {batch}, {length:,} | " + " | ".join(cells) + " |", flush=True)
 
 
 def tune() -> None:
@@ -186,12 +188,14 @@ def main() -> None:
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}")
     if arguments.tune:
-        return tune()
+        tune()
+        return
     check()
     check_graph()
     print(f"checked after {time.perf_counter() - began:.0f} s; times in µs, in brackets as multiples of contiguous")
-    kinds = [f"{name}, {kind}" for kind in ("dense", "spent") for name in ("contiguous", *(f"blocks of {n}" for n in BLOCK_SIZES))]
-    print(f"| queries × batch | {' | '.join(kinds)} |\n|{'---|' * (1 + len(kinds))}")
+    names = ["contiguous", *(f"blocks of {n}" for n in BLOCK_SIZES)]
+    kinds = [f"{kind}, {name}" for kind in ("dense", "spent") for name in names]
+    print(f"| queries × batch, keys | {' | '.join(kinds)} |\n|{'---|' * (1 + len(kinds))}")
     for length, batch in itertools.product(LENGTHS, BATCHES):
         compare(batch, 1, length)
     for behind in BEHIND:

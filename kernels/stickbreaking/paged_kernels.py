@@ -12,7 +12,7 @@ from . import tile
 # Counts vary between batches. Triton must not compile again when one of them is 1 or a multiple of 16.
 COUNTS = (
     "num_tokens", "num_heads", "num_kv_heads", "num_sequences", "num_slots", "num_splits", "max_blocks", "head_group",
-    "split_queries", "first_chunk", "chunk",
+    "split_queries", "first_chunk", "chunk", "st_b",
 )  # fmt: skip
 # Splits that the merge loads at once.
 MERGED = tl.constexpr(32)

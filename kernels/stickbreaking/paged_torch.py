@@ -1,5 +1,6 @@
 """The CPU implementation over a paged cache: exact, vectorised over heads and sequences of similar lengths."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -30,9 +31,7 @@ def _gather(cache: Tensor, blocks: Tensor, held: Tensor, dtype: torch.dtype) -> 
     return x.masked_fill(~held[..., None, None], 0).to(dtype).transpose(1, 2)[:, :, None]
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float, remainder: bool
-) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float, remainder: bool) -> tuple[Tensor, Tensor]:
     """q [B, K, G, C, H]; k, v [B, K, 1, S, H]; position [B, C]. Returns o [B, K, G, C, H] and log_rest [B, K, G, C]."""
     num_keys = k.shape[3]
     key = torch.arange(num_keys)
@@ -62,7 +61,7 @@ def forward(
     dtype = torch.promote_types(q.dtype, torch.float32)
     block_size, num_kv_heads = k_cache.shape[1:3]
     o, log_rest = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[:2], dtype=dtype)
-    queries = [end - start for start, end in zip(starts, starts[1:])]
+    queries = [end - start for start, end in itertools.pairwise(starts)]
     for batch in _batches(queries, seq_lens, q.shape[1]):
         num_queries = queries[batch[0]]
         lengths = torch.tensor([seq_lens[i] for i in batch])

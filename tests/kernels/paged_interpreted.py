@@ -41,7 +41,9 @@ CASES = {
     "chunk": Case([66], [150], block_size=32, remainder=True, max_seqlen_q=66),
     "mixed": Case([1, 0, 65, 3, 0, 20], [100, 0, 130, 3, 40, 85], remainder=True, shared=2),
     "decode": Case([1, 1, 0, 1], [300, 65, 20, 1], num_heads=6, num_kv_heads=2, max_seqlen_q=1, num_splits=3),
-    "remainder": Case([1, 2, 1], [129, 17, 1], num_heads=6, num_kv_heads=2, remainder=True, max_seqlen_q=2, num_splits=7),
+    "remainder": Case(
+        [1, 2, 1], [129, 17, 1], num_heads=6, num_kv_heads=2, remainder=True, max_seqlen_q=2, num_splits=7
+    ),
     "many splits": Case([1], [2400], num_heads=1, max_seqlen_q=1, num_splits=37),
     "blocks of 64": Case([1, 70], [64, 128], block_size=64, shared=1),
     "blocks of 128": Case([2, 17], [300, 129], block_size=128, remainder=True),
