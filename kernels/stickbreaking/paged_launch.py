@@ -19,10 +19,8 @@ from .paged_kernels import merge_kernel, prefill_kernel, split_kernel
 # Enough programs to fill 132 multiprocessors eight times. A split of fewer than MIN_KEYS keys is not worth its merge.
 TARGET_PROGRAMS = 1056
 MIN_KEYS = 256
-# Up to this many queries × heads per key head, the keys of a sequence are split.
-MAX_SPLIT_ROWS = 64
-# Rows of split_kernel in batches that have longer sequences as well.
-MIXED_SPLIT_ROWS = 16
+# Rows of split_kernel: up to the last of these queries × heads per key head, the keys of a sequence are split.
+SPLIT_ROWS = (16, 64)
 # Tiles between two tests for the exit: the first time, and at most.
 FIRST_CHUNK, CHUNK = {"prefill": 2, "split": 4}, 16
 
@@ -41,7 +39,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype) -> Config:
 
 
 def split_config(head_dim: int, dtype: torch.dtype, rows: int) -> Config:
-    """rows: queries × heads per key head of one sequence, a power of two of at least 16."""
+    """rows: one of SPLIT_ROWS."""
     warps = 2 if rows <= 16 and head_dim <= 64 else 4
     if dtype == torch.float32:
         return Config(rows, 32 if head_dim > 32 else 64, warps, 1)
@@ -50,11 +48,13 @@ def split_config(head_dim: int, dtype: torch.dtype, rows: int) -> Config:
 
 
 def split_rows(max_seqlen_q: int, group: int) -> int:
-    """Returns the rows of split_kernel, or 0 if no sequence is split: powers of two, `group` rows per query."""
-    rows = max(16, triton.next_power_of_2(max_seqlen_q * group))
-    if rows > MAX_SPLIT_ROWS:
-        rows = max(MIXED_SPLIT_ROWS, triton.next_power_of_2(group))
-    return rows if rows <= MAX_SPLIT_ROWS else 0
+    """Returns the rows of split_kernel, or 0 if no sequence is split. A query takes `group` rows.
+
+    Products of 32 rows need more registers than those of 64, the fewest of Hopper's asynchronous ones.
+    """
+    # In batches that have longer sequences as well, those of few rows are split.
+    needed = max_seqlen_q * group if max_seqlen_q * group <= SPLIT_ROWS[-1] else group
+    return next((rows for rows in SPLIT_ROWS if rows >= needed), 0)
 
 
 def _strides(cache: Tensor, block_table: Tensor) -> dict[str, int]:
