@@ -44,6 +44,7 @@ CASES = {
     "remainder": Case(
         [1, 2, 1], [129, 17, 1], num_heads=6, num_kv_heads=2, remainder=True, max_seqlen_q=2, num_splits=7
     ),
+    "64 rows": Case([6, 5, 0], [150, 5, 70], num_heads=6, num_kv_heads=2, max_seqlen_q=6, num_splits=2),
     "many splits": Case([1], [2400], num_heads=1, max_seqlen_q=1, num_splits=37),
     "blocks of 64": Case([1, 70], [64, 128], block_size=64, shared=1),
     "blocks of 128": Case([2, 17], [300, 129], block_size=128, remainder=True),
