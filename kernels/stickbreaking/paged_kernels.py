@@ -1,0 +1,290 @@
+"""The Triton kernels over a paged key/value cache: prefill, decode split over the keys, and the merge of the splits.
+
+Key j of a sequence is in slot j % BS of block table[j // BS], where BS is the block size. Tiles of BN keys are walked
+as in forward.py and decode.py. `advance` is the algebra of a tile; the rest of this file only finds the tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from . import tile
+
+# Counts vary between batches. Triton must not compile again when one of them is 1 or a multiple of 16.
+COUNTS = (
+    "num_tokens", "num_heads", "num_kv_heads", "num_sequences", "num_slots", "num_splits", "max_blocks", "head_group",
+    "split_queries", "first_chunk", "chunk", "st_b",
+)  # fmt: skip
+# Splits that the merge loads at once.
+MERGED = tl.constexpr(32)
+
+
+@triton.jit
+def advance(
+    acc, carry, q, k, v, limit, logit_scale, nearer,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns acc and carry after one more tile, the next farther one.
+
+    acc [ROWS, BH]: Σ A_ij v_i. carry [ROWS]: log2 of the stick that is left. q [ROWS, BH]; k, v [BN, BH], whose rows
+    are in the order of `tile.key_of_column`. MASKED: row i attends only to the first limit[i] keys.
+    """
+    z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
+    u0, u1, u2, u3, _, capped, spent = tile.spend(z, limit, MASKED, ROWS, BN)
+    rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
+    a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
+    weights = tile.whole(a0, a1, a2, a3, ROWS, BN)
+    return tile.multiply(weights, v, acc, False, PARTS, PRECISION), carry - tl.sum(spent, 1)
+
+
+@triton.jit
+def block_starts(table_ptr, t, num_keys, block_stride, BN: tl.constexpr, BS: tl.constexpr):
+    """Returns where the blocks of tile t start in the cache: one offset if the tile is in one block, else [BN]."""
+    # Loading one number per block and selecting needs no exchange between threads, unlike loading one number per key.
+    block_size: tl.constexpr = BN if BS % BN == 0 else BS
+    column_key = tile.key_of_column(BN)
+    if BN % block_size == 0:
+        key = t * BN
+        starts = tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0).to(tl.int64) * block_stride
+        for i in tl.static_range(1, BN // block_size):
+            key = t * BN + i * BS
+            block = tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0).to(tl.int64)
+            starts = tl.where(column_key // BS == i, block * block_stride, starts)
+    else:
+        key = t * BN + column_key
+        blocks = tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0)
+        starts = blocks.to(tl.int64) * block_stride
+    return starts
+
+
+@triton.jit
+def offsets(starts, t, slot_stride, dims, BN: tl.constexpr, BS: tl.constexpr):
+    """Returns [BN, BH] offsets of the keys (and values) of tile t. starts: what `block_starts` returned for it."""
+    column_key = tile.key_of_column(BN)
+    if BS % BN == 0:
+        found = starts + t * BN % BS * slot_stride + (column_key[:, None] * slot_stride + dims[None, :])
+    elif BN % BS == 0:
+        found = (starts + column_key % BS * slot_stride)[:, None] + dims[None, :]
+    else:
+        found = (starts + (t * BN + column_key) % BS * slot_stride)[:, None] + dims[None, :]
+    return found
+
+
+@triton.jit
+def walk(
+    acc, carry, starts, q, cache, first, count, position, num_keys, logit_scale, nearer, dims,
+    MASKED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Processes `count` tiles from tile `first` on, toward lower indices. starts: `block_starts` of tile `first`.
+
+    Returns acc, carry and the starts of the tile after the last one.
+    """
+    k_ptr, v_ptr, table_ptr, sc_b, sc_s = cache
+    column_key = tile.key_of_column(BN)
+    three_passes: tl.constexpr = PRECISION == "tf32x3"  # hoisted values would fill the registers
+    for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=three_passes):
+        t = first - step
+        offset = offsets(starts, t, sc_s, dims, BN, BS)
+        # The blocks of a tile are looked up one tile ahead, so that the loads of keys do not wait for them.
+        starts = block_starts(table_ptr, t - 1, num_keys, sc_b, BN, BS)
+        if MASKED:
+            inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
+            k = tl.load(k_ptr + offset, mask=inside, other=0.0)
+            v = tl.load(v_ptr + offset, mask=inside, other=0.0)
+        elif H == BH:
+            k = tl.load(k_ptr + offset)
+            v = tl.load(v_ptr + offset)
+        else:
+            k = tl.load(k_ptr + offset, mask=(dims < H)[None, :], other=0.0)
+            v = tl.load(v_ptr + offset, mask=(dims < H)[None, :], other=0.0)
+        acc, carry = advance(
+            acc, carry, q, k, v, position - t * BN, logit_scale, nearer, MASKED, ROWS, BN, PARTS, PRECISION
+        )  # fmt: skip
+    return acc, carry, starts
+
+
+@triton.jit
+def sweep(
+    carry, q, cache, position, num_keys, last, unmasked, first, first_chunk, chunk, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, NEARER: tl.constexpr,
+    NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walks the tiles last − 1 to first until every stick is below the threshold. Returns acc and carry.
+
+    Tiles below `unmasked` are visible to all rows as a whole.
+    """
+    dims = tl.arange(0, BH)
+    acc = tl.zeros([ROWS, BH], tl.float32)
+    nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
+    starts = block_starts(cache[2], last - 1, num_keys, cache[3], BN, BS)
+    acc, carry, starts = walk(
+        acc, carry, starts, q, cache, last - 1, last - unmasked, position, num_keys, logit_scale, nearer, dims,
+        True, H, BH, ROWS, BN, BS, PARTS, PRECISION,
+    )  # fmt: skip
+    # As in forward.py, the exit is tested once per chunk, and the next chunk is as long as the fullest stick lasts.
+    t = unmasked - 1
+    fullest = tl.max(carry, 0)
+    ahead = first_chunk
+    while (t >= first) & (fullest >= threshold):
+        count = tl.minimum(t + 1 - first, ahead)
+        acc, carry, starts = walk(
+            acc, carry, starts, q, cache, t, count, position, num_keys, logit_scale, nearer, dims,
+            False, H, BH, ROWS, BN, BS, PARTS, PRECISION,
+        )  # fmt: skip
+        t -= count
+        left = tl.max(carry, 0)
+        lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
+        ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
+        fullest = left
+    return acc, carry
+
+
+@triton.jit
+def lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS: tl.constexpr):
+    """Returns a sequence's first token, its number of new tokens, its number of keys and its first new position."""
+    q_start, q_len = tile.bounds(cu_q_ptr, sequence, num_tokens)
+    seq_len = tl.load(seq_lens_ptr + sequence).to(tl.int32)
+    return q_start, q_len, tl.minimum(tl.maximum(seq_len, 0), max_blocks * BS), seq_len - q_len
+
+
+@triton.jit
+def own_values(v_ptr, table_ptr, sc_b, sc_s, position, num_keys, dims, H: tl.constexpr, BS: tl.constexpr):
+    """Returns the values at `position` [R] as float32 [R, BH]; zeros for positions that are not in the cache."""
+    held = (position >= 0) & (position < num_keys)
+    blocks = tl.load(table_ptr + position // BS, mask=held, other=0).to(tl.int64)
+    rows = v_ptr + blocks * sc_b + position % BS * sc_s
+    return tl.load(rows[:, None] + dims[None, :], mask=held[:, None] & (dims < H)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
+    num_tokens, num_heads, num_sequences, num_slots, max_blocks, head_group, split_queries, first_chunk, chunk,
+    sq_t, sq_n, sc_b, sc_s, sc_n, st_b, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, KV_GROUP: tl.constexpr,
+    REMAINDER: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ROWS queries of one head. Leaves sequences of up to `split_queries` queries to split_kernel."""
+    places = tl.cdiv(num_slots, num_sequences) * num_sequences
+    head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
+    slot = tile.slot_at(place, num_slots, num_sequences, True)
+    if slot >= num_slots:
+        return
+    sequence, block = tile.locate(cu_q_ptr, slot, num_sequences, ROWS)
+    q_start, q_len, num_keys, offset = lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS)
+    if (block < 0) | (block * ROWS >= q_len) | (q_len <= split_queries):
+        return
+    row = block * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, BH)
+    row_ok = row < q_len
+    in_rows = row_ok[:, None] & (dims < H)[None, :]
+    token = (q_start + row).to(tl.int64)
+    q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
+    kv_head = head // KV_GROUP
+    table_ptr += sequence.to(tl.int64) * st_b
+    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, sc_s)
+
+    position = tl.minimum(offset + row, num_keys)
+    last_position = offset + tl.minimum(block * ROWS + ROWS, q_len) - 1
+    last = tl.cdiv(tl.minimum(tl.maximum(last_position, 0), num_keys), BN)
+    unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), num_keys) // BN
+    # Rows beyond the sequence must not delay the exit.
+    carry = tl.where(row_ok, 0.0, -1e30)
+    acc, carry = sweep(
+        carry, q, cache, position, num_keys, last, unmasked, 0, first_chunk, chunk, logit_scale, threshold,
+        H, BH, ROWS, BN, BS, NEARER, NEARER_PARTS, PARTS, PRECISION,
+    )  # fmt: skip
+    if REMAINDER:
+        own = own_values(cache[1], table_ptr, sc_b, sc_s, offset + row, num_keys, dims, H, BS)
+        acc += tl.exp2(carry)[:, None] * own
+    out = token * num_heads + head
+    tl.store(o_ptr + out[:, None] * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows)
+    tl.store(log_rest_ptr + out, carry * tile.LN_2, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def split_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, part_ptr, part_rest_ptr, cu_q_ptr, seq_lens_ptr,
+    num_tokens, num_kv_heads, num_sequences, max_blocks, split_queries, first_chunk, chunk,
+    sq_t, sq_n, sc_b, sc_s, sc_n, st_b, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, KV_GROUP: tl.constexpr,
+    NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One split of the keys, split 0 being the nearest, for all queries and query heads of one key head."""
+    split = tl.program_id(0)
+    num_splits = tl.num_programs(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    q_start, q_len, num_keys, offset = lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS)
+    if (q_len == 0) | (q_len > split_queries):
+        return
+    local = tl.arange(0, ROWS)
+    row = local // KV_GROUP
+    head = kv_head * KV_GROUP + local % KV_GROUP
+    dims = tl.arange(0, BH)
+    row_ok = row < q_len
+    in_rows = row_ok[:, None] & (dims < H)[None, :]
+    token = (q_start + row).to(tl.int64)
+    q = tl.load(q_ptr + (token * sq_t + head * sq_n)[:, None] + dims[None, :], mask=in_rows, other=0.0)
+    table_ptr += sequence.to(tl.int64) * st_b
+    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, sc_s)
+
+    position = tl.minimum(offset + row, num_keys)
+    end = tl.cdiv(tl.minimum(tl.maximum(offset + q_len - 1, 0), num_keys), BN)
+    per_split = tl.cdiv(end, num_splits)
+    last = tl.maximum(end - split * per_split, 0)
+    first = tl.maximum(last - per_split, 0)
+    unmasked = tl.maximum(tl.minimum(tl.minimum(tl.maximum(offset, 0), num_keys) // BN, last), first)
+    carry = tl.where(row_ok, 0.0, -1e30)
+    acc, carry = sweep(
+        carry, q, cache, position, num_keys, last, unmasked, first, first_chunk, chunk, logit_scale, threshold,
+        H, BH, ROWS, BN, BS, NEARER, NEARER_PARTS, PARTS, PRECISION,
+    )  # fmt: skip
+    out = ((split * num_sequences + sequence).to(tl.int64) * num_kv_heads + kv_head) * ROWS + local
+    tl.store(part_ptr + out[:, None] * H + dims[None, :], acc, mask=in_rows)
+    tl.store(part_rest_ptr + out, carry, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def merge_kernel(
+    part_ptr, part_rest_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
+    num_tokens, num_heads, num_sequences, num_splits, max_blocks, split_queries, sc_b, sc_s, sc_n, st_b,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr, KV_GROUP: tl.constexpr,
+    REMAINDER: tl.constexpr,
+):  # fmt: skip
+    """Adds the splits of one query and head from the nearest on, each scaled by what the nearer ones left."""
+    head = tl.program_id(0)
+    query = tl.program_id(1)
+    sequence = tl.program_id(2)
+    q_start, q_len, num_keys, offset = lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS)
+    if (query >= q_len) | (q_len > split_queries):
+        return
+    dims = tl.arange(0, BH)
+    kv_head = head // KV_GROUP
+    rows = tl.full([], 1, tl.int64) * (num_heads // KV_GROUP) * ROWS  # of a sequence
+    first_row = sequence * rows + kv_head * ROWS + query * KV_GROUP + head % KV_GROUP
+    rest = tl.zeros([], tl.float32)
+    acc = tl.zeros([BH], tl.float32)
+    for start in range(0, num_splits, MERGED):
+        split = start + tl.arange(0, MERGED)
+        part_row = first_row + split * (num_sequences * rows)
+        left = tl.load(part_rest_ptr + part_row, mask=split < num_splits, other=0.0)
+        # What all nearer splits leave is summed without the split itself: subtracting it would cancel.
+        nearer = (split > start) & (split <= num_splits)
+        before = tl.load(part_rest_ptr + part_row - num_sequences * rows, mask=nearer, other=0.0)
+        share = tl.exp2(rest + tl.cumsum(before, 0))
+        live = (split < num_splits) & (share > 0)
+        part = tl.load(
+            part_ptr + part_row[:, None] * H + dims[None, :], mask=live[:, None] & (dims < H)[None, :], other=0.0
+        )
+        acc += tl.sum(share[:, None] * part, 0)
+        rest += tl.sum(left, 0)
+    if REMAINDER:
+        table_ptr += sequence.to(tl.int64) * st_b
+        position = offset + query + tl.zeros([1], tl.int32)
+        own = own_values(v_ptr + kv_head * sc_n, table_ptr, sc_b, sc_s, position, num_keys, dims, H, BS)
+        acc += tl.exp2(rest) * tl.sum(own, 0)
+    out = (q_start + query).to(tl.int64) * num_heads + head
+    tl.store(o_ptr + out * H + dims, acc.to(o_ptr.dtype.element_ty), mask=dims < H)
+    tl.store(log_rest_ptr + out, rest * tile.LN_2)

@@ -1,0 +1,182 @@
+"""Launches the kernels of paged_kernels.py. Grids depend on shapes and upper bounds only, never on values on the GPU."""
+
+import torch
+import triton
+from torch import Tensor
+
+from .forward import (
+    GROUP_BYTES,
+    Config,
+    SumTypes,
+    forward_config,
+    last_contiguous,
+    launch,
+    log2_threshold,
+    sum_types,
+)
+from .paged_kernels import merge_kernel, prefill_kernel, split_kernel
+
+# Enough programs to fill 132 multiprocessors eight times. A split of fewer than MIN_KEYS keys is not worth its merge.
+TARGET_PROGRAMS = 1056
+MIN_KEYS = 256
+# Rows of split_kernel: up to the last of these queries × heads per key head, the keys of a sequence are split.
+SPLIT_ROWS = (16, 64)
+# Tiles between two tests for the exit: the first time, and at most.
+FIRST_CHUNK, CHUNK = {"prefill": 2, "split": 4}, 16
+
+
+def paged_sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
+    """Returns the formats of `forward.sum_types`, but two parts for bf16 weights.
+
+    half.py's conversion of all values to fp16 would read the whole cache for a few queries.
+    """
+    sums = sum_types(dtype, key_block)
+    return sums._replace(parts=2) if dtype == torch.bfloat16 else sums
+
+
+def prefill_config(head_dim: int, dtype: torch.dtype) -> Config:
+    return forward_config(head_dim, dtype)
+
+
+def split_config(head_dim: int, dtype: torch.dtype, rows: int) -> Config:
+    """rows: one of SPLIT_ROWS."""
+    warps = 2 if rows <= 16 and head_dim <= 64 else 4
+    if dtype == torch.float32:
+        return Config(rows, 32 if head_dim > 32 else 64, warps, 1)
+    # With so many registers, 6 programs of 2 warps (3 of 4 warps) run on a multiprocessor.
+    return Config(rows, 64, warps, 3, 168 if rows <= 16 else None)
+
+
+def split_rows(max_seqlen_q: int, group: int) -> int:
+    """Returns the rows of split_kernel, or 0 if no sequence is split. A query takes `group` rows.
+
+    Products of 32 rows need more registers than those of 64, the fewest of Hopper's asynchronous ones.
+    """
+    # In batches that have longer sequences as well, those of few rows are split.
+    needed = max_seqlen_q * group if max_seqlen_q * group <= SPLIT_ROWS[-1] else group
+    return next((rows for rows in SPLIT_ROWS if rows >= needed), 0)
+
+
+def _strides(cache: Tensor, block_table: Tensor) -> dict[str, int]:
+    return dict(zip(("sc_b", "sc_s", "sc_n"), cache.stride())) | {"st_b": block_table.stride(0)}
+
+
+def paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    skip_below: float,
+    remainder: bool,
+    num_splits: int | None = None,
+    prefill: Config | None = None,
+    split: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Runs the kernels; arguments and results are those of `paged.paged_stickbreaking`, the defaults filled in.
+
+    Short sequences go to split_kernel and the others to prefill_kernel, which each program decides by itself: both are
+    launched unless max_seqlen_q excludes one of them. num_splits, prefill, split: replace the chosen settings.
+    """
+    q, block_table = last_contiguous(q), last_contiguous(block_table)
+    num_tokens, num_heads, head_dim = q.shape
+    o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    log_rest = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+    if num_tokens == 0 or seq_lens.shape[0] == 0:
+        return o, log_rest
+    group = num_heads // k_cache.shape[2]
+    rows = split_rows(max_seqlen_q, group)
+    split_queries = rows // group
+    inputs = (q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
+    settings = (scale * 1.4426950408889634, log2_threshold(skip_below), remainder, split_queries)
+    if max_seqlen_q > split_queries:
+        _prefill(inputs, o, log_rest, *settings, prefill or prefill_config(head_dim, q.dtype), max_seqlen_k)
+    if split_queries:
+        split = split or split_config(head_dim, q.dtype, rows)
+        num_splits = num_splits or default_splits(max_seqlen_k, k_cache.shape[2], seq_lens.shape[0])
+        _split(inputs, o, log_rest, *settings, split, num_splits, min(max_seqlen_q, split_queries))
+    return o, log_rest
+
+
+def default_splits(max_seqlen_k: int, num_kv_heads: int, num_sequences: int) -> int:
+    wanted = triton.cdiv(TARGET_PROGRAMS, num_kv_heads * max(1, num_sequences))
+    return max(1, min(wanted, triton.cdiv(max_seqlen_k, MIN_KEYS)))
+
+
+def _constants(q: Tensor, k_cache: Tensor, config: Config) -> dict[str, object]:
+    sums, head_dim = paged_sum_types(q.dtype, config.key_block), q.shape[2]
+    return {
+        "H": head_dim,
+        "BH": max(16, triton.next_power_of_2(head_dim)),
+        "ROWS": config.row_block,
+        "BN": config.key_block,
+        "BS": k_cache.shape[1],
+        "KV_GROUP": q.shape[1] // k_cache.shape[2],
+        "NEARER": sums.nearer,
+        "NEARER_PARTS": sums.nearer_parts,
+        "PARTS": sums.parts,
+        "PRECISION": sums.dot,
+    }
+
+
+def _prefill(
+    inputs: tuple[Tensor, ...],
+    o: Tensor,
+    log_rest: Tensor,
+    logit_scale: float,
+    threshold: float,
+    remainder: bool,
+    split_queries: int,
+    config: Config,
+    max_keys: int,
+) -> None:
+    q, k_cache, v_cache, block_table, cu_q, seq_lens = inputs
+    (num_tokens, num_heads, head_dim), num_sequences = q.shape, seq_lens.shape[0]
+    num_slots = num_tokens // config.row_block + num_sequences
+    # As `forward.head_group`: the heads side by side in the grid read about as much as the L2 cache holds.
+    key_bytes = 2 * max(1, max_keys) * head_dim * q.element_size()
+    heads = num_heads // k_cache.shape[2] * max(1, GROUP_BYTES // key_bytes)
+    prefill_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
+        q, k_cache, v_cache, block_table, o, log_rest, cu_q, seq_lens,
+        num_tokens, num_heads, num_sequences, num_slots, block_table.shape[1], heads, split_queries,
+        FIRST_CHUNK["prefill"], CHUNK, q.stride(0), q.stride(1),
+        logit_scale=logit_scale, threshold=threshold, REMAINDER=remainder,
+        **_strides(k_cache, block_table), **_constants(q, k_cache, config), **launch(config),
+    )  # fmt: skip
+
+
+def _split(
+    inputs: tuple[Tensor, ...],
+    o: Tensor,
+    log_rest: Tensor,
+    logit_scale: float,
+    threshold: float,
+    remainder: bool,
+    split_queries: int,
+    config: Config,
+    num_splits: int,
+    max_queries: int,
+) -> None:
+    q, k_cache, v_cache, block_table, cu_q, seq_lens = inputs
+    (num_tokens, num_heads, head_dim), num_sequences = q.shape, seq_lens.shape[0]
+    num_kv_heads = k_cache.shape[2]
+    shape = (num_splits, num_sequences, num_kv_heads, config.row_block)
+    part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    part_rest = torch.empty(shape, dtype=torch.float32, device=q.device)
+    constants, strides = _constants(q, k_cache, config), _strides(k_cache, block_table)
+    split_kernel[(num_splits, num_kv_heads, num_sequences)](
+        q, k_cache, v_cache, block_table, part, part_rest, cu_q, seq_lens,
+        num_tokens, num_kv_heads, num_sequences, block_table.shape[1], split_queries, FIRST_CHUNK["split"], CHUNK,
+        q.stride(0), q.stride(1), logit_scale=logit_scale, threshold=threshold,
+        **strides, **constants, **launch(config),
+    )  # fmt: skip
+    merge_kernel[(num_heads, max_queries, num_sequences)](
+        part, part_rest, v_cache, block_table, o, log_rest, cu_q, seq_lens,
+        num_tokens, num_heads, num_sequences, num_splits, block_table.shape[1], split_queries,
+        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BS", "KV_GROUP")},
+        REMAINDER=remainder, num_warps=4,
+    )  # fmt: skip

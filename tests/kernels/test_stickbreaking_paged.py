@@ -1,0 +1,162 @@
+"""Stick-breaking over a paged cache: the kernels under the interpreter and compiled for Hopper, and the CPU's path."""
+
+import pytest
+import torch
+import triton
+from ssscale_kernels.stickbreaking import paged_kernels, paged_launch
+from ssscale_kernels.stickbreaking.forward import launch
+from ssscale_kernels.stickbreaking.paged import paged_op, paged_stickbreaking
+from ssscale_kernels.stickbreaking.paged_reference import paged_reference
+from ssscale_kernels.testing import Resources, compile_for_hopper, resources
+
+from tests.kernels.interpreted import run_interpreted
+from tests.kernels.paged_interpreted import CASES, Case, make
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return run_interpreted("paged_interpreted.py", *DTYPES)
+
+
+def budget(torch_error: float, magnitude: float, dtype: str) -> float:
+    """Half a unit in the last place of float16's subnormals, and float32 rounding of sums as large as the result."""
+    return 2 * torch_error + (2e-7 if "16" in dtype else 0.0) + 1e-5 * magnitude
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_matches_float64(interpreted, case, dtype):
+    result = interpreted[f"{case}-torch.{dtype}"]
+    for name in ("o", "log_rest"):
+        error, torch_error, magnitude = result[name]
+        assert error <= budget(torch_error, magnitude, dtype), (name, error, torch_error, magnitude)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["skip", "skip decode"])
+def test_skipping_stays_within_its_bound(interpreted, case, dtype):
+    result = interpreted[f"{case}-torch.{dtype}"]
+    error, torch_error, magnitude = result["o"]
+    assert error <= budget(torch_error, magnitude, dtype) + result["allowed"]
+    assert result["rest_is_upper_bound"]
+    assert result["skipped"]
+
+
+def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: int = 16) -> Resources:
+    dtype = getattr(torch, operands)
+    config = paged_launch.split_config(head_dim, dtype, rows)
+    if which == "prefill":
+        config = paged_launch.prefill_config(head_dim, dtype)
+    kernel = getattr(paged_kernels, f"{which}_kernel")
+    sums = paged_launch.paged_sum_types(dtype, config.key_block)
+    constants = {
+        "H": head_dim,
+        "BH": max(16, triton.next_power_of_2(head_dim)),
+        "ROWS": config.row_block,
+        "BN": config.key_block,
+        "BS": block_size,
+        "KV_GROUP": 3,
+        "REMAINDER": True,
+        "NEARER": sums.nearer,
+        "NEARER_PARTS": sums.nearer_parts,
+        "PARTS": sums.parts,
+        "PRECISION": sums.dot,
+    }
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("sq_t", "sq_n", "sc_b", "sc_s", "sc_n"), "I32")
+    types |= dict.fromkeys(("logit_scale", "threshold"), "fp32")
+    types |= dict.fromkeys(("part_ptr", "part_rest_ptr", "log_rest_ptr"), "*fp32")
+    types |= dict.fromkeys(("table_ptr", "cu_q_ptr", "seq_lens_ptr"), "*i32")
+    element = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[operands]
+    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), element)
+    types = {name: types[name] for name in kernel.arg_names if name not in constants}
+    return resources(compile_for_hopper(kernel, types, constants, **launch(config)))
+
+
+SLOW = [
+    pytest.param(which, head_dim, block_size, operands, rows, marks=pytest.mark.slow)
+    for operands in DTYPES
+    for head_dim in (16, 32, 64, 80, 128)
+    for block_size in (16, 64)
+    for which, rows in (("prefill", 0), ("split", 16), ("split", 64))
+]
+
+
+@pytest.mark.parametrize(
+    ("which", "head_dim", "block_size", "operands", "rows"),
+    [("prefill", 64, 16, "bfloat16", 0), ("split", 64, 16, "bfloat16", 16), ("split", 128, 64, "bfloat16", 16), *SLOW],
+)
+def test_compiles_for_hopper_without_spilling(which, head_dim, block_size, operands, rows):
+    found = compiled(which, head_dim, block_size, operands, rows)
+    assert found.spills_in_loops == (0, 0), found
+    if operands != "float32":
+        assert found.async_copies > 0, "the loads are not pipelined"
+
+
+def check_against_reference(inputs, **options):
+    ours, exact = (f(*inputs, **options) for f in (paged_stickbreaking, paged_reference))
+    num_tokens = int(inputs[4][-1])
+    for a, b in zip(ours, exact):
+        torch.testing.assert_close(a[:num_tokens], b[:num_tokens], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cpu_path(case):
+    """NaN in every slot that no sequence holds, and table entries of no block, are part of `make`."""
+    check_against_reference(make(CASES[case], torch.float64), remainder=CASES[case].remainder)
+
+
+def test_cpu_path_in_chunks(monkeypatch):
+    monkeypatch.setattr("ssscale_kernels.stickbreaking.paged_torch.TILE_ELEMENTS", 1500)
+    check_against_reference(
+        make(Case([1, 9, 1, 1, 9, 1], [50, 60, 40, 63, 33, 1]), torch.float64), remainder=True, scale=0.7
+    )
+
+
+def test_a_key_at_the_query_s_position_is_not_attended_to():
+    q, k_cache, v_cache, *layout = make(Case([1], [1]), torch.float64)
+    o, log_rest = paged_stickbreaking(q, k_cache, v_cache, *layout)
+    assert o.abs().max() == log_rest.abs().max() == 0
+    o, _ = paged_stickbreaking(q, k_cache, v_cache, *layout, remainder=True)
+    own = v_cache[layout[0][0, 0], 0]
+    torch.testing.assert_close(o, own.expand_as(o))
+
+
+@pytest.mark.parametrize("remainder", [False, True])
+def test_operator_is_registered_correctly(remainder):
+    inputs = make(CASES["mixed"], torch.float32)
+    torch.library.opcheck(paged_op, (*inputs, 65, 130, 0.25, 0.0, remainder))
+
+
+def test_no_new_tokens():
+    inputs = make(Case([0, 0], [20, 0]), torch.float64)
+    o, log_rest = paged_stickbreaking(*inputs)
+    assert o.shape == inputs[0].shape
+    assert log_rest.shape == (0, 2)
+
+
+ERRORS = {
+    "caches": (lambda x: x.update(v_cache=x["v_cache"][:-1]), "caches"),
+    "heads": (lambda x: x.update(q=x["q"][:, :1].repeat(1, 3, 1)), "multiple"),
+    "dtype": (lambda x: x.update(q=x["q"].half()), "share one"),
+    "strides": (lambda x: x.update(v_cache=x["v_cache"].contiguous()), "same strides"),
+    "table": (lambda x: x.update(block_table=x["block_table"][:1]), "block_table"),
+    "floats": (lambda x: x.update(seq_lens=x["seq_lens"].float()), "int32"),
+    "too short": (lambda x: x.update(seq_lens=x["seq_lens"] * 0), r"seq_lens\[0\]"),
+    "too long": (lambda x: x.update(seq_lens=x["seq_lens"] + 1000), r"seq_lens\[0\]"),
+    "tokens": (lambda x: x.update(q=x["q"][:-1]), "has 2 tokens"),
+    "share": (lambda x: x.update(skip_below=1.0), "skip_below"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors(error):
+    change, message = ERRORS[error]
+    names = ("q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seq_lens")
+    arguments = dict(zip(names, make(Case([1, 2], [30, 40], num_kv_heads=2), torch.float32)))
+    change(arguments)
+    with pytest.raises(ValueError, match=message):
+        paged_stickbreaking(**arguments)
