@@ -21,9 +21,11 @@ class Agreed:
 
     num_targets: int  # tokens with a target in the coming step, in the batches of all ranks together, at least 1
     stop: bool  # whether any rank was asked to stop
-    written: bool  # whether no rank is still writing its part of the checkpoint that is being saved
+    written: bool  # whether all ranks have ended writing the checkpoint that is being saved; False if none is
     failed: bool  # whether any rank has failed to write its part
-    last_loss: float  # Σ losses of the previous step over all ranks, in nats; it counts each loss tensor_size times
+    last_loss: (
+        float  # sum of the previous step's losses over all ranks, in nats. Tensor-parallel ranks have equal losses
+    )
 
 
 @dataclass(frozen=True)

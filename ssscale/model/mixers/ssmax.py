@@ -96,8 +96,8 @@ class SSMax(Softmax):
         return {"pn": Weight((length,), start=1.0)} if self.variant is Variant.pn else {}
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """Returns the bytes kept for the backward pass. They are those of softmax with RoPE, even without RoPE: the operator
-        that scales q makes copies of both q and k.
+        """Returns the bytes kept for the backward pass. Even without RoPE, they are as many as for softmax
+        with RoPE, because the operator that scales q copies both q and k.
 
         Under context parallelism, q in fp32 and the factor of q are kept as well.
         """
