@@ -74,57 +74,71 @@ def initial_state(entering, ROWS: tl.constexpr, BH: tl.constexpr):
 
 
 @triton.jit
-def fullest_stick(carry, worst, exact):
-    """Returns log2 of the largest rest of a row's stick, or UNSPENT if the rows need the exact algebra from here on."""
-    limit = tl.where(exact, float("inf"), tile.RANGE)
-    return tl.max(tl.max(tl.where(worst < limit, carry, UNSPENT), 1), 0)
+def fullest_stick(carry, worst, EXACT: tl.constexpr):
+    """Returns log2 of the largest rest of a row's stick, or UNSPENT if the rows need the exact algebra."""
+    if not EXACT:
+        carry = tl.where(worst < tile.RANGE, carry, UNSPENT)
+    return tl.max(tl.max(carry, 1), 0)
 
 
 @triton.jit
 def walk_rows(
     entering, q, k_ptr, v_ptr, sk_t, sv_t, position, whole, seen, num_keys, logit_scale, threshold, first_chunk, chunk,
-    maxima_ptr, sequence, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
-    ENTER_K: tl.constexpr, PARTS: tl.constexpr,
+    maxima_ptr, sequence, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Walks the tiles of one row block. Returns the state of `walk_tiles`, the tile after the last one that was visited,
-    and whether the block needs the exact algebra.
+    """Walks the tiles of one row block. Returns the state of `walk_tiles`, the last tile that was visited, and whether
+    the fast algebra did not hold.
 
     The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The next
-    chunk is as long as the fullest stick lasts at the rate of the last chunk. The diagonal is a chunk of its own.
+    chunk is as long as the fullest stick lasts at the rate of the last chunk.
     """
     floor = tl.maximum(threshold, common.DEAD)
     state = initial_state(entering, ROWS, BH)
-    exact = False
     t = seen - 1
-    ahead = seen - whole
+    ahead = first_chunk
     fullest = tl.max(entering, 0)
-    while (t >= 0) & (fullest >= threshold):
+    if not EXACT:
+        state = walk_tiles(
+            state, q, k_ptr, v_ptr, sk_t, sv_t, t, seen - whole, position, num_keys, logit_scale, floor, maxima_ptr,
+            sequence, True, ROWS, H, BH, HALF, ENTER_K, PARTS,
+        )  # fmt: skip
+        t = whole - 1
+        fullest = fullest_stick(state[1], state[4], False)
+    while (t >= 0) & (fullest >= threshold) & (fullest < UNSPENT):
         count = tl.minimum(t + 1, ahead)
-        fast = (t < whole) & (exact == 0)
-        if fast:
-            state = walk_tiles(
-                state, q, k_ptr, v_ptr, sk_t, sv_t, t, count, position, num_keys, logit_scale, floor, maxima_ptr,
-                sequence, False, ROWS, H, BH, HALF, False, PARTS,
-            )  # fmt: skip
-        else:
-            state = walk_tiles(
-                state, q, k_ptr, v_ptr, sk_t, sv_t, t, count, position, num_keys, logit_scale, floor, maxima_ptr,
-                sequence, True, ROWS, H, BH, HALF, ENTER_K, PARTS,
-            )  # fmt: skip
+        state = walk_tiles(
+            state, q, k_ptr, v_ptr, sk_t, sv_t, t, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
+            EXACT, ROWS, H, BH, HALF, False, PARTS,
+        )  # fmt: skip
         t -= count
-        left = fullest_stick(state[1], state[4], exact)
-        ahead = first_chunk
-        if t + count < whole:
-            lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
-            ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
-        if (left == UNSPENT) & (exact == 0):
-            exact = True
-            if fast:
-                state = initial_state(entering, ROWS, BH)
-                t = seen - 1
-            left = tl.max(tl.max(state[1], 1), 0)
+        left = fullest_stick(state[1], state[4], EXACT)
+        lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
+        ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left
-    return state, t + 1, exact
+    return state, t + 1, fullest == UNSPENT
+
+
+@triton.jit
+def save_rows(
+    state, stop, exact, o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block,
+    token, row_ok, num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
+    ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    acc, carry, row_carry, row_tile, _ = state
+    dims = tl.arange(0, BH)
+    rows = token * num_heads + head
+    o = o_ptr + rows[:, None] * H + dims[None, :]
+    tl.store(o, (acc * scale).to(o_ptr.dtype.element_ty), mask=row_ok[:, None] & (dims < H)[None, :])
+    tl.store(log_rest_ptr + rows, tl.max(carry, 1) * common.LN_2, mask=row_ok)
+    # Backward starts from the carry where the weights of a row end, so that its subtractions stay accurate.
+    saved = head.to(tl.int64) * num_tokens + token
+    row_tile = tl.min(row_tile, 1)
+    tl.store(row_carry_ptr + saved, tl.max(row_carry, 1), mask=row_ok)
+    tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
+    # Where nothing is skipped, the gradient of log_rest reaches every key.
+    stop = tl.where(threshold < common.DEAD, stop, tl.min(row_tile, 0))
+    blocks.save_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact, ROWS)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -163,27 +177,23 @@ def forward_kernel(
     entering = tl.where(row_ok, entering * common.LOG2_E, -1e30)
     first_key = k_start.to(tl.int64)
     kv_head = head // KV_GROUP
-    state, visited, exact = walk_rows(
-        entering, q, k_ptr + (first_key * sk_t + kv_head * sk_n), v_ptr + (first_key * sv_t + kv_head * sv_n),
-        sk_t, sv_t, position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk,
-        maxima_ptr, sequence, ROWS, H, BH, HALF, ENTER_K, PARTS,
-    )  # fmt: skip
-    acc, carry, row_carry, row_tile, _ = state
-    if HALF:
-        acc *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
     # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
-    acc = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), acc)
-    o = o_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
-    tl.store(o, acc.to(o_ptr.dtype.element_ty), mask=in_rows)
-    tl.store(log_rest_ptr + token * num_heads + head, tl.max(carry, 1) * common.LN_2, mask=row_ok)
-    # Backward starts from the carry where the weights of a row end, so that its subtractions stay accurate.
-    saved = head.to(tl.int64) * num_tokens + token
-    row_tile = tl.min(row_tile, 1)
-    tl.store(row_carry_ptr + saved, tl.max(row_carry, 1), mask=row_ok)
-    tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
-    # Where nothing is skipped, the gradient of log_rest reaches every key.
-    stop = tl.where(threshold < common.DEAD, visited, tl.min(row_tile, 0))
-    blocks.save_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact, ROWS)
+    scale = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), 1.0)
+    if HALF:
+        scale *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
+    walk = (
+        entering, q, k_ptr + (first_key * sk_t + kv_head * sk_n), v_ptr + (first_key * sv_t + kv_head * sv_n), sk_t, sv_t,
+        position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk, maxima_ptr, sequence,
+    )  # fmt: skip
+    save = (
+        o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
+        num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
+    )  # fmt: skip
+    state, stop, exact = walk_rows(*walk, False, ROWS, H, BH, HALF, ENTER_K, PARTS)
+    save_rows(state, stop, exact, *save, ROWS, H, BH)
+    if exact:
+        state, stop, _ = walk_rows(*walk, True, ROWS, H, BH, HALF, False, PARTS)
+        save_rows(state, stop, exact, *save, ROWS, H, BH)
 
 
 def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str, int | bool]:

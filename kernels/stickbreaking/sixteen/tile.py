@@ -165,13 +165,12 @@ def _spend_capped(z, limit):
     w = ()
     after = ()
     spent = tl.zeros_like(u[0])
-    for i in tl.static_range(4):
-        n: tl.constexpr = 4 * (3 - i)  # nearest chain first
-        tn, wn = chain(u, n, 4)
+    for n in tl.static_range(3, -1, -1):
+        tn, wn = chain(u, 4 * n, 4)
         capped = log2_1p(wn)
         # β of a capped key is 1 in float32, so that its own weight does not depend on the excess.
         after = (spent + capped,) + after
-        spent += capped + ((excess[n] + excess[n + 1]) + (excess[n + 2] + excess[n + 3]))
+        spent += capped + ((excess[4 * n] + excess[4 * n + 1]) + (excess[4 * n + 2] + excess[4 * n + 3]))
         t = tn + t
         w = (wn,) + w
     return u, t, w, after, spent
@@ -201,13 +200,12 @@ def betas(u, t, w, EXACT: tl.constexpr):
     """Returns β of the 16 keys, from one reciprocal per chain."""
     LENGTH: tl.constexpr = 4 if EXACT else 8
     beta = ()
-    for n in tl.static_range(16 // LENGTH):
-        last: tl.constexpr = 15 - n * LENGTH  # nearest chain first
-        r = common.reciprocal(1.0 + w[last // LENGTH])
-        beta = (t[last] * r,) + beta
-        for i in tl.static_range(1, LENGTH):
-            r = r * u[last + 1 - i] + r
-            beta = (t[last - i] * r,) + beta
+    for n in tl.static_range(16 // LENGTH - 1, -1, -1):
+        r = common.reciprocal(1.0 + w[n])
+        beta = (t[LENGTH * n + LENGTH - 1] * r,) + beta
+        for i in tl.static_range(LENGTH * n + LENGTH - 2, LENGTH * n - 1, -1):
+            r = r * u[i + 1] + r
+            beta = (t[i] * r,) + beta
     return beta
 
 
