@@ -26,11 +26,11 @@ def _dq_tiles(
     local = tile.per_row(tl.arange(0, ROWS))
     for t in tl.range(first, last, num_stages=1 if EXACT else None, disable_licm=not HOIST):
         key = common.each_round(column_key, t, H)
-        first_key = t * tl.full([], tile.KEYS, tl.int64)
+        first_key = tl.full([], tile.KEYS, tl.int64) * t
         k_tile = k_ptr + first_key * sk_t + (key[:, None] * sk_t + dims[None, :])
         v_tile = v_ptr + first_key * sv_t + (key[:, None] * sv_t + dims[None, :])
-        k = blocks.load_tile(k_tile, t * tile.KEYS + key, num_keys, dims, EXACT, H, BH)
-        v = blocks.load_tile(v_tile, t * tile.KEYS + key, num_keys, dims, EXACT, H, BH)
+        k = blocks.load_tile(k_tile, key + t * tile.KEYS, num_keys, dims, EXACT, H, BH)
+        v = blocks.load_tile(v_tile, key + t * tile.KEYS, num_keys, dims, EXACT, H, BH)
         z = tl.dot(q, tl.trans(k)) * logit_scale
         u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
         nearer, total = tile.lane_sums(spent, True)
