@@ -66,7 +66,12 @@ def tensors(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Returns q, k, v, dO in float16, log_rest_in and the gradient of log_rest."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens, num_keys = sum(case.lengths), sum(case.keys or case.lengths)
-    counts = ((num_tokens, case.heads[0]), (num_keys, case.heads[1]), (num_keys, case.heads[1]), (num_tokens, case.heads[0]))
+    counts = (
+        (num_tokens, case.heads[0]),
+        (num_keys, case.heads[1]),
+        (num_keys, case.heads[1]),
+        (num_tokens, case.heads[0]),
+    )
     q, k, v, grad_o = (torch.randn(n, h, case.head_dim, generator=generator) for n, h in counts)
     if case.logits == "huge":
         q = q * 30

@@ -16,17 +16,20 @@ def interpreted():
     return run_interpreted("sixteen_interpreted.py", *GROUPS, "skipping")
 
 
-def budget(torch_error, magnitude, scaled):
+def budget(torch_error, magnitude, scaled, terms=0.0):
+    """terms: size of the terms of a gradient. One-hot gradients cancel to zero, except for the terms' rounding."""
     # Scaled operands come from bf16, whose results round eight times as coarsely.
-    return (3 if scaled else 2) * torch_error + 2e-7 + 1e-5 * magnitude
+    return (3 if scaled else 2) * torch_error + 2e-7 + 1e-5 * magnitude + 2**-22 * terms
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_matches_float64(interpreted, case):
     result = dict(interpreted[case])
     exact = result.pop("exact")
+    terms = result["d_log_rest_in"][2]
     for name, (error, torch_error, magnitude) in result.items():
-        assert error <= budget(torch_error, magnitude, CASES[case].scaled), (name, error, torch_error, magnitude)
+        allowed = budget(torch_error, magnitude, CASES[case].scaled, terms)
+        assert error <= allowed, (name, error, allowed, torch_error, magnitude)
     # The cases that are made for it run both algebras.
     flagged = {"far": [[False, True, True, True]], "some rows": [[False] * 4, [False, False, True, False]]}
     if case in flagged:
@@ -111,5 +114,4 @@ def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
     found = compiled(which, config, head_dim, operands)
     assert found.wgmma > 0, "the dots miss wgmma"
     assert found.async_copies > 0, "the loads are not pipelined"
-    # Forward's third loop is the exact walk, which may spill.
-    assert found.spills_in_loops[:2] == (0, 0), found
+    assert set(found.spills_in_loops) == {0}, found
