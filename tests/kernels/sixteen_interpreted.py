@@ -11,7 +11,6 @@ import sys
 from typing import NamedTuple
 
 import torch
-from ssscale_kernels.stickbreaking import stickbreaking_reference
 from ssscale_kernels.stickbreaking.sixteen.backward import backward
 from ssscale_kernels.stickbreaking.sixteen.forward import forward
 

@@ -46,7 +46,7 @@ def _scratch(
     q: Tensor, k: Tensor, num_sequences: int, rows: int, dkv_rows: int, max_queries: int, max_keys: int, per_row: int
 ) -> _Scratch:
     """Allocates 8 bytes per query, head and key tile, in slices of at most `per_row` bytes per row of the whole."""
-    (num_tokens, num_heads, _), (num_keys, num_kv_heads, _) = q.shape, k.shape
+    (num_tokens, num_heads, _), num_keys = q.shape, k.shape[0]
     num_tiles = triton.cdiv(max(1, min(max_keys, num_keys)), 64)
     num_slots = num_tokens // rows + num_sequences
     slice_slots = min(num_slots, max(1, num_slots * per_row // (8 * num_tiles)))
@@ -104,7 +104,7 @@ def backward(
     return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in
 
 
-Tensors = tuple[Tensor | None, ...]
+Tensors = tuple[Any, ...]  # some are None
 
 
 def _strides(*tensors: Tensor | None) -> list[int]:
@@ -117,8 +117,7 @@ def _launch_dq(
     constants: dict[str, Any], options: dict[str, int | None],
 ) -> None:  # fmt: skip
     """Runs phase one on the row blocks first … last − 1."""
-    q, k, v, grad_o, *_, grad_log_rest, dq, _, _, _, block_stop = tensors
-    assert q is not None and k is not None and block_stop is not None and layout[0] is not None
+    q, k, v, grad_o, _, _, grad_log_rest, *_, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
     dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * q.shape[1],)](
         *tensors, scratch.carry, scratch.behind, *layout,
@@ -134,7 +133,6 @@ def _launch_dkv(
 ) -> None:  # fmt: skip
     """Runs phase two on all key tiles, for the rows of the row blocks first … last − 1."""
     q, k, v, grad_o, _, _, block_stop = tensors
-    assert q is not None and k is not None and block_stop is not None and layout[0] is not None
     num_sequences = layout[0].shape[0] - 1
     dkv_kernel[(triton.cdiv(scratch.num_key_slots, num_sequences) * num_sequences * k.shape[1],)](
         *tensors, scratch.carry, scratch.behind, scratch.live, *layout,

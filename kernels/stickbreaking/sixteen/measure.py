@@ -129,17 +129,32 @@ def run(inputs: list[Tensor], cu: Tensor, skip: float, entering: Tensor | None) 
     """Returns o, dq, dk, dv and, where log_rest_in is given, its gradient. log_rest then has dO's first column."""
     (q, k, v, grad), longest = inputs, 700
     scale = q.shape[2] ** -0.5
-    o, _, *saved = F.forward(q, k, v, cu, cu, None, entering, longest, scale, skip, max_queries=longest)
+    o, _, carry, tiles, stop, maxima = F.forward(
+        q, k, v, cu, cu, None, entering, longest, scale, skip, max_queries=longest
+    )
     grad_rest = None if entering is None else grad[..., 0].float()
     results = B.backward(
-        grad, grad_rest, q, k, v, cu, cu, None, *saved, longest, longest, scale, entering=entering is not None
+        grad,
+        grad_rest,
+        q,
+        k,
+        v,
+        cu,
+        cu,
+        None,
+        carry,
+        tiles,
+        stop,
+        maxima,
+        longest,
+        longest,
+        scale,
+        entering=entering is not None,
     )
     return [o, *results[: 3 if entering is None else 4]]
 
 
-def reference(
-    inputs: list[Tensor], cu: Tensor, entering: Tensor | None, dtype: torch.dtype
-) -> list[Tensor]:  # fmt: skip
+def reference(inputs: list[Tensor], cu: Tensor, entering: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     """Returns what `run` returns, from plain torch with inputs and results in `dtype`."""
     leaves = [x.to(dtype).requires_grad_() for x in inputs[:3]]
     grad = inputs[3].to(dtype)
@@ -310,9 +325,8 @@ def main() -> int:
     print(f"checked after {time.time() - started:.0f} s", flush=True)
     best = {head_dim: tune(shape) for head_dim, shape in tuned_shapes().items()}
     print(f"tuned after {time.time() - started:.0f} s: {best}\n\nms, forward / forward + backward", flush=True)
-    print(
-        "| shape | sticks | FA2 | cuDNN | four keys | 16 keys | 16 keys, tuned | tuned ÷ FA2 |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| shape | sticks | FA2 | cuDNN | four keys | 16 keys | 16 keys, tuned | tuned ÷ FA2 |")
+    print("|" + 8 * "---|", flush=True)
     for shape, spent in itertools.product(SHAPES, (False, True)):
         print_row(shape, spent, best[shape[3]])
     print(f"done after {time.time() - started:.0f} s", flush=True)

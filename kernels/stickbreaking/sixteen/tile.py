@@ -1,3 +1,5 @@
+# ruff: noqa: RUF005 (Triton compiles no starred tuples)
+# mypy: disable-error-code=assignment
 """The algebra of one tile of 64 keys, in which each thread holds 16 adjacent keys of a row.
 
 Logits are in units of log2 e, so that β = u / (1 + u) with u = 2^z. "Spent" is −log2 of the share of the stick that keys
