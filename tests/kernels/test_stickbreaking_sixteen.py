@@ -1,11 +1,14 @@
 """The stick-breaking kernels with 16 keys per thread, without a GPU: results under the interpreter, and ptxas's for Hopper."""
 
+import re
+
 import pytest
 import triton
 from ssscale_kernels.stickbreaking.forward import Config, hoists, launch
 from ssscale_kernels.stickbreaking.sixteen.backward import backward_config, dkv_kernel, dq_kernel
 from ssscale_kernels.stickbreaking.sixteen.forward import forward_config, forward_kernel
-from ssscale_kernels.testing import Resources, compile_for_hopper, resources
+from ssscale_kernels.testing import compile_for_hopper, resources
+from triton.compiler import CompiledKernel
 
 from tests.kernels.interpreted import run_interpreted
 from tests.kernels.sixteen_interpreted import CASES, GROUPS
@@ -72,7 +75,7 @@ def argument_type(name, operands, which):
     return "I32" if is_stride else "i32"
 
 
-def compiled(which: str, config: Config, head_dim: int, operands: str) -> Resources:
+def compiled(which: str, config: Config, head_dim: int, operands: str) -> CompiledKernel:
     """operands: "scaled" (bf16 that half.py makes fp16), "bfloat16" with log_rest_in and its gradient, "float16"."""
     kernel = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}[which]
     constants = {
@@ -97,7 +100,17 @@ def compiled(which: str, config: Config, head_dim: int, operands: str) -> Resour
         constants["maxima_ptr"] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: argument_type(name, operands, which) for name in kernel.arg_names if name not in constants}
-    return resources(compile_for_hopper(kernel, types, constants, **launch(config)))
+    return compile_for_hopper(kernel, types, constants, **launch(config))
+
+
+def shuffles_reach_their_lanes(ttgir: str) -> bool:
+    """Whether all shuffles are on layouts whose two lowest bits of the lane are the second index of [ROWS, 4].
+
+    A shuffle is inline assembly, so that Triton would compile it in any other layout as well, without a warning.
+    """
+    used = set(re.findall(r"shfl\.sync\.bfly.*-> tensor<\d+x4xf32, (#\w+)>", ttgir))
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    return bool(used) and all("lane = [[0, 1], [0, 2], [1, 0]," in layouts[name] for name in used)
 
 
 SLOW = [
@@ -111,7 +124,9 @@ SLOW = [
 @pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
 def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
     config = forward_config(head_dim) if which == "forward" else getattr(backward_config(head_dim), which)
-    found = compiled(which, config, head_dim, operands)
+    program = compiled(which, config, head_dim, operands)
+    assert shuffles_reach_their_lanes(program.asm["ttgir"])
+    found = resources(program)
     assert found.wgmma > 0, "the dots miss wgmma"
     assert found.async_copies > 0, "the loads are not pipelined"
     assert set(found.spills_in_loops) == {0}, found
