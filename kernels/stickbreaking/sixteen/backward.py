@@ -1,0 +1,142 @@
+"""The backward kernels: two phases without atomics, bitwise reproducible.
+
+Phase one walks the key tiles of each row block from where forward stopped toward the query, and computes dQ. In this
+direction Σ_{i' ≤ i} g_i' is a plain running sum; in the other it would cancel. Phase one stores the carry and this sum
+for every (row, key tile). Phase two reads them while it walks down the rows of a key tile for dK and dV. Slices of rows
+keep this scratch linear in the number of tokens.
+
+Tiles on the diagonal, and row blocks that forward has marked, take the exact algebra of tile.py, all others the fast one.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import half
+from ..backward import SCRATCH_BYTES_PER_ROW, BackwardConfig
+from ..forward import GROUP_BYTES, Config, head_group, hoists, last_contiguous, launch
+from .dkv import dkv_kernel
+from .dq import dq_kernel
+from .forward import LOG2_E, constants
+
+
+def backward_config(head_dim: int) -> BackwardConfig:
+    """Returns launch settings. Not yet tuned: those of the kernels with four keys per group."""
+    if head_dim <= 64:
+        return BackwardConfig(Config(64, 64, 4, 3), Config(64, 64, 4, 4 if head_dim > 32 else 3))
+    return BackwardConfig(Config(128, 64, 8, 2), Config(128, 64, 8, 2))
+
+
+class _Scratch(NamedTuple):
+    """Sizes and memory of what phase one leaves for phase two."""
+
+    num_tiles: int
+    num_slots: int
+    slice_slots: int  # row blocks of phase one per slice
+    num_key_slots: int
+    max_blocks: int  # row blocks of phase two per sequence and slice, a power of two
+    carry: Tensor
+    behind: Tensor
+    live: Tensor
+
+
+def _scratch(
+    q: Tensor, k: Tensor, num_sequences: int, rows: int, dkv_rows: int, max_queries: int, max_keys: int, per_row: int
+) -> _Scratch:
+    """Allocates 8 bytes per query, head and key tile, in slices of at most `per_row` bytes per row of the whole."""
+    (num_tokens, num_heads, _), num_keys = q.shape, k.shape[0]
+    num_tiles = triton.cdiv(max(1, min(max_keys, num_keys)), 64)
+    num_slots = num_tokens // rows + num_sequences
+    slice_slots = min(num_slots, max(1, num_slots * per_row // (8 * num_tiles)))
+    carry, behind = q.new_empty((2, num_heads, num_tiles, slice_slots * rows), dtype=torch.float32)
+    num_key_slots = num_keys // 64 + num_sequences
+    max_blocks = triton.next_power_of_2(triton.cdiv(min(slice_slots * rows, max(1, max_queries)), dkv_rows))
+    live = q.new_empty((num_heads, num_key_slots, max_blocks + 2), dtype=torch.int32)
+    return _Scratch(num_tiles, num_slots, slice_slots, num_key_slots, max_blocks, carry, behind, live)
+
+
+def backward(
+    grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
+    q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, maxima: Tensor, max_queries: int,
+    max_keys: int, scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
+    group_bytes: int = GROUP_BYTES, entering: bool = False, convert: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Runs the backward kernels on bf16 or fp16. Arguments and results are those of `..backward.backward`.
+
+    Row blocks must not be larger than forward's, which decides per block where to stop and which algebra holds.
+    """
+    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
+    q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
+    config = config or backward_config(q.shape[2])
+    assert config.dq.row_block % config.dkv.row_block == 0, "a block of phase two must not straddle two slices"
+    grad_log_rest = None if grad_log_rest is None else grad_log_rest.float().contiguous()
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    d_rest_in = q.new_empty(q.shape[:2], dtype=torch.float32)
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        d_rest_in.copy_(torch.zeros_like(d_rest_in) if grad_log_rest is None else grad_log_rest)
+        return dq.zero_(), torch.zeros_like(k), torch.zeros_like(v), d_rest_in
+    # half.py bounds dz by dO and v; a gradient of log_rest would add to it.
+    q_half, grad_o_half = q, grad_o
+    convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
+    if convert:
+        maxima, k, q_half, grad_o_half = half.operands(maxima, q, k, grad_o, cu_q, cu_k)
+    sizes = (cu_q.shape[0] - 1, config.dq.row_block, config.dkv.row_block, max_queries, max_keys, scratch_bytes_per_row)
+    scratch = _scratch(q, k, *sizes)
+    several = scratch.slice_slots < scratch.num_slots
+    dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
+    group = q.shape[1] // k.shape[1]
+    cu = (cu_q, cu_k, q_offsets, maxima if convert else None)
+    common_constants = {"HAS_OFFSET": q_offsets is not None, "HOIST": hoists(q.shape[2], q.dtype, convert)}
+    for first in range(0, scratch.num_slots, scratch.slice_slots):
+        last = min(first + scratch.slice_slots, scratch.num_slots)
+        _launch_dq(
+            (q, k, v, grad_o, q_half, grad_o_half, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop), cu,
+            scratch, first, last, scale, head_group(k, group, group_bytes),
+            constants(q, config.dq, group, convert) | common_constants, launch(config.dq),
+        )  # fmt: skip
+        _launch_dkv(
+            (q_half, k, v, grad_o_half, dk, dv, block_stop), cu, scratch, first, last, scale,
+            head_group(q, 1, group_bytes // group), {"ADD": first > 0, "DQ_ROWS": config.dq.row_block}
+            | constants(q, config.dkv, group, convert) | common_constants, launch(config.dkv),
+        )  # fmt: skip
+    return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in
+
+
+Tensors = tuple[Any, ...]  # some are None
+
+
+def _strides(*tensors: Tensor | None) -> list[int]:
+    """Returns the strides of tokens and of heads."""
+    return [stride for x in tensors if x is not None for stride in x.stride()[:2]]
+
+
+def _launch_dq(
+    tensors: Tensors, layout: Tensors, scratch: _Scratch, first: int, last: int, scale: float, heads: int,
+    constants: dict[str, Any], options: dict[str, int | None],
+) -> None:  # fmt: skip
+    """Runs phase one on the row blocks first … last − 1."""
+    q, k, v, grad_o, _, _, grad_log_rest, *_, block_stop = tensors
+    num_sequences = layout[0].shape[0] - 1
+    dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * q.shape[1],)](
+        *tensors, scratch.carry, scratch.behind, *layout,
+        q.shape[0], k.shape[0], q.shape[1], heads, num_sequences, first, last, block_stop.shape[1], scratch.num_tiles,
+        scratch.carry.shape[2], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
+        HAS_REST=grad_log_rest is not None, **constants, **options,
+    )  # fmt: skip
+
+
+def _launch_dkv(
+    tensors: Tensors, layout: Tensors, scratch: _Scratch, first: int, last: int, scale: float, heads: int,
+    constants: dict[str, Any], options: dict[str, int | None],
+) -> None:  # fmt: skip
+    """Runs phase two on all key tiles, for the rows of the row blocks first … last − 1."""
+    q, k, v, grad_o, _, _, block_stop = tensors
+    num_sequences = layout[0].shape[0] - 1
+    dkv_kernel[(triton.cdiv(scratch.num_key_slots, num_sequences) * num_sequences * k.shape[1],)](
+        *tensors, scratch.carry, scratch.behind, scratch.live, *layout,
+        q.shape[0], k.shape[0], k.shape[1], heads, num_sequences, first, last, scratch.num_key_slots, block_stop.shape[1],
+        scratch.num_tiles, scratch.carry.shape[2], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
+        MAX_BLOCKS=scratch.max_blocks, **constants, **options,
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Where a program of the kernels stands, which tiles its rows attend to, and where forward stopped.
+
+block_stop holds, per 64 rows and head, the farthest tile that forward visited. For rows that spend more than the fast
+algebra can express (`tile.RANGE`), it holds the complement −1 − tile, which is negative.
+"""
+
+import triton
+import triton.language as tl
+
+from .. import tile as common
+from .tile import KEYS
+
+
+@triton.jit
+def lengths(
+    cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET: tl.constexpr
+):  # fmt: skip
+    """Returns start and length of a sequence's queries and of its keys, and the position of its first query."""
+    q_start, q_len = common.bounds(cu_q_ptr, sequence, num_tokens)
+    k_start, k_len = common.bounds(cu_k_ptr, sequence, num_keys_total)
+    offset = 0
+    if HAS_OFFSET:
+        offset = tl.load(offset_ptr + sequence).to(tl.int32)
+    return q_start, q_len, k_start, k_len, offset
+
+
+@triton.jit
+def visible(block, q_len, k_len, offset, ROWS: tl.constexpr):
+    """Returns how many keys each row of a block sees, the number of tiles that all rows see as a whole, and that of
+    tiles that some row sees."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    last_row = tl.minimum(block * ROWS + ROWS, q_len) - 1
+    whole = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // KEYS
+    seen = tl.cdiv(tl.minimum(tl.maximum(offset + last_row, 0), k_len), KEYS)
+    return tl.minimum(offset + row, k_len), whole, seen
+
+
+@triton.jit
+def load_tile(pointers, key, num_keys, dims, MASKED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
+    """Loads a tile [64, BH] of K or V. MASKED: keys from num_keys on are zeros."""
+    if MASKED:
+        x = tl.load(pointers, mask=(key < num_keys)[:, None] & (dims < H)[None, :], other=0.0)
+    elif H == BH:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=(dims < H)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def first_granule(cu_q_ptr, sequence):
+    return tl.load(cu_q_ptr + sequence).to(tl.int32) // common.STOP_ROWS + sequence
+
+
+@triton.jit
+def save_stop(
+    block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact, ROWS: tl.constexpr
+):  # fmt: skip
+    GRANULES: tl.constexpr = ROWS // common.STOP_ROWS
+    granule = block * GRANULES + tl.arange(0, GRANULES)
+    pointers = block_stop_ptr + head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule
+    value = tl.where(exact, -1 - stop, stop)
+    tl.store(pointers, tl.full([GRANULES], 0, tl.int32) + value, mask=granule * common.STOP_ROWS < q_len)
+
+
+@triton.jit
+def load_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS: tl.constexpr):
+    """Returns the farthest tile that forward visited for row blocks, and whether they need the exact algebra.
+
+    `block` may be a vector. Blocks after the sequence's end have stopped at NEVER.
+    """
+    GRANULES: tl.constexpr = ROWS // common.STOP_ROWS
+    base = block_stop_ptr + head * num_stop_slots + first_granule(cu_q_ptr, sequence)
+    first = block * GRANULES
+    stop = tl.load(base + first, mask=first * common.STOP_ROWS < q_len, other=common.NEVER)
+    exact = stop < 0
+    stop = tl.where(exact, -1 - stop, stop)
+    for i in tl.static_range(1, GRANULES):
+        more = tl.load(base + first + i, mask=(first + i) * common.STOP_ROWS < q_len, other=common.NEVER)
+        exact = exact | (more < 0)
+        stop = tl.minimum(stop, tl.where(more < 0, -1 - more, more))
+    return stop, exact
+
+
+@triton.jit
+def _runs_fast(stops, head, block, t, q_len, num_stop_slots, ROWS: tl.constexpr):
+    stop, exact = load_stop(stops[0], stops[1], stops[2], head, block, q_len, num_stop_slots, ROWS)
+    live = stop <= t
+    return live & (exact == 0), live & exact
+
+
+@triton.jit
+def list_runs(
+    list_ptr, stops, first_head, base, first, last, t, q_len, num_stop_slots,
+    ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the runs of row blocks in [first, last) for which tile t is live and the fast algebra holds.
+
+    Runs are listed head by head. A run is stored as its first and its last block, each as
+    (head of the group · MAX_BLOCKS + block − base). Returns the number of runs, and that of the live blocks that need
+    the exact algebra. stops: block_stop_ptr, cu_q_ptr and the sequence.
+    """
+    count = 0
+    num_exact = 0
+    for i in range(KV_GROUP):
+        for start in range(first, last, 64):
+            block = start + tl.arange(0, 64)
+            inside = block < last
+            live, exact = _runs_fast(stops, first_head + i, block, t, q_len, num_stop_slots, ROWS)
+            before, _ = _runs_fast(stops, first_head + i, tl.maximum(block - 1, first), t, q_len, num_stop_slots, ROWS)
+            after, _ = _runs_fast(stops, first_head + i, block + 1, t, q_len, num_stop_slots, ROWS)
+            live = live & inside
+            opens = live & ((block == first) | (before == 0))
+            closes = live & ((block + 1 >= last) | (after == 0))
+            run = 2 * (count + tl.cumsum(opens.to(tl.int32), 0) - 1)
+            entry = i * MAX_BLOCKS + block - base
+            tl.store(list_ptr + run, entry, mask=opens)
+            tl.store(list_ptr + run + 1, entry, mask=closes)
+            count += tl.sum(opens.to(tl.int32), 0)
+            num_exact += tl.sum((exact & inside).to(tl.int32), 0)
+    return count, num_exact

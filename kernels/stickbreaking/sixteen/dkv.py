@@ -1,0 +1,163 @@
+"""Phase two of the backward pass: walks the row blocks that see a key tile, for all heads of its group: dK and dV."""
+
+import triton
+import triton.language as tl
+
+from .. import half
+from .. import tile as common
+from ..forward import COUNTS
+from . import blocks, tile
+
+
+@triton.jit
+def _dkv_run(
+    state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
+    q_len, num_keys, logit_scale, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Adds row blocks first … last − 1 of one head to state: dk and dv."""
+    dk, dv = state
+    local = tl.arange(0, ROWS)
+    dims = tl.arange(0, BH)
+    # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
+    for block in tl.range(first, last, num_stages=2 if EXACT else None, disable_licm=not HOIST):
+        row = common.each_round(local, block, H)
+        first_row = block * ROWS
+        first64 = first_row.to(tl.int64)
+        row_ok = row < q_len - first_row
+        in_rows = row_ok[:, None] & (dims < H)[None, :]
+        q_rows = q_ptr + (first64 * sq_t + head * sq_n) + (row[:, None] * sq_t + dims[None, :])
+        do_rows = do_ptr + (first64 * so_t + head * so_n) + (row[:, None] * so_t + dims[None, :])
+        q = tl.load(q_rows, mask=in_rows, other=0.0)
+        do = tl.load(do_rows, mask=in_rows, other=0.0)
+        scratch = head * scratch_head + first64
+        carry = tl.load(carry_ptr + scratch + row, mask=row_ok, other=-1e30)
+        behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
+        z = tl.dot(q, tl.trans(k)) * logit_scale
+        position = tl.minimum(offset + first_row + row, num_keys)
+        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
+        nearer, _ = tile.lane_sums(spent, True)
+        a = tile.weigh(t_, w, after, carry[:, None] - nearer, EXACT)
+        dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
+        beta = tile.betas(u, t_, w, EXACT)
+        da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
+        dz, _ = tile.logit_gradients(a, da, beta, tile.per_row(behind))
+        dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
+    return dk, dv
+
+
+@triton.jit
+def _row_blocks(
+    t, offset, q_len, k_len, cu_q_ptr, sequence, first_slot, last_slot,
+    ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Returns the sequence's first row in this slice, the blocks that see tile t (first, first that sees it as a whole,
+    end), and where the slice's rows start in the scratch."""
+    sequence_slot = tl.load(cu_q_ptr + sequence).to(tl.int32) // DQ_ROWS + sequence
+    row_first = tl.maximum((first_slot - sequence_slot) * DQ_ROWS, 0)
+    row_last = tl.minimum((last_slot - sequence_slot) * DQ_ROWS, q_len)
+    # The list fits the longest announced sequence. Forward has marked longer ones as NaN.
+    end = tl.minimum(tl.cdiv(row_last, ROWS), row_first // ROWS + MAX_BLOCKS)
+    seen_from = tl.maximum(tl.maximum(t * tile.KEYS + 1 - offset, 0), row_first)
+    first = tl.where(seen_from < row_last, seen_from // ROWS, end)
+    whole_from = tl.maximum(tl.cdiv(tl.maximum((t + 1) * tile.KEYS - offset, 0), ROWS), first)
+    whole_from = tl.where((t + 1) * tile.KEYS <= k_len, tl.minimum(whole_from, end), end)
+    return row_first, first, whole_from, end, (sequence_slot - first_slot) * DQ_ROWS
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def dkv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
+    offset_ptr, maxima_ptr,
+    num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
+    num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
+    kv_head, place = common.assign(tl.program_id(0), num_kv_heads, head_group, places)
+    slot = common.slot_at(place, num_key_slots, num_sequences, False)
+    if slot >= num_key_slots:
+        return
+    sequence, t = common.locate(cu_k_ptr, slot, num_sequences, tile.KEYS)
+    q_start, q_len, k_start, k_len, offset = blocks.lengths(
+        cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET
+    )
+    if (t < 0) | (t * tile.KEYS >= k_len) | (t >= num_tiles):
+        return
+    row_first, first, whole_from, end, scratch_row = _row_blocks(
+        t, offset, q_len, k_len, cu_q_ptr, sequence, first_slot, last_slot, ROWS, DQ_ROWS, MAX_BLOCKS
+    )  # fmt: skip
+    if ADD & (first >= end):
+        return
+    key = t * tile.KEYS + tile.key_of_column()
+    dims = tl.arange(0, BH)
+    in_keys = (key < k_len)[:, None] & (dims < H)[None, :]
+    token = (k_start + key).to(tl.int64)
+    k = tl.load(k_ptr + token[:, None] * sk_t + kv_head * sk_n + dims[None, :], mask=in_keys, other=0.0)
+    v = tl.load(v_ptr + token[:, None] * sv_t + kv_head * sv_n + dims[None, :], mask=in_keys, other=0.0)
+    dv_scale = 1.0
+    if HALF:
+        q_shift, k_shift, v_shift, do_shift, weight_shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        v = half.scaled(v, v_shift)
+        logit_scale *= tl.exp2(-q_shift - k_shift)
+        scale *= tl.exp2(-dz_shift - q_shift)
+        dv_scale = tl.exp2(-weight_shift - do_shift)
+    # Blocks are counted from the first block of the slice, so that they fit the scratch of one slice.
+    base = row_first // ROWS
+    first_head = kv_head * KV_GROUP
+    first64 = (q_start + base * ROWS).to(tl.int64)
+    scratch_head = tl.full([], 1, tl.int64) * num_tiles * scratch_rows
+    scratch = first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (scratch_row + base * ROWS)
+    rows = (
+        k, v, q_ptr + (first64 * sq_t + first_head * sq_n), do_ptr + (first64 * so_t + first_head * so_n), sq_t, sq_n, so_t,
+        so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head,
+    )  # fmt: skip
+    keys = (t, offset + base * ROWS, q_len - base * ROWS, k_len, logit_scale)
+    list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
+    state = _dkv_rows(
+        rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
+        num_stop_slots, ROWS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
+    )  # fmt: skip
+    out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
+    _store(dk_ptr + out, state[0] * scale, in_keys, ADD)
+    _store(dv_ptr + out, state[1] * dv_scale, in_keys, ADD)
+
+
+@triton.jit
+def _store(pointers, x, mask, ADD: tl.constexpr):
+    if ADD:
+        x += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dkv_rows(
+    rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
+    ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
+    state = (tl.zeros([tile.KEYS, BH], tl.float32), tl.zeros([tile.KEYS, BH], tl.float32))
+    runs, num_exact = blocks.list_runs(
+        list_ptr, stops, first_head, base, whole_from, end, keys[0], q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
+    )
+    # One or two blocks see this tile in part, unless offsets do not align with tiles.
+    exact_end = tl.where(num_exact > 0, end, whole_from)
+    for i in range(KV_GROUP):
+        for block in range(first, exact_end):
+            stop, exact = blocks.load_stop(
+                stops[0], stops[1], stops[2], first_head + i, block, q_len, num_stop_slots, ROWS
+            )  # fmt: skip
+            walks = (stop <= keys[0]) & (exact | (block < whole_from))
+            state = _dkv_run(
+                state, *rows, i, block - base, block - base + walks.to(tl.int32), *keys, True, ROWS, H, BH, HOIST, PARTS
+            )
+    tl.debug_barrier()
+    for n in range(runs):
+        start = tl.load(list_ptr + 2 * n)
+        i = start // MAX_BLOCKS
+        last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
+        state = _dkv_run(state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, ROWS, H, BH, HOIST, PARTS)
+    return state

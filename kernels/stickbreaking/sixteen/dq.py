@@ -1,0 +1,125 @@
+"""Phase one of the backward pass: walks the key tiles of each row block toward the query and computes dQ.
+
+It starts where forward stopped. For phase two it stores the carry and Σ g over farther keys of every (row, key tile).
+"""
+
+import triton
+import triton.language as tl
+
+from .. import half
+from .. import tile as common
+from ..forward import COUNTS
+from . import blocks, tile
+
+
+@triton.jit
+def _dq_tiles(
+    state, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr, behind_ptr, scratch_step, first, last, position,
+    num_keys, logit_scale, shift, dz_shift, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Processes the tiles first … last − 1. state: dq [ROWS, BH]; carry and behind [ROWS, 4]."""
+    dq, carry, behind = state
+    column_key = tile.key_of_column()
+    dims = tl.arange(0, BH)
+    lane = tile.lanes(carry)
+    local = tile.per_row(tl.arange(0, ROWS))
+    for t in tl.range(first, last, num_stages=1 if EXACT else None, disable_licm=not HOIST):
+        key = common.each_round(column_key, t, H)
+        first_key = tl.full([], tile.KEYS, tl.int64) * t
+        k_tile = k_ptr + first_key * sk_t + (key[:, None] * sk_t + dims[None, :])
+        v_tile = v_ptr + first_key * sv_t + (key[:, None] * sv_t + dims[None, :])
+        k = blocks.load_tile(k_tile, key + t * tile.KEYS, num_keys, dims, EXACT, H, BH)
+        v = blocks.load_tile(v_tile, key + t * tile.KEYS, num_keys, dims, EXACT, H, BH)
+        z = tl.dot(q, tl.trans(k)) * logit_scale
+        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
+        nearer, total = tile.lane_sums(spent, True)
+        carry += tl.where(t > row_tile, total, 0.0)
+        entering = tl.where(t < row_tile, -1e30, carry)
+        if HALF:
+            entering += shift
+        scratch = t * scratch_step + local
+        tl.store(carry_ptr + scratch, entering, mask=lane == 0)
+        tl.store(behind_ptr + scratch, behind, mask=lane == 0)
+        if HALF:
+            entering += dz_shift - shift
+        a = tile.weigh(t_, w, after, entering - nearer, EXACT)
+        beta = tile.betas(u, t_, w, EXACT)
+        da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
+        dz, total_gradient = tile.logit_gradients(a, da, beta, behind)
+        behind += total_gradient
+        dq = tile.multiply(tile.put_together(dz, ROWS), k, dq, False, PARTS)
+    return dq, carry, behind
+
+
+@triton.jit
+def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift):
+    """Stores q and dO in fp16 for phase two. Returns q in fp16."""
+    tl.store(q_half_ptr + rows, half.scaled(q, q_shift), mask=mask)
+    tl.store(do_half_ptr + rows, half.scaled(do, do_shift), mask=mask)
+    tl.debug_barrier()
+    # Reading q back takes no registers: the products load it from shared memory.
+    return tl.load(q_half_ptr + rows, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr,
+    block_stop_ptr, carry_ptr, behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
+    num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
+    scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
+    head, place = common.assign(tl.program_id(0), num_heads, head_group, places)
+    slice_slot = common.slot_at(place, last_slot - first_slot, num_sequences, True)
+    if first_slot + slice_slot >= last_slot:
+        return
+    sequence, block = common.locate(cu_q_ptr, first_slot + slice_slot, num_sequences, ROWS)
+    q_start, q_len, k_start, k_len, offset = blocks.lengths(
+        cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET
+    )
+    k_len = tl.minimum(k_len, num_tiles * tile.KEYS)
+    if (block < 0) | (block * ROWS >= q_len):
+        return
+    position, whole, seen = blocks.visible(block, q_len, k_len, offset, ROWS)
+    stop, exact = blocks.load_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
+    row = block * ROWS + tl.arange(0, ROWS)
+    row_ok = row < q_len
+    dims = tl.arange(0, BH)
+    in_rows = row_ok[:, None] & (dims < H)[None, :]
+    token = (q_start + row).to(tl.int64)
+    out = (token[:, None] * num_heads + head) * H + dims[None, :]
+    q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
+    do = tl.load(do_ptr + token[:, None] * so_t + head * so_n + dims[None, :], mask=in_rows, other=0.0)
+    saved = head.to(tl.int64) * num_tokens + token
+    carry = tl.load(row_carry_ptr + saved, mask=row_ok, other=0.0)
+    row_tile = tl.load(row_tile_ptr + saved, mask=row_ok, other=common.NEVER)
+    # log_rest depends on every key, so its gradient enters the sum at the far end.
+    behind = tl.zeros([ROWS], tl.float32)
+    if HAS_REST:
+        behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
+    shift, dz_shift = 0.0, 0.0
+    if HALF:
+        q_shift, k_shift, _, do_shift, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        q = _to_half(q, do, q_half_ptr, do_half_ptr, out, in_rows, q_shift, do_shift)
+        logit_scale *= tl.exp2(-q_shift - k_shift)
+        scale *= tl.exp2(-dz_shift - k_shift)
+
+    scratch_step = tl.full([], 1, tl.int64) * scratch_rows
+    scratch = scratch_step * head * num_tiles + slice_slot * ROWS
+    k_ptr += k_start.to(tl.int64) * sk_t + head // KV_GROUP * sk_n
+    v_ptr += k_start.to(tl.int64) * sv_t + head // KV_GROUP * sv_n
+    state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
+    rows = (
+        tile.per_row(row_tile), q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch, scratch_step,
+    )  # fmt: skip
+    keys = (position, k_len, logit_scale, shift, dz_shift)
+    exact_from = tl.where(exact, stop, tl.maximum(stop, whole))
+    state = _dq_tiles(state, *rows, stop, exact_from, *keys, False, ROWS, H, BH, HALF, HOIST, PARTS)
+    dq, _, behind = _dq_tiles(state, *rows, exact_from, seen, *keys, True, ROWS, H, BH, HALF, HOIST, PARTS)
+    tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
+    if HALF:
+        behind *= tl.exp2(-dz_shift)
+    tl.store(d_rest_in_ptr + token * num_heads + head, tl.max(behind, 1), mask=row_ok)

@@ -1,0 +1,253 @@
+"""The forward kernel: visits key tiles from the nearest to the farthest, until every stick of a block is spent.
+
+A block starts with the exact algebra, which masks the tiles on the diagonal, and goes on with the fast one. If 16
+adjacent keys of one of its rows turn out to spend more than `tile.RANGE`, the block starts again and stays exact.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import half
+from .. import tile as common
+from ..forward import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
+from ..kept import aux_shapes
+from . import blocks, tile
+
+LOG2_E = 1.4426950408889634
+UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that need the exact algebra
+
+
+def forward_config(head_dim: int) -> Config:
+    """Returns launch settings. Not yet tuned: those of the kernels with four keys per group."""
+    if head_dim <= 64:
+        return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 168)
+    return Config(128, 64, 8, 3)
+
+
+@triton.jit
+def walk_tiles(
+    state, q, k_ptr, v_ptr, sk_t, sv_t, first, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
+    ENTER_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Processes `count` tiles from tile `first` on, toward lower indices.
+
+    state: acc [ROWS, BH]; carry, row_carry, row_tile and worst [ROWS, 4], where worst is the most that 16 adjacent keys
+    have spent. ENTER_K: also updates the maximum of |k|.
+    """
+    acc, carry, row_carry, row_tile, worst = state
+    column_key = tile.key_of_column()
+    dims = tl.arange(0, BH)
+    k_offsets = column_key[:, None] * sk_t + dims[None, :]
+    v_offsets = column_key[:, None] * sv_t + dims[None, :]
+    step64 = tl.full([], tile.KEYS, tl.int64)
+    for step in tl.range(count, num_stages=1 if EXACT else None):
+        t = first - step
+        alive = carry > floor
+        row_carry = tl.where(alive, carry, row_carry)
+        row_tile = tl.where(alive, t, row_tile)
+        key = t * tile.KEYS + column_key
+        k = blocks.load_tile(k_ptr + t * (step64 * sk_t) + k_offsets, key, num_keys, dims, EXACT, H, BH)
+        v = blocks.load_tile(v_ptr + t * (step64 * sv_t) + v_offsets, key, num_keys, dims, EXACT, H, BH)
+        if ENTER_K:
+            half.enter(maxima_ptr, sequence, half.K, k)
+        z = tl.dot(q, tl.trans(k)) * logit_scale
+        _, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
+        worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
+        nearer, total = tile.lane_sums(spent, True)
+        rest = carry - nearer
+        if HALF:
+            rest += half.FORWARD_SHIFT
+        a = tile.weigh(t_, w, after, rest, EXACT)
+        carry -= total
+        acc = tile.multiply(tile.put_together(a, ROWS), v, acc, False, PARTS)
+    return acc, carry, row_carry, row_tile, worst
+
+
+@triton.jit
+def initial_state(entering, ROWS: tl.constexpr, BH: tl.constexpr):
+    acc = tl.zeros([ROWS, BH], tl.float32)
+    carry = tile.per_row(entering)
+    return acc, carry, carry, tl.full([ROWS, 4], common.NEVER, tl.int32), tl.zeros([ROWS, 4], tl.float32)
+
+
+@triton.jit
+def fullest_stick(carry, worst, EXACT: tl.constexpr):
+    """Returns log2 of the largest rest of a row's stick, or UNSPENT if the rows need the exact algebra."""
+    if not EXACT:
+        carry = tl.where(worst < tile.RANGE, carry, UNSPENT)
+    return tl.max(tl.max(carry, 1), 0)
+
+
+@triton.jit
+def walk_rows(
+    entering, q, k_ptr, v_ptr, sk_t, sv_t, position, whole, seen, num_keys, logit_scale, threshold, first_chunk, chunk,
+    maxima_ptr, sequence, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Walks the tiles of one row block. Returns the state of `walk_tiles`, the last tile that was visited, and whether
+    the fast algebra did not hold.
+
+    The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The next
+    chunk is as long as the fullest stick lasts at the rate of the last chunk.
+    """
+    floor = tl.maximum(threshold, common.DEAD)
+    state = initial_state(entering, ROWS, BH)
+    t = seen - 1
+    ahead = first_chunk
+    fullest = tl.max(entering, 0)
+    if not EXACT:
+        state = walk_tiles(
+            state, q, k_ptr, v_ptr, sk_t, sv_t, t, seen - whole, position, num_keys, logit_scale, floor, maxima_ptr,
+            sequence, True, ROWS, H, BH, HALF, ENTER_K, PARTS,
+        )  # fmt: skip
+        t = whole - 1
+        fullest = fullest_stick(state[1], state[4], False)
+    while (t >= 0) & (fullest >= threshold) & (fullest < UNSPENT):
+        count = tl.minimum(t + 1, ahead)
+        state = walk_tiles(
+            state, q, k_ptr, v_ptr, sk_t, sv_t, t, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
+            EXACT, ROWS, H, BH, HALF, False, PARTS,
+        )  # fmt: skip
+        t -= count
+        left = fullest_stick(state[1], state[4], EXACT)
+        lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
+        ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
+        fullest = left
+    return state, t + 1, fullest == UNSPENT
+
+
+@triton.jit
+def save_rows(
+    state, stop, exact, o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block,
+    token, row_ok, num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
+    ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    acc, carry, row_carry, row_tile, _ = state
+    dims = tl.arange(0, BH)
+    rows = token * num_heads + head
+    o = o_ptr + rows[:, None] * H + dims[None, :]
+    tl.store(o, (acc * scale).to(o_ptr.dtype.element_ty), mask=row_ok[:, None] & (dims < H)[None, :])
+    tl.store(log_rest_ptr + rows, tl.max(carry, 1) * common.LN_2, mask=row_ok)
+    # Backward starts from the carry where the weights of a row end, so that its subtractions stay accurate.
+    saved = head.to(tl.int64) * num_tokens + token
+    row_tile = tl.min(row_tile, 1)
+    tl.store(row_carry_ptr + saved, tl.max(row_carry, 1), mask=row_ok)
+    tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
+    # Where nothing is skipped, the gradient of log_rest reaches every key.
+    stop = tl.where(threshold < common.DEAD, stop, tl.min(row_tile, 0))
+    blocks.save_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact, ROWS)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
+    cu_k_ptr, offset_ptr, maxima_ptr,
+    num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
+    sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    places = tl.cdiv(num_slots, num_sequences) * num_sequences
+    head, place = common.assign(tl.program_id(0), num_heads, head_group, places)
+    slot = common.slot_at(place, num_slots, num_sequences, True)
+    if slot >= num_slots:
+        return
+    sequence, block = common.locate(cu_q_ptr, slot, num_sequences, ROWS)
+    q_start, q_len, k_start, k_len, offset = blocks.lengths(
+        cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET
+    )
+    if (block < 0) | (block * ROWS >= q_len):
+        return
+    position, whole, seen = blocks.visible(block, q_len, k_len, offset, ROWS)
+    row = block * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, BH)
+    row_ok = row < q_len
+    in_rows = row_ok[:, None] & (dims < H)[None, :]
+    token = (q_start + row).to(tl.int64)
+    q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
+    if HALF:
+        half.enter(maxima_ptr, sequence, half.Q, q)
+    entering = tl.zeros([ROWS], tl.float32)
+    if HAS_REST:
+        entering = tl.load(log_rest_in_ptr + token * num_heads + head, mask=row_ok, other=0.0).to(tl.float32)
+    # Rows after the sequence's end must not delay the exit.
+    entering = tl.where(row_ok, entering * common.LOG2_E, -1e30)
+    first_key = k_start.to(tl.int64)
+    kv_head = head // KV_GROUP
+    # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
+    scale = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), 1.0)
+    if HALF:
+        scale *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
+    walk = (
+        entering, q, k_ptr + (first_key * sk_t + kv_head * sk_n), v_ptr + (first_key * sv_t + kv_head * sv_n), sk_t, sv_t,
+        position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk, maxima_ptr, sequence,
+    )  # fmt: skip
+    save = (
+        o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
+        num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
+    )  # fmt: skip
+    state, stop, exact = walk_rows(*walk, False, ROWS, H, BH, HALF, ENTER_K, PARTS)
+    save_rows(state, stop, exact, *save, ROWS, H, BH)
+    if exact:
+        state, stop, _ = walk_rows(*walk, True, ROWS, H, BH, HALF, False, PARTS)
+        save_rows(state, stop, exact, *save, ROWS, H, BH)
+
+
+def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str, int | bool]:
+    """Returns the compile-time constants that all kernels share.
+
+    fp16 operands that half.py does not scale need two parts of weights and dz: one would round like the result.
+    """
+    head_dim = q.shape[2]
+    return {
+        "H": head_dim,
+        "BH": max(16, triton.next_power_of_2(head_dim)),
+        "ROWS": config.row_block,
+        "KV_GROUP": group,
+        "HALF": convert,
+        "PARTS": 2 if q.dtype == torch.float16 and not convert else 1,
+    }
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None, log_rest_in: Tensor | None,
+    max_keys: int, scale: float, skip_below: float, config: Config | None = None, first_chunk: int = 2,
+    chunk: int = 16, group_bytes: int = GROUP_BYTES, max_queries: int | None = None, convert: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Runs the forward kernel on bf16 or fp16. Arguments and results are those of `..forward.forward`.
+
+    In block_stop, row blocks that need the exact algebra are marked (blocks.py).
+    """
+    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
+    q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
+    num_tokens, num_heads, head_dim = q.shape
+    num_sequences, group = cu_q.shape[0] - 1, num_heads // k.shape[1]
+    config = config or forward_config(head_dim)
+    convert = half.converts(q) if convert is None else convert
+    maxima = half.new_maxima(cu_k, convert)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    log_rest = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
+    row_carry, row_tile = q.new_empty(rows, dtype=torch.float32), q.new_empty(tiles, dtype=torch.int32)
+    # Spare slots are never written, and operator checks compare every element, so they start as zeros.
+    block_stop = q.new_zeros(stops, dtype=torch.int32)
+    if num_tokens == 0:
+        return o, log_rest, row_carry, row_tile, block_stop, maxima
+    # If queries and keys share their sequences, the tiles on the diagonal contain all keys and find the maximum of |k|.
+    diagonal = q_offsets is None and cu_q.data_ptr() == cu_k.data_ptr()
+    if convert:
+        v = half.values(maxima, k, v, cu_k, not diagonal)
+    num_slots = num_tokens // config.row_block + num_sequences
+    forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
+        q, k, v, o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry, row_tile, block_stop,
+        cu_q, cu_k, q_offsets, maxima if convert else None,
+        num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
+        max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),
+        HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, ENTER_K=convert and diagonal,
+        **constants(q, config, group, convert), **launch(config),
+    )  # fmt: skip
+    return o, log_rest, row_carry, row_tile, block_stop, maxima

@@ -1,0 +1,243 @@
+# ruff: noqa: RUF005 (Triton compiles no starred tuples)
+# mypy: disable-error-code=assignment
+"""The algebra of one tile of 64 keys, in which each thread holds 16 adjacent keys of a row.
+
+Logits are in units of log2 e, so that β = u / (1 + u) with u = 2^z. "Spent" is −log2 of the share of the stick that keys
+leave. Column 8j + 2c + e of a tile holds key 16c + 2j + e: on the tensor cores' accumulator, lane c of the four lanes
+that share a row then owns the keys 16c … 16c + 15. A tile [ROWS, 64] is taken apart into 16 tensors [ROWS, 4], the
+farthest key first, which moves nothing between threads. What all lanes of a row know is stored as [ROWS, 4] too.
+
+For keys far to near, t_k = u_k Π_{i<k} (1 + u_i) and w = Π (1 + u_i) − 1 follow from each other without cancellation.
+The weight of a key is t_k 2^(log2 of the stick left after its chain of keys), and β_k = t_k / Π_{i≤k} (1 + u_i).
+A chain must not leave float32's range. So there are two versions of the algebra. The fast one has chains of 8 keys and
+one logarithm per thread and row, and holds while 16 keys spend at most RANGE. The exact one (EXACT) has chains of 4
+keys, a logarithm for each, and logits capped at 25 bits. It holds for all logits, and it is the one that masks keys.
+"""
+
+import triton
+import triton.language as tl
+
+from .. import tile as common
+
+KEYS = tl.constexpr(64)  # of a tile
+# Bits that 16 adjacent keys of a row may spend in the fast algebra. Weights and their factors stay above 2^-126 where
+# the nearer keys leave 2^-26 of the stick or more.
+RANGE = tl.constexpr(100.0)
+
+
+@triton.jit
+def exp2(x):
+    # tl.exp2 takes three more instructions for denormal results.
+    if common.INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def log2_1p(w):
+    """Returns log2(1 + w). 1 + w loses values below 2^-24, and many low logits add up to a visible share of the stick."""
+    series = w * (common.LOG2_E - w * (common.LOG2_E / 2 - w * (common.LOG2_E / 3)))
+    return tl.where(w < 2**-8, series, common.log2(1.0 + w))
+
+
+@triton.jit
+def key_of_column():
+    column = tl.arange(0, KEYS)
+    return column % 8 // 2 * 16 + column // 8 * 2 + column % 2
+
+
+@triton.jit
+def take_apart(x, ROWS: tl.constexpr):
+    """Returns the 16 keys of each thread, the farthest first, as tensors [ROWS, 4]."""
+    # The bits of a column are j2 j1 j0 c1 c0 e, and those of a key c1 c0 j2 j1 j0 e.
+    x = tl.permute(tl.reshape(x, (ROWS, 2, 2, 2, 4, 2)), (0, 4, 5, 3, 2, 1))
+    keys = (x,)
+    for level in tl.static_range(4):
+        split = ()
+        for i in tl.static_range(2**level):
+            split = split + tl.split(keys[i])
+        keys = split
+    return keys
+
+
+@triton.jit
+def put_together(keys, ROWS: tl.constexpr):
+    """Returns the tile [ROWS, 64] that `take_apart` takes apart into `keys`."""
+    for level in tl.static_range(4):
+        joined = ()
+        for i in tl.static_range(2 ** (3 - level)):
+            joined = joined + (tl.join(keys[2 * i], keys[2 * i + 1]),)
+        keys = joined
+    x = tl.permute(keys[0], (0, 5, 4, 3, 1, 2))
+    return tl.reshape(x, (ROWS, KEYS))
+
+
+@triton.jit
+def lanes(like):
+    return tl.broadcast_to(tl.arange(0, 4)[None, :], like.shape)
+
+
+@triton.jit
+def per_row(x):
+    """Returns x [ROWS] for all lanes: [ROWS, 4]."""
+    return tl.broadcast_to(x[:, None], (x.shape[0], 4))
+
+
+@triton.jit
+def exchange(x, BIT: tl.constexpr):
+    """Returns x of the lane whose number differs in BIT, 1 or 2."""
+    if common.INTERPRETED:
+        y = tl.gather(x, lanes(x) ^ BIT, 1)
+    elif BIT == 1:
+        y = tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    else:
+        y = tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return y
+
+
+@triton.jit
+def lane_sums(x, NEARER: tl.constexpr):
+    """Returns the sum of x over the lanes with nearer (or farther) keys, and over all four. x must be finite."""
+    neighbour = exchange(x, 1)
+    pair = x + neighbour
+    other_pair = exchange(pair, 2)
+    lane = lanes(x)
+    if NEARER:
+        takes_neighbour = (lane % 2 == 0).to(tl.float32)
+        takes_pair = (lane < 2).to(tl.float32)
+    else:
+        takes_neighbour = (lane % 2 == 1).to(tl.float32)
+        takes_pair = (lane >= 2).to(tl.float32)
+    return takes_neighbour * neighbour + takes_pair * other_pair, pair + other_pair
+
+
+@triton.jit
+def chain(u, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Returns t of COUNT keys from FIRST on, and w = Π(1 + u) − 1."""
+    w = u[FIRST]
+    t = (w,)
+    for i in tl.static_range(FIRST + 1, FIRST + COUNT):
+        next_t = u[i] * w + u[i]
+        t = t + (next_t,)
+        w = w + next_t
+    return t, w
+
+
+@triton.jit
+def spend(z, limit, EXACT: tl.constexpr, ROWS: tl.constexpr):
+    """Returns u and t of each key, w of each chain, `after`, and what the 16 keys spend.
+
+    z: logits [ROWS, 64]. EXACT: row i attends only to the first limit[i] keys of the tile. after[n]: log2 of what chain n
+    and the nearer chains of the thread spend. It holds one number for all of a thread's chains in the fast algebra.
+    """
+    z = take_apart(z, ROWS)
+    if EXACT:
+        u, t, w, after, spent = _spend_capped(z, limit)
+    else:
+        u = ()
+        for i in tl.static_range(16):
+            u = u + (exp2(z[i]),)
+        t, w0 = chain(u, 0, 8)
+        t1, w1 = chain(u, 8, 8)
+        t = t + t1
+        w = (w0, w1)
+        spent = log2_1p((w1 * w0 + w1) + w0)
+        after = (spent,)
+    return u, t, w, after, spent
+
+
+@triton.jit
+def _spend_capped(z, limit):
+    # The numbers of a thread's keys are 16c + i. Comparing 16c with limit − i keeps one number in registers, not 16.
+    first_key = 16 * lanes(z[0])
+    limit = per_row(limit)
+    u = ()
+    excess = ()
+    for i in tl.static_range(16):
+        zi = tl.where(first_key < limit - i, z[i], float("-inf"))
+        u = u + (exp2(tl.minimum(zi, common.LOGIT_CAP)),)
+        excess = excess + (tl.maximum(zi, common.LOGIT_CAP) - common.LOGIT_CAP,)
+    t = ()
+    w = ()
+    after = ()
+    spent = tl.zeros_like(u[0])
+    for n in tl.static_range(3, -1, -1):
+        tn, wn = chain(u, 4 * n, 4)
+        capped = log2_1p(wn)
+        # β of a capped key is 1 in float32, so that its own weight does not depend on the excess.
+        after = (spent + capped,) + after
+        spent += capped + ((excess[4 * n] + excess[4 * n + 1]) + (excess[4 * n + 2] + excess[4 * n + 3]))
+        t = tn + t
+        w = (wn,) + w
+    return u, t, w, after, spent
+
+
+@triton.jit
+def weigh(t, w, after, rest, EXACT: tl.constexpr):
+    """Returns the weights of the 16 keys. rest [ROWS, 4]: log2 of the stick left after the nearer lanes."""
+    a = ()
+    if EXACT:
+        for n in tl.static_range(4):
+            p = exp2(rest - after[n])
+            for i in tl.static_range(4):
+                a = a + (t[4 * n + i] * p,)
+    else:
+        p = exp2(rest - after[0])
+        for i in tl.static_range(8):
+            a = a + (t[i] * p,)
+        p = p * w[0] + p
+        for i in tl.static_range(8, 16):
+            a = a + (t[i] * p,)
+    return a
+
+
+@triton.jit
+def betas(u, t, w, EXACT: tl.constexpr):
+    """Returns β of the 16 keys, from one reciprocal per chain."""
+    LENGTH: tl.constexpr = 4 if EXACT else 8
+    beta = ()
+    for n in tl.static_range(16 // LENGTH - 1, -1, -1):
+        r = common.reciprocal(1.0 + w[n])
+        beta = (t[LENGTH * n + LENGTH - 1] * r,) + beta
+        for i in tl.static_range(LENGTH * n + LENGTH - 2, LENGTH * n - 1, -1):
+            r = r * u[i + 1] + r
+            beta = (t[i] * r,) + beta
+    return beta
+
+
+@triton.jit
+def logit_gradients(a, d, beta, farther):
+    """Returns dz_k = g_k − β_k Σ_{i≤k} g_i with g = a d for the 16 keys, and Σ g over the tile.
+
+    farther [ROWS, 4]: the sum over the keys of farther tiles.
+    """
+    g = a[0] * d[0]
+    total = g
+    x = (g - beta[0] * total,)
+    for i in tl.static_range(1, 16):
+        g = a[i] * d[i]
+        total = total + g
+        x = x + (g - beta[i] * total,)
+    lanes_farther, tile_total = lane_sums(total, False)
+    farther += lanes_farther
+    dz = ()
+    for i in tl.static_range(16):
+        dz = dz + (x[i] - beta[i] * farther,)
+    return dz, tile_total
+
+
+@triton.jit
+def multiply(x, y, acc, TURN: tl.constexpr, PARTS: tl.constexpr):
+    """Returns acc + x y (TURN: acc + xᵀ y). x, float32, is multiplied in y's dtype; two parts keep twice the digits."""
+    high = x.to(y.dtype)
+    acc = tl.dot(tl.trans(high) if TURN else high, y, acc)
+    if PARTS == 2:
+        low = (x - high.to(tl.float32)).to(y.dtype)
+        acc = tl.dot(tl.trans(low) if TURN else low, y, acc)
+    return acc

@@ -1,0 +1,161 @@
+"""Runs the kernels with 16 keys per thread under the interpreter (interpreted.py), in fp16: one process for each group
+of cases.
+
+Prints one JSON object a case: errors against float64, and those of float32 torch with inputs and outputs in the same dtype.
+The interpreter computes bf16 incorrectly. "scaled" cases take the path of bf16 operands, which half.py makes fp16.
+"""
+
+import itertools
+import json
+import sys
+from typing import NamedTuple
+
+import torch
+from ssscale_kernels.stickbreaking.sixteen.backward import backward
+from ssscale_kernels.stickbreaking.sixteen.forward import forward
+
+from tests.kernels.stickbreaking_interpreted import differentiate, report, starts
+
+NAMES = ("o", "log_rest", "dq", "dk", "dv", "d_log_rest_in")
+
+
+class Case(NamedTuple):
+    lengths: list[int]
+    logits: str = "normal"
+    head_dim: int = 16
+    heads: tuple[int, int] = (1, 1)  # query heads, key heads
+    keys: list[int] | None = None
+    offsets: list[int] | None = None
+    rest: bool = True  # log_rest_in is given, and log_rest has a gradient
+    scaled: bool = False
+    scratch: int = 512  # bytes per row
+
+
+CASES = {
+    "plain": Case([130], heads=(2, 1)),
+    "one": Case([1], heads=(2, 2)),
+    "packed": Case([1, 0, 65, 20], head_dim=24),
+    "slices": Case([140, 65], scratch=8),
+    "offset": Case([20, 10], keys=[70, 65], offsets=[50, 70], head_dim=32),
+    "wide": Case([70], head_dim=72),
+    "dim 128": Case([129], head_dim=128, scaled=True, rest=False),
+    "dim 64": Case([100], head_dim=64, scaled=True, rest=False),
+    "scaled": Case([70, 0, 65, 1], head_dim=24, heads=(2, 1), scaled=True, rest=False),
+    "scaled offset": Case([20, 10], keys=[70, 65], offsets=[50, 70], scaled=True, rest=False),
+    "low": Case([100], "low"),
+    "one-hot": Case([140], "one-hot", rest=False, scaled=True),
+    "huge": Case([140], "huge", heads=(2, 1)),
+    # All keys spend 7 bits or more, so that 16 leave the fast algebra's range, but none is near its cap.
+    "steady": Case([140], "steady"),
+    # A single row block needs the exact algebra, and only behind its diagonal; then single rows of one head of two.
+    "far": Case([200], "far"),
+    "far scaled": Case([200], "far", rest=False, scaled=True),
+    "some rows": Case([200], "some rows", heads=(2, 1)),
+    # u = 2^z is infinite, and zero for the next key.
+    "infinite": Case([140], "infinite"),
+}
+GROUPS = {
+    "layouts": list(CASES)[:7],
+    "scaled": list(CASES)[7:13],
+    "range": list(CASES)[13:],
+}
+
+
+def tensors(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Returns q, k, v, dO in float16, log_rest_in and the gradient of log_rest."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens, num_keys = sum(case.lengths), sum(case.keys or case.lengths)
+    counts = (
+        (num_tokens, case.heads[0]),
+        (num_keys, case.heads[1]),
+        (num_keys, case.heads[1]),
+        (num_tokens, case.heads[0]),
+    )
+    q, k, v, grad_o = (torch.randn(n, h, case.head_dim, generator=generator) for n, h in counts)
+    if case.logits == "huge":
+        q = q * 30
+    elif case.logits == "low":
+        q, k = -20 * q.abs() / case.head_dim, k.abs()
+    elif case.logits == "one-hot":
+        taken = torch.rand(k[..., :1].shape, generator=generator) < 0.1
+        q, k = 1 + q.abs(), torch.where(taken, 8.0, -8.0) * (1 + k.abs())
+    elif case.logits == "steady":
+        q, k = 1 + q.abs() / 8, 1.3 + k.abs() / 8
+    elif case.logits == "far":
+        k[5:37] = q[190] * 3
+        q[:64], q[64:] = q[:64] / 8, q[190] + q[64:] / 8
+        k[37:] = k[37:] / 4 - q[190] / 3
+    elif case.logits == "some rows":
+        q[130:150, 1] *= 30
+    elif case.logits == "infinite":
+        k[20:110:7], k[21:110:7] = 60 * k[20:110:7].sign() * q.sign().mean(0), -60 * q.sign().mean(0)
+        q = q.sign()
+    if case.scaled:
+        sizes = torch.tensor([0.01 if i % 2 else 30.0 for i in range(len(case.lengths))])
+        v, grad_o = 10 * v, sizes.repeat_interleave(torch.tensor(case.lengths))[:, None, None] * grad_o
+    entering = -torch.rand(num_tokens, case.heads[0], generator=generator) * case.rest
+    grad_rest = torch.randn(num_tokens, case.heads[0], generator=generator) * case.rest
+    return *(x.half() for x in (q, k, v, grad_o)), entering, grad_rest
+
+
+def run(case: Case, skip_below: float = 0.0, chunk: int = 16):
+    """Returns the inputs of `differentiate`, all results in the order of NAMES, and block_stop."""
+    q, k, v, grad_o, entering, grad_rest = tensors(case)
+    keys = case.keys or case.lengths
+    cu_q = starts(case.lengths)
+    cu_k = cu_q if case.keys is None else starts(keys)
+    offsets = None if case.offsets is None else torch.tensor(case.offsets, dtype=torch.int32)
+    scale = case.head_dim**-0.5
+    o, rest, *saved = forward(
+        q, k, v, cu_q, cu_k, offsets, entering if case.rest else None, max(keys), scale, skip_below,
+        convert=case.scaled, first_chunk=min(2, chunk), chunk=chunk,
+    )  # fmt: skip
+    grads = backward(
+        grad_o, grad_rest if case.rest else None, q, k, v, cu_q, cu_k, offsets, *saved, max(case.lengths), max(keys),
+        scale, scratch_bytes_per_row=case.scratch, convert=case.scaled,
+    )  # fmt: skip
+    layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets}
+    return (q, k, v, entering, grad_o, grad_rest, layout), (o, rest, *grads), saved[2]
+
+
+def compare(case: Case):
+    inputs, ours, stops = run(case)
+    exact, same = differentiate(torch.float64, *inputs), differentiate(torch.float16, *inputs)
+    return report(NAMES, ours, exact, same) | {"exact": (stops < 0).tolist()}
+
+
+def skipping_bounds(q, k, v, grad_o, skip_below):
+    """Returns what skipping may change in o, dq, dk and dv (README.md), elementwise in float64, for one head each."""
+    q, k, v, grad_o = (x[:, 0].double() for x in (q, k, v, grad_o))
+    scale = q.shape[1] ** -0.5
+    beta = torch.sigmoid(scale * q @ k.T).tril(-1)
+    largest = (grad_o @ v.T).tril(-1).abs().amax(1, keepdim=True)
+    dz = 2 * skip_below * largest * beta
+    bounds = (skip_below * v.abs().max().expand_as(v), scale * dz @ k.abs(), scale * dz.T @ q.abs())
+    return [x[:, None] for x in (*bounds, skip_below * beta.T @ grad_o.abs())]
+
+
+def run_skip(logits: str, scaled: bool):
+    """What skipping changes beyond its bound, for each result, beside torch's error and the result's size."""
+    case = Case([300], logits, rest=False, scaled=scaled)
+    inputs, (o, rest, dq, dk, dv, _), stops = run(case, 2**-8, 1)
+    exact, same = differentiate(torch.float64, *inputs), differentiate(torch.float16, *inputs)
+    q, k, v, _, grad_o, _, _ = inputs
+    bounds = skipping_bounds(q, k, v, grad_o, 2**-8)
+    result = {}
+    for name, ours, bound in zip(("o", "dq", "dk", "dv"), (o, dq, dk, dv), bounds, strict=True):
+        e, t = (x[NAMES.index(name)] for x in (exact, same))
+        beyond = ((ours.double() - e).abs() - bound).max().item()
+        result[name] = (beyond, (t - e).abs().max().item(), e.abs().max().item())
+    stops = torch.where(stops < 0, -1 - stops, stops)
+    upper = rest.double() >= exact[1] - 1e-3 * exact[1].abs() - 1e-3
+    return result | {"stop": stops[0, :5].tolist(), "rest_is_upper_bound": bool(upper.all())}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "skipping":
+        for kind, is_scaled in itertools.product(("normal", "huge"), (False, True)):
+            print(json.dumps({"case": f"{kind} {is_scaled}"} | run_skip(kind, is_scaled)), flush=True)
+    else:
+        for name in GROUPS[sys.argv[1]]:
+            print(json.dumps({"case": name} | compare(CASES[name])), flush=True)

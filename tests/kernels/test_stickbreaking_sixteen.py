@@ -1,0 +1,132 @@
+"""The stick-breaking kernels with 16 keys per thread, without a GPU: results under the interpreter, and ptxas's for Hopper."""
+
+import re
+
+import pytest
+import triton
+from ssscale_kernels.stickbreaking.forward import Config, hoists, launch
+from ssscale_kernels.stickbreaking.sixteen.backward import backward_config, dkv_kernel, dq_kernel
+from ssscale_kernels.stickbreaking.sixteen.forward import forward_config, forward_kernel
+from ssscale_kernels.testing import compile_for_hopper, resources
+from triton.compiler import CompiledKernel
+
+from tests.kernels.interpreted import run_interpreted
+from tests.kernels.sixteen_interpreted import CASES, GROUPS
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return run_interpreted("sixteen_interpreted.py", *GROUPS, "skipping")
+
+
+def budget(torch_error, magnitude, scaled, terms=0.0):
+    """terms: size of the terms of a gradient. One-hot gradients cancel to zero, except for the terms' rounding."""
+    # Scaled operands come from bf16, whose results round eight times as coarsely.
+    return (3 if scaled else 2) * torch_error + 2e-7 + 1e-5 * magnitude + 2**-22 * terms
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_float64(interpreted, case):
+    result = dict(interpreted[case])
+    exact = result.pop("exact")
+    terms = result["d_log_rest_in"][2]
+    for name, (error, torch_error, magnitude) in result.items():
+        allowed = budget(torch_error, magnitude, CASES[case].scaled, terms)
+        assert error <= allowed, (name, error, allowed, torch_error, magnitude)
+    # The cases that are made for it run both algebras.
+    flagged = {"far": [[False, True, True, True]], "some rows": [[False] * 4, [False, False, True, False]]}
+    if case in flagged:
+        assert exact == flagged[case]
+    if CASES[case].logits in ("normal", "low"):
+        assert not any(map(any, exact))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("logits", ["normal", "huge"])
+def test_skipping_stays_within_its_bound(interpreted, logits, scaled):
+    result = interpreted[f"{logits} {scaled}"]
+    for name in ("o", "dq", "dk", "dv"):
+        beyond, torch_error, magnitude = result[name]
+        assert beyond <= budget(torch_error, magnitude, scaled), (name, beyond, torch_error, magnitude)
+    assert result["rest_is_upper_bound"]
+    assert max(result["stop"]) > 0, "nothing was skipped"
+
+
+TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")
+INTEGERS = ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "maxima_ptr")
+SCALED = {
+    "forward": ("v_ptr",),
+    "dq": ("k_ptr", "q_half_ptr", "do_half_ptr"),
+    "dkv": ("q_ptr", "k_ptr", "do_ptr"),
+}
+
+
+def argument_type(name, operands, which):
+    if name in INTEGERS:
+        return "*i32"
+    if name in TENSORS:
+        half = operands == "float16" or (operands == "scaled" and name in SCALED[which])
+        return "*fp16" if half else "*bf16"
+    if name.endswith("_ptr"):
+        return "*fp32"
+    if name in ("scale", "logit_scale", "threshold"):
+        return "fp32"
+    is_stride = name == "scratch_rows" or (len(name) == 4 and name[0] == "s" and name[2] == "_")
+    return "I32" if is_stride else "i32"
+
+
+def compiled(which: str, config: Config, head_dim: int, operands: str) -> CompiledKernel:
+    """operands: "scaled" (bf16 that half.py makes fp16), "bfloat16" with log_rest_in and its gradient, "float16"."""
+    kernel = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}[which]
+    constants = {
+        "H": head_dim,
+        "BH": max(16, triton.next_power_of_2(head_dim)),
+        "ROWS": config.row_block,
+        "KV_GROUP": 1,
+        "HAS_OFFSET": False,
+        "offset_ptr": None,
+        "HAS_REST": operands == "bfloat16",
+        "HALF": operands == "scaled",
+        "ENTER_K": operands == "scaled",
+        "PARTS": 2 if operands == "float16" else 1,
+        "HOIST": hoists(head_dim, None, operands == "scaled"),
+        "DQ_ROWS": config.row_block,
+        "MAX_BLOCKS": 64,
+        "ADD": False,
+    }
+    if operands != "bfloat16":
+        constants |= {"log_rest_in_ptr": None, "d_rest_ptr": None}
+    if operands != "scaled":
+        constants["maxima_ptr"] = None
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = {name: argument_type(name, operands, which) for name in kernel.arg_names if name not in constants}
+    return compile_for_hopper(kernel, types, constants, **launch(config))
+
+
+def shuffles_reach_their_lanes(ttgir: str) -> bool:
+    """Whether all shuffles are on layouts whose two lowest bits of the lane are the second index of [ROWS, 4].
+
+    A shuffle is inline assembly, so that Triton would compile it in any other layout as well, without a warning.
+    """
+    used = set(re.findall(r"shfl\.sync\.bfly.*-> tensor<\d+x4xf32, (#\w+)>", ttgir))
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    return bool(used) and all("lane = [[0, 1], [0, 2], [1, 0]," in layouts[name] for name in used)
+
+
+SLOW = [
+    pytest.param(operands, head_dim, marks=pytest.mark.slow)
+    for operands, dims in {"scaled": (16, 80), "bfloat16": (16, 32, 64, 80, 128), "float16": (16, 64, 80, 128)}.items()
+    for head_dim in dims
+]
+
+
+@pytest.mark.parametrize(("operands", "head_dim"), [("scaled", 32), ("scaled", 64), ("scaled", 128), *SLOW])
+@pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
+def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
+    config = forward_config(head_dim) if which == "forward" else getattr(backward_config(head_dim), which)
+    program = compiled(which, config, head_dim, operands)
+    assert shuffles_reach_their_lanes(program.asm["ttgir"])
+    found = resources(program)
+    assert found.wgmma > 0, "the dots miss wgmma"
+    assert found.async_copies > 0, "the loads are not pipelined"
+    assert set(found.spills_in_loops) == {0}, found
