@@ -4,6 +4,7 @@ import os
 import random
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -18,17 +19,41 @@ from ssscale.train.hooks.standard import standard_hooks
 from ssscale.train.hooks.stragglers import LIMIT, Stragglers, halves, own_seconds, ratios, verdict
 from tests.train.ranks import Ranks, running
 
-SLEEP = 0.1  # seconds per forward pass, so that noise of the machine is small beside it
+SLEEP = 0.1  # seconds per forward pass
+
+
+class Clock:
+    """Seconds that this process computed, slept or waited for another, without those for which it had no core."""
+
+    def __init__(self) -> None:
+        self.idle = 0.0
+
+    def perf_counter(self) -> float:
+        return time.thread_time() + self.idle
+
+    def counted(self, waiting: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **more: Any) -> Any:
+            began = time.perf_counter()
+            result = waiting(*arguments, **more)
+            self.idle += time.perf_counter() - began
+            return result
+
+        return timed
 
 
 def plant(slow: dict[int, float]) -> None:
     """Makes every forward pass sleep for SLEEP times the rank's factor."""
     from ssscale.model.decoder import Decoder
+    from ssscale.train import clock
 
-    seconds, forward = SLEEP * slow.get(int(os.environ["RANK"]), 1.0), Decoder.forward
+    shown = Clock()
+    clock.time = shown  # type: ignore[attr-defined]
+    dist.all_reduce = shown.counted(dist.all_reduce)
+    sleep, forward = shown.counted(time.sleep), Decoder.forward
+    seconds = SLEEP * slow.get(int(os.environ["RANK"]), 1.0)
 
     def slept(*arguments: Any, **more: Any) -> Any:
-        time.sleep(seconds)
+        sleep(seconds)
         return forward(*arguments, **more)
 
     Decoder.forward = slept  # type: ignore[method-assign]
