@@ -223,7 +223,8 @@ def synchronize(device: torch.device) -> None:
 def exchange(ranks: Sequence[int], groups: Groups, sizes: Sizes) -> float:
     """Returns the bus bandwidth of all-reduce over these ranks in bytes/s: 2 (n − 1) / n of the tensor per time.
 
-    0 if there are fewer than two ranks. Raises ValueError if the sum is wrong.
+    0 if there are fewer than two ranks. Raises ValueError if the sum is wrong, after the last exchange, for which the other
+    ranks wait.
     """
     n = len(ranks)
     if n < 2:
@@ -233,11 +234,12 @@ def exchange(ranks: Sequence[int], groups: Groups, sizes: Sizes) -> float:
     pattern = torch.arange(sizes.exchanged // 4, device=groups.device).remainder(97).float()
     found = pattern + ranks.index(groups.rank)
     dist.all_reduce(found, group=group)
-    if not torch.equal(found, n * pattern + n * (n - 1) // 2):
-        raise ValueError(f"a wrong sum of an all-reduce over {n} ranks")
+    right = torch.equal(found, n * pattern + n * (n - 1) // 2)
     found.zero_()
     work = [timed(lambda: dist.all_reduce(found, group=group), groups.device) for _ in range(EXCHANGES)]
     dist.destroy_process_group(group)
+    if not right:
+        raise ValueError(f"a wrong sum of an all-reduce over {n} ranks")
     return 2 * (n - 1) / n * sizes.exchanged / min(work)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ssscale.config.schema import Auto
 from ssscale.errors import STALLED, Stop, UserError
@@ -85,6 +86,8 @@ def checked(planted: dict[int, str], per_node: int, name: str, answer_s: float =
     logger.addHandler(heard)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_get_default_store", lambda: dist.PrefixStore(name, store))
+        # Groups of the same ranks have the same name, and here many runs share one store.
+        patch.setattr(distributed_c10d, "_hash_ranks_to_str", lambda ranks: f"{name} {ranks}")
         patch.setattr(module, "hostname", lambda: f"node{groups.rank // per_node}")
         patch.setattr(module, "MEASURE_S", 0.2)
         patch.setattr(module, "ANSWER_S", answer_s)
