@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,12 +71,13 @@ def preflight(setting: bool | Auto, groups: Groups) -> None:
         "memory copies": ("GB/s", {desk.name(rank): rate[1] / 1e9 for rank, rate in enumerate(devices)}),
     }
     nodes = nodes_of(desk.hosts)
-    within = desk.attempt("all-reduce within its node", lambda: exchange(mine(nodes, groups.rank), groups, sizes))
+    members = mine(nodes, groups.rank)
+    within = desk.attempt("all-reduce within its node", partial(exchange, members, groups, sizes))
     found["all-reduce within a node"] = ("GB/s", by_node(nodes, within))
     between: dict[str, float] = {}
     for pairs in rounds(list(nodes)):
-        joined = {f"{a} and {b}": nodes[a] + nodes[b] for a, b in pairs}
-        rates = desk.attempt("all-reduce between nodes", lambda: exchange(mine(joined, groups.rank), groups, sizes))
+        members = mine({f"{a} and {b}": nodes[a] + nodes[b] for a, b in pairs}, groups.rank)
+        rates = desk.attempt("all-reduce between nodes", partial(exchange, members, groups, sizes))
         for a, b in pairs:
             (rate,) = by_node({"": nodes[a] + nodes[b]}, rates).values()
             between |= {node: max(rate, between.get(node, 0.0)) for node in (a, b)}
@@ -147,7 +149,9 @@ class Desk:
         answers = self.gather(what, [result, problem])
         broken = [f"{self.name(rank)}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
         if broken:
-            raise UserError(f"preflight of {what} fails on {listed(broken)}: exclude the host, or train.preflight=false")
+            raise UserError(
+                f"preflight of {what} fails on {listed(broken)}: exclude the host, or train.preflight=false"
+            )
         return [result for result, _ in answers]
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
@@ -168,7 +172,7 @@ def check_device(device: torch.device, sizes: Sizes) -> tuple[float, float]:
     a, b = (torch.randint(-4, 4, (n, n), generator=numbers, dtype=torch.int8) for _ in range(2))
     a, b = (((x == 0).to(torch.int8) - (x == 1).to(torch.int8)) for x in (a, b))
     probe = torch.randint(0, 2, (n, 1), generator=numbers).double()
-    expected = a.double() @ (b.double() @ probe)  # arXiv: Freivalds' check, A(Bx) = (AB)x
+    expected = a.double() @ (b.double() @ probe)  # Freivalds (1977): A(Bx) = (AB)x, in float64 on the CPU
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left, right = a.to(device, dtype), b.to(device, dtype)
 
@@ -290,6 +294,4 @@ def report(found: Mapping[str, tuple[str, Mapping[str, float]]], seconds: float)
     logger.info("preflight in %.1f s, medians: %s", seconds, ", ".join(said))
     for what, (unit, rates) in found.items():
         for name, share in slow(rates).items():
-            logger.warning(
-                "preflight: %s: %s at %.2f of the median (%.3g %s)", name, what, share, rates[name], unit
-            )
+            logger.warning("preflight: %s: %s at %.2f of the median (%.3g %s)", name, what, share, rates[name], unit)

@@ -29,7 +29,9 @@ class Constant(NamedTuple):
 
 
 NVLINK = Constant(
-    391e9, False, "bytes/s of a copy between two H200s (docs/results/several_gpus.md); part=links is to measure collectives"
+    391e9,
+    False,
+    "bytes/s of a copy between two H200s (docs/results/several_gpus.md); part=links is to measure collectives",
 )
 LATENCY = Constant(
     110e-6, False, "s per collective: a gather of 50 MB in a TP2 step of 1b on two H200s took 235 µs; part=links"
@@ -43,7 +45,9 @@ BUCKETS = Constant(8e-12, False, "s per parameter: DeepSpeed moves 32 bytes in a
 LAUNCH = Constant(
     0.72e-3, True, "s of the host per exchange within a block: 57,000 tokens/s (docs/log/2026-11-23-tp2-alone.md)"
 )
-UNCOMPILED = Constant(0.85, False, "speed without compiled blocks: between 0.81 and 0.95 (docs/log/2026-11-22-several-gpus.md)")
+UNCOMPILED = Constant(
+    0.85, False, "speed without compiled blocks: between 0.81 and 0.95 (docs/log/2026-11-22-several-gpus.md)"
+)
 RECOMPUTED = {
     Recompute.none: Constant(1.0, True, "nothing is computed again"),
     Recompute.selective: Constant(1.05, False, "times the computation: assumed"),
@@ -174,7 +178,8 @@ def layouts(config: Config, cluster: Cluster, mfu: float | None = None) -> list[
         parallel = changed.parallel
         key = (parallel.tensor, parallel.ulysses, parallel.ring, parallel.zero_stage)
         found = predict(changed, cluster, mfu)
-        if key not in best or found.tokens_per_second > best[key].tokens_per_second:
+        # Of two that the model takes for equally fast, the larger microbatch: it gives kernels more to do.
+        if key not in best or found.tokens_per_second >= best[key].tokens_per_second:
             best[key] = found
     return sorted(best.values(), key=lambda found: (-found.tokens_per_second, found.memory.total))
 
@@ -235,7 +240,9 @@ def _block_exchanges(config: Config, cluster: Cluster, tokens: int) -> dict[str,
     layers, width = model.num_layers, weight_bytes(config)
     t, u, r = parallel.tensor, parallel.ulysses, parallel.ring
     found: dict[str, tuple[int, float]] = {}
-    if t > 1:  # per layer 6 gathers and 4 scatters, at the ends 3 and 2; or 4 and 2 all-reduces, each of twice the bytes
+    if (
+        t > 1
+    ):  # per layer 6 gathers and 4 scatters, at the ends 3 and 2; or 4 and 2 all-reduces, each of twice the bytes
         count, times = (10 * layers + 5, 1) if parallel.sequence else (4 * layers + 2, 2)
         size = times * (t - 1) / t * model.hidden_size * tokens / (u * r) * width
         found["tensor"] = count, _seconds(cluster, t, 1, count, count * size)
