@@ -102,7 +102,10 @@ def verdict(found: Sequence[tuple[int, float, float, str]], step: int) -> dict[s
     for rank, (group, *_) in enumerate(found):
         members.setdefault(group, []).append(rank)
     seconds = {
-        group: [statistics.median(found[rank][half] for rank in ranks) for half in (1, 2)]
+        group: [
+            statistics.median(found[rank][1] for rank in ranks),
+            statistics.median(found[rank][2] for rank in ranks),
+        ]
         for group, ranks in members.items()
     }
     above = ratios(seconds)
