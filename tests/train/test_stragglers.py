@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -124,6 +125,16 @@ def test_both_halves_count() -> None:
     assert halves([7]) == (7, 7)
     assert ratios({0: (1, 1), 1: (2, 3), 2: (1, 1)}) == {0: pytest.approx(1 / 2), 1: 2, 2: pytest.approx(1 / 2)}
     assert ratios({0: (1, 1), 1: (5, 1.1)})[1] == pytest.approx(1.1)  # slow in one half only
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 9, 10])
+def test_a_rank_is_compared_with_the_median_of_the_others(size: int) -> None:
+    numbers = random.Random(size)
+    seconds = {rank: (numbers.choice((1.0, 2.0, 5.0, 7.0)), numbers.random()) for rank in range(size)}
+    for rank, ratio in ratios(seconds).items():
+        others = [other for key, other in seconds.items() if key != rank]
+        medians = [statistics.median(half) for half in zip(*others, strict=True)]
+        assert ratio == pytest.approx(min(own / median for own, median in zip(seconds[rank], medians, strict=True)))
 
 
 def test_noise_names_nobody_and_hides_nobody() -> None:
