@@ -17,7 +17,7 @@ from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.train.estimate import REDUCE_BUCKET, Memory, memory_per_gpu, weight_bytes
 from ssscale.train.microbatch import MOST_TOKENS, fits
-from ssscale.validate_parallel import check_parallel, check_world
+from ssscale.validate_parallel import check_parallel
 
 
 class Constant(NamedTuple):
@@ -205,7 +205,6 @@ def _with_microbatches(config: Config, cluster: Cluster) -> Iterator[Config]:
         changed = replace(config, train=replace(config.train, microbatch=microbatch))
         try:
             check_parallel(changed, gpu=True)
-            check_world(changed, cluster.size)
         except UserError:
             continue
         if not fits(changed, cluster.size, cluster.memory):
