@@ -1,7 +1,14 @@
 """Estimate what a run costs before it starts.
 
 Prints parameters, FLOPs per token, memory per GPU by part, tokens per day and days to the token budget. Needs no GPU.
+
+Without nodes=, gpus= is the number of all GPUs, and the speed follows from the assumed mfu=. With nodes=, gpus= is the
+number of GPUs on each node, and a model of the step predicts the speed of the layout as configured and of the fastest
+layouts that fit: tokens/s, and the seconds per step of exchanges that nothing hides. The microbatch of the fastest ones is
+the best that divides the batch. docs/results/predicted_scaling.md says what the model is worth.
 """
+
+from typing import Any
 
 from rich.box import ASCII
 from rich.console import Console
@@ -10,17 +17,34 @@ from rich.table import Table
 from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config
 from ssscale.config.schema import Config
+from ssscale.errors import UserError
+from ssscale.model.flops import PEAK_FLOPS
 from ssscale.train.estimate import Estimate, estimate
 from ssscale.train.microbatch import H100_MEMORY, fits, with_microbatch
+from ssscale.train.scale import UNMEASURED, Cluster, Prediction, forward_mfu, layouts, predict
 from ssscale.validate import validate
+
+GIB = 2**30
+MFU = 0.4  # assumed where nothing is predicted
+NETWORK = 50.0  # GB/s per GPU: one 400 Gbit/s port
+SHOWN, WIDTH = 6, 120  # predicted layouts, and columns of their table
 
 COMMAND = Command(
     about=__doc__,
-    usage="python launch/estimate.py config=NAME [gpus=N] [mfu=X] [gpu_memory=GIB] [key=value ...]",
-    example="python launch/estimate.py config=3b_sb gpus=64",
+    usage="python launch/estimate.py config=NAME [gpus=N] [mfu=X] [nodes=N] [network=X] [gpu_memory=GIB] [key=value ...]",
+    example="python launch/estimate.py config=3b_sb nodes=64 gpus=8 network=50",
     options=(
-        Option("gpus", int, "GPUs of the run", default=8, at_least=1),
-        Option("mfu", float, "assumed share of the GPUs' bf16 peak", default=0.4, above=0, at_most=1),
+        Option("gpus", int, "GPUs of the run; with nodes=, GPUs per node", default=8, at_least=1),
+        Option(
+            "mfu",
+            float,
+            f"share of the GPUs' bf16 peak (without nodes= {MFU:g}; with nodes= that of forward and backward on one GPU, as "
+            "measured)",
+            above=0,
+            at_most=1,
+        ),
+        Option("nodes", int, "nodes of gpus= GPUs each; predicts the speed", at_least=1),
+        Option("network", float, "GB/s per GPU to other nodes and from them; only with nodes= (50)", above=0),
         Option(
             "gpu_memory",
             float,
@@ -31,18 +55,89 @@ COMMAND = Command(
     ),
     keys=EVERY_KEY,
 )
-GIB = 2**30
 
 
 def main(argv: list[str]) -> None:
     options, arguments = COMMAND.parse(argv)
-    gpus, mfu, memory = options["gpus"], options["mfu"], options["gpu_memory"] * GIB
     config = load_config(arguments, options=COMMAND.names)
+    if "nodes" in options:
+        scale(config, options)
+        return
+    if "network" in options:
+        raise UserError("network= needs nodes=, the number of nodes that it connects")
+    gpus, mfu, memory = options["gpus"], options.get("mfu", MFU), options["gpu_memory"] * GIB
     validate(config, world_size=gpus, gpu=True)
     config = with_microbatch(config, config.train.batch_size, gpus, memory)
     show(config, gpus, mfu, estimate(config, gpus, mfu))
     if not fits(config, gpus, memory):
         print(f"More than the {memory / GIB:g} GiB of a GPU (gpu_memory=) leaves room for.")
+
+
+def scale(config: Config, options: dict[str, Any]) -> None:
+    """Shows the fastest layout like `show`, and the predictions of several layouts. Raises UserError if none fits."""
+    validate(config, gpu=True)
+    network = options.get("network", NETWORK)
+    cluster = Cluster(options["nodes"], options["gpus"], network * 1e9, options["gpu_memory"] * GIB)
+    mfu = options.get("mfu")
+    found = layouts(config, cluster, mfu)
+    if not found:
+        raise UserError(
+            f"no layout of {config.name} with train.recompute={config.train.recompute.value} fits {cluster.size:,} GPUs of "
+            f"{options['gpu_memory']:g} GiB and divides train.batch_size={config.train.batch_size}: try "
+            "train.recompute=full, another batch or other numbers of GPUs"
+        )
+    rows = [("", prediction) for prediction in found[:SHOWN]]
+    try:
+        validate(config, world_size=cluster.size, gpu=True)
+        given = with_microbatch(config, config.train.batch_size, cluster.size, cluster.memory)
+        rows.insert(0, ("as configured", predict(given, cluster, mfu)))
+        refused = ""
+    except UserError as error:
+        refused = f"As configured it cannot run: {error}."
+    best = found[0]
+    reached = best.tokens_per_second * estimate(best.config, cluster.size, 1.0).flops_per_token / PEAK_FLOPS
+    share = reached / cluster.size
+    show(best.config, cluster.size, share, estimate(best.config, cluster.size, share))
+    console = Console(width=WIDTH)
+    console.print(predictions(rows, cluster))
+    exposed = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in best.exposed.items())
+    for line in filter(None, (refused, f"Exposed in the fastest: {exposed or 'nothing'}.", origin(config, mfu))):
+        console.print(line, highlight=False)
+
+
+def predictions(rows: list[tuple[str, Prediction]], cluster: Cluster) -> Table:
+    title = f"predicted on {cluster.nodes:,} nodes of {cluster.gpus} GPUs with {cluster.network / 1e9:g} GB/s each; s per step"
+    table = Table(title=title, box=ASCII, title_justify="left")
+    table.add_column("layout", overflow="fold")
+    for name in ("tokens/s", "a GPU", "step", "compute", "optimizer", "host", "exposed", "GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, row in rows:
+        exposed = sum(row.exposed.values())
+        seconds = (row.seconds, row.compute, row.optimizer, row.host, exposed)
+        table.add_row(
+            f"{label}: {row.label}" if label else row.label,
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.tokens_per_second / cluster.size:,.0f}",
+            *(f"{value:.3f}" for value in seconds),
+            f"{row.memory.total / GIB:.1f}",
+        )
+    return table
+
+
+def origin(config: Config, mfu: float | None) -> str:
+    """Says where the constants of a prediction come from."""
+    rate, measured = forward_mfu(config)
+    source = (
+        "given"
+        if mfu is not None
+        else f"measured on one GPU for {config.name}"
+        if measured
+        else (f"the lowest measured, as {config.name} was not measured")
+    )
+    return (
+        f"MFU of forward and backward on one GPU: {mfu or rate:.3f}, {source}. Exposed: exchanges that nothing hides. "
+        f"Not measured by micro-benchmarks yet: {', '.join(UNMEASURED)} (ssscale/train/scale.py has their sources)."
+    )
 
 
 def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
@@ -71,7 +166,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     table.add_row("optimizer steps", f"{result.steps:,}", "")
     table.add_row("token budget", f"{result.tokens:,}", " + ".join(stage.name for stage in train.stages))
     table.add_section()
-    table.add_row("tokens/s a GPU", f"{result.tokens_per_second_per_gpu:,.0f}", f"MFU {mfu:g} of 989 TFLOP/s (H100)")
+    table.add_row("tokens/s a GPU", f"{result.tokens_per_second_per_gpu:,.0f}", f"MFU {mfu:.3g} of 989 TFLOP/s (H100)")
     table.add_row("tokens per day", f"{result.tokens_per_day:,.0f}", "")
     table.add_row("days to the budget", f"{result.days:,.1f}", f"{result.days * gpus * 24:,.0f} GPU hours")
     console.print(table)

@@ -11,12 +11,16 @@ if TYPE_CHECKING:
 
 
 def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
-    """Joins the other ranks, trains the run that `make` returns, and leaves together. Raises UserError and Stop."""
+    """Joins the other ranks, checks the devices, trains the run that `make` returns, and leaves together.
+
+    Raises UserError and Stop.
+    """
     from ssscale.errors import TOGETHER, Stop
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together
     from ssscale.train.build import memory_of
     from ssscale.train.estimate import check_memory
     from ssscale.train.loop import train
+    from ssscale.train.preflight import preflight
 
     parallel, local_rank = config.parallel, int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(
@@ -29,6 +33,7 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
         ring=parallel.ring,
     )
     check_memory(config, groups.world_size, memory_of(groups.device))
+    preflight(config.train.preflight, groups)
     try:
         train(make(groups))
     except Stop as stop:

@@ -112,6 +112,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.spike_z": (AT_LEAST_0,),
     "train.watchdog": (AT_LEAST_0, A_YEAR),
     "train.guard_every": (AT_LEAST_0,),
+    "train.straggler_every": (AT_LEAST_0,),
     "train.keep": (AT_LEAST_1, SIZE),
     "train.keep_every": (AT_LEAST_0,),
     "parallel.tensor": (AT_LEAST_1, SIZE),

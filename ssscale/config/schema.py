@@ -275,6 +275,10 @@ class TrainConfig:
     spike_z: float = 8.0  # a loss this many robust deviations above the last 100 is logged with its rows; 0 = never
     watchdog: float = 1800.0  # seconds without progress after which the run ends and names the rank; 0 = never
     guard_every: int = 100  # steps between comparisons of weights that must be equal on several ranks; 0 = never
+    straggler_every: int = (
+        100  # steps between comparisons of the ranks' computing times, which name slow ranks; 0 = never
+    )
+    preflight: bool | Auto = Auto.auto  # measure and check all devices and links before the run; auto: under Slurm
     keep: int = 2  # number of newest checkpoints to keep
     keep_every: int = 0  # also keep checkpoints at multiples of this many steps; 0 = none
     keep_best: bool = False  # also keep the checkpoint with the lowest validation loss

@@ -46,6 +46,7 @@ CASES = [
     ("launch/finetune.py from=RUN questions=nowhere.json run_dir=new", "questions=nowhere.json: there is no such file"),
     ("launch/benchmark.py configs=1b_sbb data=configs", "there is no configs/1b_sbb.yaml; did you mean 1b_sb"),
     ("launch/benchmark_parallel.py part=sped gpus=2 data=configs", "part must be losses, speed, long, weak or skip"),
+    ("launch/benchmark_links.py larges=5", "unknown argument 'larges=5': did you mean largest="),
     ("launch/costs.py of=saves config=tiny_sb data=nowhere", "data=nowhere: there is no such folder"),
 ]
 
@@ -100,7 +101,7 @@ def test_help_needs_none_of_the_large_packages(command: str) -> None:
 def test_every_command_is_known_here() -> None:
     started = {f"launch/{path.name}" for path in (ROOT / "launch").glob("*.py") if "__main__" in path.read_text()}
     assert started == set(COMMANDS)
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 11
 
 
 def test_the_merged_configuration_is_printed() -> None:

@@ -218,7 +218,17 @@ def plant_argument() -> None:
     sys.argv[1:] = [Planted("config=tiny_sb")]
 
 
-COMMANDS = ["benchmark", "benchmark_parallel", "costs", "estimate", "evaluate", "export", "finetune", "import_hf"]
+COMMANDS = [
+    "benchmark",
+    "benchmark_links",
+    "benchmark_parallel",
+    "costs",
+    "estimate",
+    "evaluate",
+    "export",
+    "finetune",
+    "import_hf",
+]
 MODULES = [*(f"launch.{name}" for name in (*COMMANDS, "pretrain", "report")), "slurm.submit", "data_prep.__main__"]
 MODULES += [
     f"eval.papers.{name}" for name in ("needle", "long_context", "pn_fit", "mqrar.__main__", "figures.__main__")

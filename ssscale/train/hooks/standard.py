@@ -7,6 +7,7 @@ from ssscale.train.hooks.observation import Observation
 from ssscale.train.hooks.profile import Profile
 from ssscale.train.hooks.records import Records
 from ssscale.train.hooks.spikes import Skips, Spikes
+from ssscale.train.hooks.stragglers import stragglers
 
 
 def standard_hooks(train: TrainConfig, *scores: Hook) -> list[Hook]:
@@ -14,6 +15,7 @@ def standard_hooks(train: TrainConfig, *scores: Hook) -> list[Hook]:
     return [
         Profile(train.profile),
         Spikes(train.spike_z),
+        *stragglers(train.straggler_every),  # before Records, which drops the marks of the step
         Records(train.log_every),
         Skips(train.max_skipped),
         Reached(),

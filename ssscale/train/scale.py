@@ -1,0 +1,295 @@
+"""Predicts the speed of a run on many GPUs by arithmetic, without torch and without a GPU.
+
+The step is modelled as the stack runs it now. Nothing of the exchange of gradients and weights is hidden behind computation:
+after the last backward pass DeepSpeed reduces all gradients in the dtype of the weights (bf16, although it accumulates in
+fp32), steps, and gathers the weights. Tensor and context parallelism exchange between compiled pieces of a block, which the
+host launches one by one. Not modelled: waiting for data, ragged documents, noise between ranks, and a network that other jobs
+use.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ssscale.config.schema import Compile, Config, Recompute
+from ssscale.errors import UserError
+from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
+from ssscale.train.estimate import REDUCE_BUCKET, Memory, memory_per_gpu, weight_bytes
+from ssscale.train.microbatch import MOST_TOKENS, fits
+from ssscale.validate_parallel import check_parallel
+
+
+class Constant(NamedTuple):
+    """A number of the model. measured: whether by a measurement of this quantity, which `source` names."""
+
+    value: float
+    measured: bool
+    source: str
+
+
+NVLINK = Constant(
+    391e9,
+    False,
+    "bytes/s of a copy between two H200s (docs/results/several_gpus.md); part=links is to measure collectives",
+)
+LATENCY = Constant(
+    110e-6, False, "s per collective: a gather of 50 MB in a TP2 step of 1b on two H200s took 235 µs; part=links"
+)
+HOP = Constant(15e-6, False, "s per node that a ring of ranks passes through: assumed; part=links on several nodes")
+OPTIMIZER = Constant(
+    20e-12, True, "s per parameter and step: accumulation 1 beside 16, 1b and 3b (docs/results/training_speed.md)"
+)
+SPLIT = Constant(0.5, False, "share of OPTIMIZER that ZeRO divides: by the bytes that its kernels move")
+BUCKETS = Constant(8e-12, False, "s per parameter: DeepSpeed moves 32 bytes in and out of its buckets, at 4 TB/s")
+LAUNCH = Constant(
+    0.72e-3, True, "s of the host per exchange within a block: 57,000 tokens/s (docs/log/2026-11-23-tp2-alone.md)"
+)
+UNCOMPILED = Constant(
+    0.85, False, "speed without compiled blocks: between 0.81 and 0.95 (docs/log/2026-11-22-several-gpus.md)"
+)
+RECOMPUTED = {
+    Recompute.none: Constant(1.0, True, "nothing is computed again"),
+    Recompute.selective: Constant(1.05, False, "times the computation: assumed"),
+    Recompute.full: Constant(4 / 3, False, "times the computation: the forward pass twice"),
+}
+UNMEASURED = {"NVLINK": NVLINK, "LATENCY": LATENCY, "HOP": HOP, "SPLIT": SPLIT, "BUCKETS": BUCKETS}
+
+
+class Rate(NamedTuple):
+    """A measurement of one GPU at 4,096 tokens per row. step: tokens per step. mfu: at 6N + 12·L·d·S."""
+
+    tokens_per_second: float
+    mfu: float
+    step: int
+    parameters: float
+
+    @property
+    def within_step(self) -> float:
+        """The MFU of forward and backward alone, without the optimizer's time."""
+        return self.mfu / (1 - OPTIMIZER.value * self.parameters * self.tokens_per_second / self.step)
+
+
+# By run file: medians over 120 steps on one H200 (docs/results/width.md), 3b_ssmax from docs/results/training_speed.md.
+RATES = {
+    "1b_sb": Rate(62_216, 0.647, 65_536, 1.21e9),
+    "1b_sb_rem": Rate(63_011, 0.655, 65_536, 1.21e9),
+    "1b_ssmax": Rate(55_259, 0.574, 65_536, 1.21e9),
+    "1b_softmax": Rate(55_568, 0.578, 65_536, 1.21e9),
+    "3b_sb": Rate(24_686, 0.639, 65_536, 3.51e9),
+    "3b_ssmax": Rate(22_234, 0.576, 262_144, 3.51e9),
+}
+LOWEST_MFU = min(rate.within_step for rate in RATES.values())
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """nodes of `gpus` GPUs each. network: bytes/s per GPU to other nodes, in each direction. memory: bytes per GPU."""
+
+    nodes: int
+    gpus: int
+    network: float
+    memory: float
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.gpus
+
+    def link(self, size: int, stride: int) -> tuple[float, int]:
+        """Returns (bytes/s, nodes) of a group of `size` ranks, every `stride`-th one.
+
+        Between nodes the members on one node send over the networks of as many GPUs, so that a ring over all of a node's
+        GPUs passes `gpus` times the bandwidth of one.
+        """
+        together = min(size, max(1, self.gpus // stride))  # members per node
+        nodes = size // together
+        return (NVLINK.value if nodes == 1 else min(NVLINK.value, together * self.network)), nodes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds per step, by what they are spent on. exposed: exchanges during which nothing is computed."""
+
+    config: Config
+    compute: float
+    optimizer: float
+    host: float  # the GPU waits for the host to launch the next piece of a block
+    exposed: dict[str, float]
+    memory: Memory
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.optimizer + self.host + sum(self.exposed.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.config.tokens_per_step / self.seconds
+
+    @property
+    def label(self) -> str:
+        parallel, train = self.config.parallel, self.config.train
+        sizes = {"TP": parallel.tensor, "Ulysses": parallel.ulysses, "ring": parallel.ring}
+        split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        return ", ".join([f"ZeRO-{parallel.zero_stage}", *split, f"microbatch {train.microbatch}"])
+
+
+def predict(config: Config, cluster: Cluster, mfu: float | None = None) -> Prediction:
+    """Predicts one step. `config` has passed `validate` for this cluster, and its microbatch is a number.
+
+    mfu: of forward and backward on one GPU, at 6N + 12·L·d·S. None: the measured one (`forward_mfu`).
+    """
+    train, parallel = config.train, config.parallel
+    accumulation = train.batch_size // (train.microbatch_rows * _data_ranks(config, cluster))
+    tokens = train.microbatch_rows * config.data.length
+    within = _block_exchanges(config, cluster, tokens)
+    compute = tokens * _seconds_per_token(config, mfu) / (parallel.tensor * parallel.context)
+    count = sum(number for number, _ in within.values())
+    busy = compute + sum(seconds for _, seconds in within.values())
+    ranks = cluster.size // parallel.tensor
+    n = _parameters_per_rank(config)
+    split = ranks if parallel.zero_stage else 1
+    optimizer = OPTIMIZER.value * n * (1 - SPLIT.value + SPLIT.value / split)
+    return Prediction(
+        config=config,
+        compute=accumulation * compute,
+        optimizer=optimizer + (BUCKETS.value * n if ranks > 1 else 0.0),
+        host=accumulation * max(0.0, LAUNCH.value * count - busy),
+        exposed={
+            **{name: accumulation * seconds for name, (_, seconds) in within.items()},
+            **_replica_exchanges(config, cluster, n, accumulation),
+        },
+        memory=memory_per_gpu(config, cluster.size),
+    )
+
+
+def forward_mfu(config: Config) -> tuple[float, bool]:
+    """Returns the MFU of forward and backward on one GPU, and whether the run file was measured."""
+    rate = RATES.get(config.name)
+    return (LOWEST_MFU, False) if rate is None else (rate.within_step, True)
+
+
+def layouts(config: Config, cluster: Cluster, mfu: float | None = None) -> list[Prediction]:
+    """Returns the valid layouts of `config` that fit into the memory, fastest first, with the best microbatch of each.
+
+    Recomputation, compilation and the batch are those of `config`.
+    """
+    best: dict[tuple[int, ...], Prediction] = {}
+    for changed in _candidates(config, cluster):
+        parallel = changed.parallel
+        key = (parallel.tensor, parallel.ulysses, parallel.ring, parallel.zero_stage)
+        found = predict(changed, cluster, mfu)
+        # Of two that the model takes for equally fast, the larger microbatch: it gives kernels more to do.
+        if key not in best or found.tokens_per_second >= best[key].tokens_per_second:
+            best[key] = found
+    return sorted(best.values(), key=lambda found: (-found.tokens_per_second, found.memory.total))
+
+
+def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
+    powers = [2**i for i in range(7)]
+    for tensor in (size for size in powers if size <= cluster.gpus):
+        for ulysses in (size for size in powers if size <= cluster.gpus // tensor):
+            for ring in powers:
+                for stage in (1, 2, 3):
+                    parallel = replace(config.parallel, tensor=tensor, ulysses=ulysses, ring=ring, zero_stage=stage)
+                    yield from _with_microbatches(replace(config, parallel=parallel), cluster)
+
+
+def _with_microbatches(config: Config, cluster: Cluster) -> Iterator[Config]:
+    ranks = _data_ranks(config, cluster)
+    if ranks * config.parallel.tensor * config.parallel.context != cluster.size or config.train.batch_size % ranks:
+        return
+    rows = config.train.batch_size // ranks
+    for microbatch in (number for number in range(1, rows + 1) if rows % number == 0):
+        if microbatch > 1 and microbatch * config.data.length // config.parallel.context > MOST_TOKENS:
+            return
+        changed = replace(config, train=replace(config.train, microbatch=microbatch))
+        try:
+            check_parallel(changed, gpu=True)
+        except UserError:
+            continue
+        if not fits(changed, cluster.size, cluster.memory):
+            return
+        yield changed
+
+
+def _data_ranks(config: Config, cluster: Cluster) -> int:
+    return cluster.size // (config.parallel.tensor * config.parallel.context)
+
+
+def _seconds_per_token(config: Config, mfu: float | None) -> float:
+    """Seconds of one GPU for forward and backward of one token."""
+    length = config.data.length
+    rate = (forward_mfu(config)[0] if mfu is None else mfu) * PEAK_FLOPS
+    if config.compile_on_gpu is Compile.none:
+        rate *= UNCOMPILED.value
+    return RECOMPUTED[config.train.recompute].value * flops_per_token(config.model, length, causal_half=False) / rate
+
+
+def _parameters_per_rank(config: Config) -> float:
+    parts = parameters_by_part(config.model, config.data.length)
+    return (parts["embedding"] + parts["matrices"]) / config.parallel.tensor + parts["vectors"]
+
+
+def _block_exchanges(config: Config, cluster: Cluster, tokens: int) -> dict[str, tuple[int, float]]:
+    """Returns (number, exposed seconds) of the exchanges of one microbatch (docs/reference/parallelism.md).
+
+    tokens: of the microbatch, before context parallelism divides them.
+    """
+    model, parallel = config.model, config.parallel
+    layers, width = model.num_layers, weight_bytes(config)
+    t, u, r = parallel.tensor, parallel.ulysses, parallel.ring
+    found: dict[str, tuple[int, float]] = {}
+    if (
+        t > 1
+    ):  # per layer 6 gathers and 4 scatters, at the ends 3 and 2; or 4 and 2 all-reduces, each of twice the bytes
+        count, times = (10 * layers + 5, 1) if parallel.sequence else (4 * layers + 2, 2)
+        size = times * (t - 1) / t * model.hidden_size * tokens / (u * r) * width
+        found["tensor"] = count, _seconds(cluster, t, 1, count, count * size)
+    if u > 1:  # one all-to-all of q, k and v, one of the outputs, and their gradients
+        heads = 2 * (model.num_heads + model.kv_heads) * model.head_size / t
+        size = 2 * layers * (u - 1) / u * heads * tokens / (u * r) * width
+        found["ulysses"] = 4 * layers, _seconds(cluster, u, t, 4 * layers, size)
+    if r > 1:  # keys and values in both passes, their gradients in fp32; hidden behind attention as far as that lasts
+        x = 2 * model.kv_heads * model.head_size / (t * u) * tokens / r
+        count = layers * (3 * (r - 1) + 1)
+        seconds = _seconds(cluster, r, t * u, count, layers * x * (2 * (r - 1) * width + r * 4))
+        attention = _attention_share(config) * tokens * _seconds_per_token(config, None) / (t * u * r)
+        found["ring"] = count, max(0.0, seconds - attention) + attention / 3  # backward runs the forward ring again
+    return found
+
+
+def _attention_share(config: Config) -> float:
+    length, model = config.data.length, config.model
+    n = count_parameters(model, length) - (0 if model.tie_embeddings else model.vocab_size * model.hidden_size)
+    return 1 - 6.0 * n / flops_per_token(model, length, causal_half=False)
+
+
+def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation: int) -> dict[str, float]:
+    """Returns the seconds per step that gradients and weights take. n: parameters of a tensor-parallel rank.
+
+    | ZeRO | gradients | weights |
+    |---|---|---|
+    | 0 | all-reduce per step | |
+    | 1 | all-reduce per step | gather per step |
+    | 2 | all-reduce per microbatch (of DeepSpeed's buckets) | gather per step |
+    | 3 | reduce-scatter per microbatch | gather per pass of a microbatch |
+    """
+    stage, stride = config.parallel.zero_stage, config.parallel.tensor
+    ranks = cluster.size // stride
+    if ranks == 1:
+        return {}
+    share = (ranks - 1) / ranks * n * weight_bytes(config)
+    buckets = math.ceil(n / REDUCE_BUCKET) if stage < 3 else 2 * config.model.num_layers
+
+    def seconds(passes: int) -> float:
+        return _seconds(cluster, ranks, stride, passes * buckets, passes * share)
+
+    reduced = (2, 2, 2 * accumulation, accumulation)[stage]
+    gathered = (0, 1, 1, 2 * accumulation)[stage]
+    return {"gradients": seconds(reduced), "weights": seconds(gathered)}
+
+
+def _seconds(cluster: Cluster, size: int, stride: int, count: int, sent: float) -> float:
+    """Returns the seconds of `count` collectives over a group, in which each rank sends `sent` bytes in total."""
+    rate, nodes = cluster.link(size, stride)
+    return count * (LATENCY.value + HOP.value * (nodes - 1)) + sent / rate
