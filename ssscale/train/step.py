@@ -23,9 +23,7 @@ class Agreed:
     stop: bool  # whether any rank was asked to stop
     written: bool  # whether all ranks have ended writing the checkpoint that is being saved; False if none is
     failed: bool  # whether any rank has failed to write its part
-    last_loss: (
-        float  # sum of the previous step's losses over all ranks, in nats. Tensor-parallel ranks have equal losses
-    )
+    last_loss: float  # sum of the previous step's losses on all ranks, in nats; equal on tensor-parallel ranks
 
 
 @dataclass(frozen=True)
