@@ -63,17 +63,20 @@ run() {
 }
 stop() {
     trap '' INT TERM
-    [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true
+    exec 3>&2 2>/dev/null  # hides bash's notice about the ended job
+    [ -z "$child" ] || kill -TERM -- "-$child" || true
     wait
-    echo "stopped: the same command continues" >&2
+    echo "stopped: the same command continues" >&3
     exit 75
 }
 trap stop INT TERM
+set -m  # each command is a process group, so that `stop` reaches its workers
 
 pack() {
     local file source=(--config configs/corpus/stdlib.yaml)
-    [ -z "$model" ] || source+=(--tokenizer "$tokenizer")
-    if [ -n "$text" ]; then
+    if [ -z "$text" ] && [ -n "$model" ]; then
+        source=(--tokenizer "$tokenizer" --valid-fraction 0.05 --source code=stdlib:code --source docs=stdlib:docs)
+    elif [ -n "$text" ]; then
         source=(--tokenizer "$tokenizer" --valid-fraction 0)
         for file in "$text"/train.*.jsonl.zst; do
             local part=${file#"$text/train."}
