@@ -18,7 +18,10 @@ from eval.papers.figures.results import label, of_runs
 def table(title: str, rows: dict[str, dict[int, float]], digits: int) -> str:
     """Return a Markdown table of {row: {length: value}}."""
     lengths = sorted(set.intersection(*(set(row) for row in rows.values())))
-    lines = [f"| {title} | " + " | ".join(f"{length:,}" for length in lengths) + " |", "|---" * (len(lengths) + 1) + "|"]
+    lines = [
+        f"| {title} | " + " | ".join(f"{length:,}" for length in lengths) + " |",
+        "|---" * (len(lengths) + 1) + "|",
+    ]
     lines += [f"| {name} | " + " | ".join(f"{row[n]:.{digits}f}" for n in lengths) + " |" for name, row in rows.items()]
     return "\n".join(lines)
 

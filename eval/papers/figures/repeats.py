@@ -36,7 +36,9 @@ def gain(paths: list[Path]) -> Figure:
         ticks |= means.keys()
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         saved = [means[length]["saved"] for length in means]
-        axes.plot(list(means), saved, **style, linestyle=STYLES[index // len(COLOURS) % len(STYLES)], label=label(result))
+        axes.plot(
+            list(means), saved, **style, linestyle=STYLES[index // len(COLOURS) % len(STYLES)], label=label(result)
+        )
     for train_length in {result["train_length"] for result in results}:
         axes.axvline(train_length, color="0.4", linestyle=":", linewidth=1.2, label=f"trained on {train_length:,}")
     axes_of(figure, axes, "What a passage in the context saves", "context (tokens)", "nats saved per token")

@@ -63,7 +63,9 @@ def stand_in(folder: Path, program: str) -> dict[str, str]:
     return {"PATH": f"{file.parent}:{os.environ['PATH']}", "SEEN": str(folder / "seen")}
 
 
-@pytest.mark.parametrize(("source", "config", "length"), [("text", "50m_softmax", 1024), ("stdlib", "tiny_softmax", 256)])
+@pytest.mark.parametrize(
+    ("source", "config", "length"), [("text", "50m_softmax", 1024), ("stdlib", "tiny_softmax", 256)]
+)
 def test_its_commands_are_ours(source: str, config: str, length: int, text: Path) -> None:
     found = script(text.parent, source, PRINT="1")
     assert (found.returncode, found.stderr) == (0, "")
