@@ -15,29 +15,37 @@ from eval.papers.figures.repeats import by_length
 from eval.papers.figures.results import label, of_runs
 
 
-def table(title: str, rows: dict[str, dict[int, float]], digits: int) -> str:
-    """Return a Markdown table of {row: {length: value}}."""
-    lengths = sorted(set.intersection(*(set(row) for row in rows.values())))
+Rows = list[tuple[str, dict[int, float]]]
+
+
+def table(title: str, rows: Rows) -> str:
+    """Return a Markdown table of rows, (name, {length: value})."""
+    lengths = sorted(set.intersection(*(set(values) for _, values in rows)))
     lines = [
         f"| {title} | " + " | ".join(f"{length:,}" for length in lengths) + " |",
         "|---" * (len(lengths) + 1) + "|",
     ]
-    lines += [f"| {name} | " + " | ".join(f"{row[n]:.{digits}f}" for n in lengths) + " |" for name, row in rows.items()]
+    lines += [f"| {name} | " + " | ".join(f"{values[n]:.3f}" for n in lengths) + " |" for name, values in rows]
     return "\n".join(lines)
+
+
+def of_each(runs: list[Path], kind: str) -> list[dict[str, Any]]:
+    """Return the results of a kind: run by run, and in each run first those without changed keys."""
+    return [result for run in runs for result in sorted(of_runs([run], kind), key=lambda found: found["changes"])]
 
 
 def tables(runs: list[Path]) -> list[str]:
     """Return the tables of all runs. Raises UserError if a run lacks results."""
-    losses: dict[str, dict[int, float]] = {}
-    for result in of_runs(runs, "long_context"):
-        losses[label(result)] = {int(length): found["mean"] for length, found in result["lengths"].items()}
-    repeats: dict[str, dict[int, Any]] = {label(result): by_length(result) for result in of_runs(runs, "repeats")}
-    found = [table("loss, nats per token", losses, 3)]
-    for key, title, digits in (
-        ("saved", "saved by a passage that is repeated, nats per token", 3),
-        ("right", "share of its tokens that are predicted", 3),
+    losses: Rows = []
+    for result in of_each(runs, "long_context"):
+        losses.append((label(result), {int(length): found["mean"] for length, found in result["lengths"].items()}))
+    found = [table("loss, nats per token", losses)]
+    repeats = [(label(result), by_length(result)) for result in of_each(runs, "repeats")]
+    for key, title in (
+        ("saved", "saved by a passage that is repeated, nats per token"),
+        ("right", "share of its tokens that are predicted"),
     ):
-        found.append(table(title, {name: {n: row[n][key] for n in row} for name, row in repeats.items()}, digits))
+        found.append(table(title, [(name, {n: means[n][key] for n in means}) for name, means in repeats]))
     return found
 
 

@@ -9,8 +9,9 @@ their mean loss, and the share of them that are the model's most likely token. A
 The passage follows the last sentence that ends at or before the given depth, in percent of the text. The same prompts
 are also measured with more text in place of the passage. Their loss is that of a model that cannot look so far back.
 
-Every model gets the same prompts. The command writes RUN/eval/[CHANGES/]repeats-step-XXXXXXXX.json after each cell. If it
-was stopped, the same command continues. Then draw the figure with `python -m eval.papers.figures repeats RUN ...`.
+Every model gets the same prompts, and all lengths have the same passages. The command writes
+RUN/eval/[CHANGES/]repeats-step-XXXXXXXX.json after each cell. If it was stopped, the same command continues. Then draw
+the figure with `python -m eval.papers.figures repeats RUN ...`.
 """
 
 import argparse
@@ -49,43 +50,35 @@ class Prompt(NamedTuple):
 def draw_prompt(haystack: Haystack, length: int, depth: int | None, sample: int) -> Prompt:
     """Return a prompt of `length` tokens: BOS, text with the passage in it, and the passage.
 
-    The seed of text and passage is (length, sample). So prompts with other depths differ in the place of the passage
-    only. The passage begins after the end of a sentence if there is one near, and is not part of the text.
+    The passage depends on `sample` only, so that all lengths have the same targets. The text depends on `sample` and
+    `length`, so that other depths move the passage only. The passage begins after the end of a sentence if there is one
+    near, and the text is cut from the texts without it.
 
     depth: in percent of the text; None: the text does not contain the passage.
 
     Raises UserError if the prompt has no room for the passages, or if the texts are too short.
     """
-    rng = np.random.default_rng((length, sample))
-    stream = haystack.tokens
+    stream, ends = haystack.tokens, haystack.ends
     room = length - 1 - PASSAGE
     if room < 2 * PASSAGE:
         raise UserError(f"--lengths: {length} tokens leave no room for a text around a passage of {PASSAGE} tokens")
-    if len(stream) < room + 4 * PASSAGE:
+    if len(stream) < length:
         raise UserError(f"--lengths: {length} tokens are too many for the {len(stream):,} tokens of --texts")
-    first = int(rng.integers(len(stream) - room + 1))
-    text = stream[first : first + room]
-    passage = _elsewhere(haystack, first, first + room, rng)
-    if depth is None:
-        return Prompt([haystack.tokenizer.bos_id, *text.tolist(), *passage], None)
-    text = text[PASSAGE:]
-    most = len(text) * depth // 100
-    stops = np.flatnonzero(haystack.ends[first + PASSAGE : first + PASSAGE + most])
-    at = int(stops[-1]) + 1 if len(stops) else most
-    head = [haystack.tokenizer.bos_id, *text[:at].tolist()]
-    return Prompt([*head, *passage, *text[at:].tolist(), *passage], len(head))
-
-
-def _elsewhere(haystack: Haystack, start: int, stop: int, rng: np.random.Generator) -> list[int]:
-    """Return a passage of the stream that does not overlap [start, stop)."""
-    stream, ends = haystack.tokens, haystack.ends
-    # Twice the size of a passage, because it moves to the end of a sentence.
-    before, after = (max(0, size - 2 * PASSAGE + 1) for size in (start, len(stream) - stop))
-    place = int(rng.integers(before + after))
-    place = place if place < before else place - before + stop
+    place = int(np.random.default_rng(sample).integers(len(stream) - 2 * PASSAGE + 1))
     stops = np.flatnonzero(ends[place : place + PASSAGE])
     place += int(stops[0]) + 1 if len(stops) else 0
-    return list(stream[place : place + PASSAGE].tolist())
+    passage = stream[place : place + PASSAGE].tolist()
+    first = int(np.random.default_rng((length, sample)).integers(len(stream) - PASSAGE - room + 1))
+    index = np.arange(first, first + room)
+    index += PASSAGE * (index >= place)
+    if depth is None:
+        return Prompt([haystack.tokenizer.bos_id, *stream[index].tolist(), *passage], None)
+    index = index[PASSAGE:]
+    most = len(index) * depth // 100
+    stops = np.flatnonzero(ends[index[:most]])
+    at = int(stops[-1]) + 1 if len(stops) else most
+    head = [haystack.tokenizer.bos_id, *stream[index[:at]].tolist()]
+    return Prompt([*head, *passage, *stream[index[at:]].tolist(), *passage], len(head))
 
 
 @torch.no_grad()

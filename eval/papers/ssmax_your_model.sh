@@ -29,10 +29,10 @@ held_out=${HELD_OUT:+$(realpath -m "$HELD_OUT")}
 cd "$(dirname "$0")/../.."
 [ ! -d .venv ] || export PATH=$PWD/.venv/bin:$PATH
 
-base_tokens=157286400  # 1,200 steps
+base_tokens=131072000  # 1,000 steps
 if [ -n "$text" ]; then
     config=50m_softmax
-    : "${LENGTH:=1024}" "${TOKENS:=23592960}" "${BATCH:=128}" "${MICROBATCH:=64}" "${LR:=5e-4}" "${ONE_DOCUMENT:=true}"
+    : "${LENGTH:=1024}" "${TOKENS:=19660800}" "${BATCH:=128}" "${MICROBATCH:=64}" "${LR:=5e-4}" "${ONE_DOCUMENT:=true}"
     : "${WINDOWS:=60}" "${SAMPLES:=100}" "${PRETRAIN:=train.stages.0.tokens=$base_tokens train.microbatch=64 train.eval_every=400}"
     : "${held_out:=$text/valid.books.jsonl.zst}"
 else
