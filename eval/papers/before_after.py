@@ -8,12 +8,10 @@ run and set of changed keys, and one column per length that all of them have.
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from eval.checkpoint.command import sentences
 from eval.papers.figures.repeats import by_length
 from eval.papers.figures.results import label, of_runs
-
 
 Rows = list[tuple[str, dict[int, float]]]
 
@@ -29,18 +27,13 @@ def table(title: str, rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def of_each(runs: list[Path], kind: str) -> list[dict[str, Any]]:
-    """Return the results of a kind: run by run, and in each run first those without changed keys."""
-    return [result for run in runs for result in sorted(of_runs([run], kind), key=lambda found: found["changes"])]
-
-
 def tables(runs: list[Path]) -> list[str]:
     """Return the tables of all runs. Raises UserError if a run lacks results."""
     losses: Rows = []
-    for result in of_each(runs, "long_context"):
+    for result in of_runs(runs, "long_context"):
         losses.append((label(result), {int(length): found["mean"] for length, found in result["lengths"].items()}))
     found = [table("loss, nats per token", losses)]
-    repeats = [(label(result), by_length(result)) for result in of_each(runs, "repeats")]
+    repeats = [(label(result), by_length(result)) for result in of_runs(runs, "repeats")]
     for key, title in (
         ("saved", "saved by a passage that is repeated, nats per token"),
         ("right", "share of its tokens that are predicted"),
