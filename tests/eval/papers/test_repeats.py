@@ -53,6 +53,7 @@ def test_prompts(tokens: int, depth: int) -> None:
         steps = sorted(set(np.diff(text).tolist()))
         assert steps in ([1], [1, PASSAGE + 1])  # the passage was cut out of it
         assert not set(text) & set(passage)
+        assert depth == 0 or found[start - 1] % 10 == 9
         share = (start - 1) / len(text)
         assert depth / 100 - 10 / len(text) <= share <= depth / 100
         # Without the passage: the same end, after more of the same text.
