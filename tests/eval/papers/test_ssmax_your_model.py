@@ -137,7 +137,7 @@ def test_bad_input_is_one_sentence(text: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_a_miniature(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
