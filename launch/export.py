@@ -1,8 +1,8 @@
 """Export a checkpoint as a folder for transformers.
 
-AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it with transformers alone. format=llama and
-format=granite need no remote code and work wherever these models do. Needs no GPU. `python launch/import_hf.py`
-converts back.
+AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it with transformers alone. format=llama,
+format=mistral and format=granite need no remote code and work wherever these models do. Needs no GPU.
+`python launch/import_hf.py` converts back.
 """
 
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 from launch.boot import Command, Option, log, run
 from ssscale.train.checkpoint_folder import check_empty, find_checkpoint, saved_config
 
-FORMATS = ("ssscale", "llama", "granite")
+FORMATS = ("ssscale", "llama", "mistral", "granite")
 DTYPES = ("float32", "bfloat16", "float16")
 COMMAND = Command(
     about=__doc__,
@@ -29,8 +29,8 @@ COMMAND = Command(
         Option(
             "format",
             str,
-            "ssscale: every model, with its code; llama, granite (with width transfer): models of their kind, which "
-            "transformers has, without trust_remote_code",
+            "ssscale: every model, with its code; llama, mistral (with a window), granite (with width transfer): models of "
+            "their kind, which transformers has, without trust_remote_code",
             default="ssscale",
             choices=FORMATS,
         ),

@@ -12,11 +12,11 @@ from ssscale.train.checkpoint_folder import check_empty
 
 COMMAND = Command(
     about=__doc__,
-    usage="python launch/import_hf.py folder=FOLDER out=RUN",
-    example="python launch/import_hf.py folder=exported/3b_sb out=runs/3b_again",
+    usage="python launch/import_hf.py from=FOLDER out=RUN",
+    example="python launch/import_hf.py from=exported/3b_sb out=runs/3b_again",
     options=(
         Option(
-            "folder",
+            "from",
             str,
             "what launch/export.py wrote, or transformers' save_pretrained of such a model, of a Llama, Mistral or Granite, "
             "with its tokenizer.json",
@@ -30,9 +30,9 @@ COMMAND = Command(
 
 def main(argv: list[str]) -> None:
     options, _ = COMMAND.parse(argv)
-    folder, out = Path(options["folder"]), Path(options["out"])
+    folder, out = Path(options["from"]), Path(options["out"])
     if not (folder / "config.json").is_file():
-        raise UserError(f"folder={folder}: there is no config.json, so it is not a model of transformers")
+        raise UserError(f"from={folder}: there is no config.json, so it is not a model of transformers")
     check_empty(out)
     from eval.checkpoint.environment import prepare
 

@@ -1,9 +1,11 @@
 """Conversion to and from models that transformers has its own classes for: Llama's attention with rotary positions.
 
-`llama` is LlamaForCausalLM. `granite` is GraniteForCausalLM, which also has the four multipliers of width transfer.
-These models can be served and fine-tuned without `trust_remote_code`.
+`llama` is LlamaForCausalLM. `mistral` is MistralForCausalLM, which also has a sliding window. `granite` is
+GraniteForCausalLM, which also has the four multipliers of width transfer. These models can be served and fine-tuned
+without `trust_remote_code`.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,28 @@ from ssscale.config.schema import Config, ModelConfig
 from ssscale.errors import UserError
 from ssscale.model.positions.rope import RoPE, RopeScaling
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "granite": "GraniteForCausalLM"}
-IMPORTED = ("llama", "mistral", "granite")  # model types that can be imported
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "granite": "GraniteForCausalLM"}
+IMPORTED = tuple(ARCHITECTURES)  # model types that can be imported
 # What related families have and this decoder does not.
 LACKING = {
     "qwen2": "biases of the query, key and value projections",
     "qwen3": "norms of queries and keys",
+    "smollm3": "layers without rotary positions (no_rope_layers)",
+    "olmo2": "norms of queries and keys, and norms after attention and MLP",
     "phi3": "its own order of fused weights",
     "gemma": "norms by 1 + w and a GELU",
     "gemma2": "norms by 1 + w, a GELU and soft caps",
+    "gemma3_text": "norms by 1 + w, a GELU, and windows in some layers only (layer_types)",
+    "ministral": "windows in some layers only (layer_types)",
+    "starcoder2": "layer norms with biases and a GELU",
+    "mixtral": "experts",
+    "qwen2_moe": "experts",
+    "qwen3_moe": "experts",
+    "granitemoe": "experts",
 }
+# What transformers takes for a key that config.json lacks, where families differ.
+DEFAULT_KV_HEADS = {"mistral": 8}  # others: num_attention_heads
+DEFAULT_WINDOW = {"mistral": 4096}
 
 
 def check_exportable(model: ModelConfig, family: str) -> None:
@@ -37,8 +51,10 @@ def check_exportable(model: ModelConfig, family: str) -> None:
     if not isinstance(place, RoPE) or place.scaling is RopeScaling.dynamic_ntk:
         what = f"model.position.method={place.name}" + (" with scaling=dynamic_ntk" if isinstance(place, RoPE) else "")
         raise UserError(f"format={family} has rotary positions of a fixed base only, and this model {what}: {other}")
-    if model.position.window is not None:
-        raise UserError(f"format={family} has no model.position.window={model.position.window}: {other}")
+    if model.position.window is not None and family != "mistral":
+        raise UserError(
+            f"format={family} has no model.position.window={model.position.window}: use format=mistral or format=ssscale"
+        )
     width = model.width
     scaled = [
         width.embedding_multiplier != 1.0 and "model.width.embedding_multiplier",
@@ -47,8 +63,9 @@ def check_exportable(model: ModelConfig, family: str) -> None:
         model.logits_divisor != 1.0 and "model.width.logits_divisor",
     ]
     first = next(filter(None, scaled), None)
-    if family == "llama" and first:
-        raise UserError(f"format=llama has no {first}, which this model sets: use format=granite")
+    if family != "granite" and first:
+        better = "granite" if model.position.window is None else "ssscale"
+        raise UserError(f"format={family} has no {first}, which this model sets: use format={better}")
 
 
 def family_config(config: Config, family: str, dtype: str) -> dict[str, Any]:
@@ -76,9 +93,10 @@ def family_config(config: Config, family: str, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": base,
         "rope_scaling": {"rope_type": "linear", "factor": place.factor} if linear else None,
-        "attention_bias": False,
-        "mlp_bias": False,
     }
+    if family == "mistral":
+        return content | {"sliding_window": model.position.window}
+    content |= {"attention_bias": False, "mlp_bias": False}
     if family == "granite":
         width = model.width
         content |= {
@@ -146,30 +164,26 @@ def from_family(files: Mapping[str, Any], model: ModelConfig, folder: Path) -> d
 
 
 def native_tree(content: dict[str, Any], file: object) -> dict[str, Any]:
-    """Returns the section `model` for the config.json of a model type in IMPORTED. Raises UserError."""
+    """Returns the section `model` for the config.json of a model type in IMPORTED.
+
+    A key that is missing has the value that transformers gives it. Raises UserError, which names the key, for what this
+    decoder does not have; LookupError, TypeError or ValueError if config.json is broken.
+    """
     kind = content["model_type"]
-    for key in ("attention_bias", "mlp_bias"):
-        if content.get(key):
-            raise UserError(f"{file}: {key}=true, and this decoder has no biases")
-    if content.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{file}: hidden_act={content['hidden_act']!r}, and this decoder has silu only")
-    if content.get("sliding_window") is not None:
-        raise UserError(
-            f"{file}: sliding_window={content['sliding_window']} is not imported: set it to null where rows fit it"
-        )
+    _check_importable(content, file)
     heads, hidden = content["num_attention_heads"], content["hidden_size"]
     tree: dict[str, Any] = {
         "num_layers": content["num_hidden_layers"],
         "hidden_size": hidden,
         "ffn_hidden_size": content["intermediate_size"],
         "num_heads": heads,
-        "num_kv_heads": content.get("num_key_value_heads", heads),
+        "num_kv_heads": content.get("num_key_value_heads", DEFAULT_KV_HEADS.get(kind, heads)),
         "head_dim": content.get("head_dim") or hidden // heads,
         "vocab_size": content["vocab_size"],
-        "tie_embeddings": content.get("tie_word_embeddings", kind == "granite"),
+        "tie_embeddings": content.get("tie_word_embeddings", False),
         "norm_eps": content.get("rms_norm_eps", 1e-6),
         "init_std": content.get("initializer_range", 0.02),
-        "position": {"method": "rope", "rope": _rope(content, file)},
+        "position": {"method": "rope", "rope": _rope(content, file), "window": _window(content, file)},
     }
     if kind == "granite":
         tree["width"] = {
@@ -181,13 +195,57 @@ def native_tree(content: dict[str, Any], file: object) -> dict[str, Any]:
     return tree
 
 
+def _check_importable(content: dict[str, Any], file: object) -> None:
+    """Raises UserError for a key whose value this decoder does not have."""
+    for key in ("attention_bias", "mlp_bias"):
+        if content.get(key):
+            raise UserError(f"{file}: {key}=true, and this decoder has no biases")
+    if content.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{file}: hidden_act={content['hidden_act']!r}, and this decoder has silu only")
+    if content.get("quantization_config") is not None:
+        raise UserError(f"{file}: quantization_config is set, and only weights that are not quantized are imported")
+    if len(set(content.get("layer_types") or ())) > 1:
+        raise UserError(f"{file}: layer_types differ, and in this decoder all layers have the same window")
+    for key in ("bos_token_id", "eos_token_id"):
+        if type(content.get(key)) is not int:
+            raise UserError(
+                f"{file}: {key}={json.dumps(content.get(key))}: set it to the one token that "
+                f"{'begins' if key == 'bos_token_id' else 'ends'} a document"
+            )
+
+
+def _window(content: dict[str, Any], file: object) -> int | None:
+    """Returns the number of keys that a query attends to, its own included. transformers counts in the same way."""
+    kind = content["model_type"]
+    window: int | None = content.get("sliding_window", DEFAULT_WINDOW.get(kind))
+    if window is not None and kind != "mistral":
+        raise UserError(
+            f"{file}: sliding_window={window}, which transformers does not apply in a model of type {kind}: "
+            "set it to null, or model_type to mistral"
+        )
+    return window
+
+
 def _rope(content: dict[str, Any], file: object) -> dict[str, Any]:
-    """Reads the options of RoPE from transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
-    given = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    """Reads the options of RoPE from transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
+
+    `dynamic` is our dynamic_ntk with L = max_position_embeddings: both replace base by base · α^(H / (H − 2)) with
+    α = f · S / L − (f − 1) for S > L tokens.
+    """
+    section = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
+    given = content.get(section) or {}
     kind = given.get("rope_type", given.get("type", "default"))
+    rotated = given.get("partial_rotary_factor", content.get("partial_rotary_factor"))
+    if rotated not in (None, 1):
+        raise UserError(f"{file}: partial_rotary_factor={rotated}, and this decoder rotates whole heads only")
     found = {"base": float(given.get("rope_theta", content.get("rope_theta", 10_000.0)))}
+    if kind == "default":
+        return found
+    if kind not in ("linear", "dynamic"):
+        raise UserError(f"{file}: {section}.rope_type={kind!r} is not imported; default, linear and dynamic are")
+    factor = float(given["factor"])
+    if factor == 1.0 and kind == "linear":
+        return found
     if kind == "linear":
-        return found | {"scaling": "linear", "factor": float(given["factor"])}
-    if kind != "default":
-        raise UserError(f"{file}: rope_type={kind!r} is not imported; default and linear are")
-    return found
+        return found | {"scaling": "linear", "factor": factor}
+    return found | {"scaling": "dynamic_ntk", "factor": factor, "train_length": content["max_position_embeddings"]}

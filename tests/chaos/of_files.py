@@ -153,9 +153,7 @@ def run_file(scene: Scene) -> None:
 def import_it(kind: Kind, scene: Scene) -> None:
     folder, out = scene.folder / "exported", scene.folder / "imported"
     plant = Start(scene.folder / "cwd", None)
-    code, scene.output = run_command(
-        "launch.import_hf", [f"folder={folder}", f"out={out}"], scene.folder / "log", plant
-    )
+    code, scene.output = run_command("launch.import_hf", [f"from={folder}", f"out={out}"], scene.folder / "log", plant)
     check_output(code, scene.output)
     if code == 2:
         check_refusal(scene, scene.output, snapshot(scene.run))

@@ -205,7 +205,7 @@ def test_the_commands_and_large_models_in_parts(
         for key, weight in load_file(tmp_path / "hf" / file).items():
             ours = dict(decoder.named_parameters())[key]
             assert torch.equal(weight, ours[: len(weight)].bfloat16())
-    import_main([f"folder={tmp_path / 'hf'}", f"out={tmp_path / 'back'}"])
+    import_main([f"from={tmp_path / 'hf'}", f"out={tmp_path / 'back'}"])
     again, _ = load_for_inference(tmp_path / "back", groups)
     for key, weight in again.named_parameters():
         assert torch.equal(weight, dict(decoder.named_parameters())[key].bfloat16().float()), key
@@ -227,7 +227,7 @@ def test_bad_input(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None
             export_main(arguments)
     assert not (tmp_path / "hf").exists()
     export_main([run, out])
-    with pytest.raises(UserError, match="folder=FOLDER is missing"):
+    with pytest.raises(UserError, match="from=FOLDER is missing"):
         import_main([out])
     config = tmp_path / "hf" / "config.json"
     text = config.read_text()

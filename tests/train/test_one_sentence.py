@@ -133,7 +133,7 @@ def test_files_of_a_hugging_face_folder(copy: Path, tmp_path: Path, groups: Grou
     weights = (folder / "model.safetensors").read_bytes()
 
     def read(kind: str) -> None:
-        sentence = end_of(import_hf, [f"folder={folder}", f"out={out}"])
+        sentence = end_of(import_hf, [f"from={folder}", f"out={out}"])
         assert str(folder) in sentence, (kind, sentence)
         assert not out.exists()
 
@@ -146,7 +146,7 @@ def test_files_of_a_hugging_face_folder(copy: Path, tmp_path: Path, groups: Grou
         config = json.loads((folder / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config))
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
-        assert end_of(import_hf, [f"folder={folder}", f"out={out}"])
+        assert end_of(import_hf, [f"from={folder}", f"out={out}"])
         shutil.move(tmp_path / "config.json", folder / "config.json")
 
 

@@ -97,7 +97,7 @@ def test_weights_of_a_hugging_face_folder(tmp_path: Path, groups: Groups) -> Non
     config |= {"intermediate_size": 32, "vocab_size": 300, "max_position_embeddings": 32}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret.json")
-    arguments = [f"folder={folder}", f"out={tmp_path / 'run'}"]
+    arguments = [f"from={folder}", f"out={tmp_path / 'run'}"]
     with pytest.raises(UserError, match="a link that leads out"):
         import_hf(arguments)
     (folder / "tokenizer.json").unlink()

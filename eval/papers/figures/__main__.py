@@ -12,6 +12,7 @@ NAME is one of these:
     mqrar [FOLDER]                   Figure 3 of arXiv:2410.17980 (python -m eval.papers.mqrar curve)
     mqrar_attention [FOLDER]         its Figure 4                 (python -m eval.papers.mqrar picture)
     extrapolation RUN ...            its Figure 5                 (python -m eval.papers.long_context)
+    repeats RUN ...                  what a repeated passage saves (python -m eval.papers.repeats)
 
 Each figure is written as PNG and PDF. `python -m eval.papers.pn_fit RUN` draws Figure 2 of arXiv:2501.19399.
 """
@@ -26,7 +27,7 @@ from matplotlib.figure import Figure
 from eval.checkpoint.command import sentences
 from eval.checkpoint.drawing import save
 from eval.checkpoint.environment import prepare
-from eval.papers.figures import length, needle, recall, theory, training
+from eval.papers.figures import length, needle, recall, repeats, theory, training
 from ssscale.errors import UserError
 
 ALONE: dict[str, Callable[[], Figure]] = {"fading": theory.fading, "threshold": theory.threshold}
@@ -34,6 +35,7 @@ OF_RUNS: dict[str, Callable[[list[Path]], Figure]] = {
     "training_losses": training.losses,
     "loss_by_position": length.by_position,
     "extrapolation": length.by_context,
+    "repeats": repeats.gain,
     "needle_map": needle.heat_map,
     "needle_heads": needle.heads,
     "needle_top": needle.top_heads,

@@ -9,6 +9,7 @@ from ssscale.errors import UserError
 # kind of results → the command that makes them
 COMMANDS = {
     "long_context": "python -m eval.papers.long_context RUN --texts FILE.jsonl",
+    "repeats": "python -m eval.papers.repeats RUN --texts FILE.jsonl",
     "needle": "python -m eval.papers.needle RUN --texts FILE.jsonl",
     "needle_scores": "python -m eval.papers.needle RUN --texts FILE.jsonl --scores",
 }
@@ -28,7 +29,8 @@ def read(file: Path) -> dict[str, Any]:
 def of_runs(paths: list[Path], kind: str) -> list[dict[str, Any]]:
     """Read the results of a kind from run folders and files.
 
-    A run folder gives the newest result of each of its evaluations. Raises UserError for missing or wrong results.
+    A run folder gives the newest result of each of its evaluations, the one without changed keys first. Raises UserError
+    for missing or wrong results.
     """
     command = COMMANDS[kind]
     if not paths:
@@ -50,7 +52,7 @@ def _newest(run: Path, kind: str) -> list[Path]:
     files: dict[Path, Path] = {}
     for file in sorted((run / "eval").rglob(f"{kind}-step-*.json")):
         files[file.parent] = file
-    return list(files.values())
+    return sorted(files.values(), key=lambda file: (file.parent != run / "eval", file))
 
 
 def of_mqrar(folder: Path, pattern: str, command: str) -> list[dict[str, Any]]:
