@@ -22,7 +22,7 @@ from ssscale.errors import UserError
 # Samples per block. At the end of each block, the number of samples taken from a source since the mix began differs by at
 # most about one from the source's share of all samples since then.
 BLOCK = 256
-WINDOW = 4  # shards whose rows are shuffled together, so that a reader needs only these at a time
+WINDOW = 4  # number of shards whose rows are shuffled together; a reader has only this many shards of a source open
 
 Mix = Mapping[str, float] | None
 

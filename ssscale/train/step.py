@@ -21,9 +21,11 @@ class Agreed:
 
     num_targets: int  # tokens with a target in the coming step, in the batches of all ranks together, at least 1
     stop: bool  # whether any rank was asked to stop
-    written: bool  # whether all ranks have ended writing the checkpoint that is being saved; False if none is
+    written: bool  # whether all ranks have finished writing a checkpoint in the background, or have failed to
     failed: bool  # whether any rank has failed to write its part
-    last_loss: float  # sum of the previous step's losses on all ranks, in nats; equal on tensor-parallel ranks
+    last_loss: (
+        float  # sum of the previous step's losses, in nats, over all ranks; those of a tensor-parallel group are equal
+    )
 
 
 @dataclass(frozen=True)
