@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from eval.checkpoint.command import write
 from ssscale.errors import SAVED, UserError
 
 T = TypeVar("T")
@@ -59,7 +58,11 @@ class Parts:
         return found["value"] if isinstance(found, dict) and found.get("settings") == self.settings else None
 
     def put(self, name: str, value: Any) -> None:
-        write(self.folder / f"{name}.json", {"settings": self.settings, "value": value})
+        """Write a part. Several processes may write the same one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        own = self.folder / f"{name}.{os.getpid()}"
+        own.write_text(json.dumps({"settings": self.settings, "value": value}), encoding="utf-8")
+        os.replace(own, self.folder / f"{name}.json")
 
     def clear(self) -> None:
         """Delete all parts, once the result has them."""
