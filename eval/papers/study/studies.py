@@ -104,7 +104,7 @@ def _rate(run: Path, method: str, rate: float) -> dict[str, Any]:
 
 def ssmax(study: Study, seeds: list[int]) -> list[Job]:
     """The jobs of arXiv:2501.19399."""
-    place, size, form = study.place, study.size, study.size.ssmax
+    size, form = study.size, study.size.ssmax
     methods = [method for method in SSMAX if method not in FROM_SOFTMAX]
     jobs = [study.rate_job(m, f"50m_{m}", form, rate) for m in methods for rate in size.rates]
     return jobs + [_ssmax_job(study, method, seed) for seed in seeds for method in SSMAX]
