@@ -204,7 +204,7 @@ class Evaluation:
                 self.windows = read_articles(texts, tokenizer)[: self.arguments.windows]
             else:
                 documents, most = read_documents(texts), self.arguments.windows
-                self.windows = cut_windows(documents, tokenizer, self.lengths[-1], most, self.arguments.join)
+                self.windows = list(cut_windows(documents, tokenizer, self.lengths[-1], most, self.arguments.join))
             self.parts.put("windows", len(self.windows))
         return self.model
 

@@ -84,7 +84,7 @@ def share_out(module: str, arguments: list[str], count: int) -> None:
     """
     gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     gpus = gpus or [str(index) for index in range(torch.cuda.device_count())]
-    running = []
+    running: list[subprocess.Popen[bytes]] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         for process in running:

@@ -163,8 +163,8 @@ def _positions() -> list[Claim]:
             *(Claim("Figure 5", f"{job} loses by longer contexts", change, (job, first), (job, last))
               for job in ("rope", "nope")),
             Claim("Figure 5", "RoPE with NTK scaling loses by longer contexts", change, ("rope", first), ("rope", ntk)),
-            Claim("Figure 5", "a window of 2,048 loses a little by longer contexts", change, ("rope", first), ("rope", window)),
-            Claim("Figure 5", "a window of 1,024 gains by longer contexts", change, ("window1024", last), ("window1024", first)),
+            Claim("Figure 5", "a window of 2,048 loses a little by them", change, ("rope", first), ("rope", window)),
+            Claim("Figure 5", "a window of 1,024 gains by longer ones", change, ("window1024", last), ("window1024", first)),
         ]  # fmt: skip
     return claims
 

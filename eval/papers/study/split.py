@@ -34,6 +34,7 @@ from ssscale.errors import UserError
 
 SPLIT = "split.json"
 LEVEL = 19  # of zstd, which is slow to write and no slower to read
+MARGIN = 1.02  # the size of compressed text is estimated
 
 
 class Document(NamedTuple):
@@ -61,7 +62,7 @@ def hold_out(
         size = len(tokenizer.encode(document.text)) + 2  # BOS and EOS, as in eval.papers.long_context
         found, tokens = found + size // length, tokens + size
         if found >= windows:
-            return documents[:number], {"documents": number, "tokens": tokens, "windows": found}
+            return documents[:number], {"tokens": tokens, "windows": found}
     raise UserError(f"--windows={windows}: the documents give only {found} windows of {length:,} tokens")
 
 
@@ -119,10 +120,13 @@ def split(text: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     test = write_documents(out / f"test.{options.test}.jsonl.zst", held) | counts
     raw = {name: sum(len(document.text.encode()) for document in some) for name, some in documents.items()}
     documents[options.test] = documents[options.test][len(held) :]
+    # The files of TEXT may be compressed better than at LEVEL.
+    share = sum(len(document.text.encode()) for document in held) / max(1, raw[options.test])
+    denser = MARGIN * test["bytes"] / max(1.0, train[options.test].stat().st_size * share)
     sizes: dict[str, float] = {}
     for name, some in documents.items():
         left = sum(len(document.text.encode()) for document in some)
-        sizes[name] = train[name].stat().st_size * left / max(1, raw[name])
+        sizes[name] = denser * train[name].stat().st_size * left / max(1, raw[name])
     room = options.megabytes - (test["bytes"] + sum(file.stat().st_size for file in valid)) / 1e6
     kept = dict(fractions(sizes, room, fixed))
     result = {

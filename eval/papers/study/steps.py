@@ -49,27 +49,24 @@ def train(
     before, at_switch, warmup = DURING
     during = config == "50m_ssmax_during"
     first = round(before * steps) * step if during else total
-    stages: dict[str, float] = {
-        "0.tokens": first,
-        "0.schedule.lr": rate,
-        "0.schedule.warmup_tokens": round(form.warmup * steps) * step,
-    }
+    stages = [
+        f"0.tokens={first}",
+        f"0.schedule.lr={rate:g}",
+        f"0.schedule.warmup_tokens={round(form.warmup * steps) * step}",
+    ]
     if during:
-        stages |= {
-            "1.tokens": total - first,
-            "1.schedule.lr": at_switch * rate,
-            "1.schedule.warmup_tokens": round(warmup * (total - first) / step) * step,
-        }
+        again = round(warmup * (total - first) / step) * step
+        stages += [
+            f"1.tokens={total - first}",
+            f"1.schedule.lr={at_switch * rate:g}",
+            f"1.schedule.warmup_tokens={again}",
+        ]
     command = ["launch/pretrain.py", f"config={config}", f"run_dir={run}"]
     command += [f"data.path={place.work}/data/{data or form.length}", f"data.length={form.length}"]
     command += [f"data.shuffle_seed={seed}", f"train.seed={seed}", f"train.batch_size={form.rows}"]
     command += [f"train.microbatch={form.microbatch}", "train.log_every=1", f"train.eval_every={max(1, steps // 4)}"]
     command += [f"train.eval_rows={size.eval_rows}", f"train.save_every={steps}", "train.keep=1"]
-    command += [
-        "train.observe_every=0",
-        *(f"train.stages.{key}={value:g}" for key, value in stages.items() if value < 1),
-    ]
-    command += [f"train.stages.{key}={value:.0f}" for key, value in stages.items() if value >= 1 or value == 0]
+    command += ["train.observe_every=0", *(f"train.stages.{stage}" for stage in stages)]
     return Step("train", (*command, *size.keys, *changes), START + total / (speed or form.speed) / 60, run, codes)
 
 

@@ -247,7 +247,7 @@ def _recall_job(
         found = measure.mqrar(result)
         if not rates:
             return {"mqrar": found}
-        losses = next((losses for _, _, losses in reversed(found["history"]) if losses), [])
+        losses: list[float] = found["history"][-1][2]
         # The number of a rate among the paper's is what --lrs takes.
         return {"method": core, "losses": {str(number): loss for number, loss in enumerate(losses, 1)}, "mqrar": found}
 
