@@ -25,7 +25,8 @@ from eval.papers.study.rates import FILE, chosen
 from eval.papers.study.sizes import Size, Training
 from ssscale.errors import UserError
 
-SSMAX = ("softmax", "ssmax", "ssmax_fixed", "ssmax_bias", "ssmax_after", "ssmax_during", "ssmax_pn")
+# ssmax_after follows softmax, whose model it takes.
+SSMAX = ("softmax", "ssmax_after", "ssmax", "ssmax_bias", "ssmax_fixed", "ssmax_during", "ssmax_pn")
 POSITIONS = ("sb", "sb_rem", "rope", "alibi", "fire", "nope", "window512", "window1024", "rope_8k")
 WHY = ("sb", "alibi", "window512", "rope")
 VARIED = ("tokens", "width", "heads", "books")
