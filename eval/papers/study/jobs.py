@@ -11,6 +11,7 @@ from eval.papers.figures.results import read
 from ssscale.errors import UserError
 
 TRAIN_GIB = 27.0  # of a microbatch of 65,536 tokens at 50m, by launch/estimate.py, and CUDA's context
+AGAIN = 0.5  # minutes to start, to load and to compile once more
 READ_GIB = 30.0  # of 65,536 tokens with all their logits
 
 
@@ -36,6 +37,22 @@ class Step:
     @property
     def done(self) -> bool:
         return self.marker.is_file()
+
+    @property
+    def paused(self) -> Path:
+        """The file that says how far the step was when it was stopped."""
+        return self.folder / f"{self.name}.paused"
+
+    @property
+    def before(self) -> dict[str, float]:
+        """The seconds that earlier calls took, and the minutes of work alone on a GPU that they did."""
+        return dict(read(self.paused)) if self.paused.is_file() else {"seconds": 0.0, "work": 0.0}
+
+    @property
+    def left(self) -> float:
+        """Minutes alone on a GPU that are left. A step that continues starts once more."""
+        work = self.before["work"]
+        return self.minutes if not work else max(0.0, self.minutes - work) + AGAIN
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,12 @@ class Job:
     @property
     def minutes(self) -> float:
         """Minutes alone on a GPU that the remaining steps take."""
-        return sum(step.minutes for step in self.left)
+        return sum(step.left for step in self.left)
+
+    @property
+    def begun(self) -> bool:
+        """Whether one of its steps was stopped."""
+        return any(step.paused.is_file() for step in self.left)
 
     def identity(self, place: Place) -> dict[str, Any]:
         """What a JSON file must share with the job that would make it."""

@@ -20,6 +20,7 @@ from ssscale.errors import SAVED, UserError
 ROOT = Path(__file__).resolve().parents[3]
 TOGETHER = 1.3  # several jobs on one GPU do this much work in the time of one (eval/papers: 3 jobs, two H200s)
 MEMORY = 0.9  # share of a GPU's memory that jobs may declare
+START = 0.3  # minutes at the start of a step in which it does not come on
 GRACE = 90.0  # seconds that a stopped step may take to save
 
 
@@ -108,8 +109,9 @@ class Running:
 class Runner:
     """Runs jobs until all have ended, or until time is up.
 
-    deadline: no job starts that would end after these seconds. pause: after these seconds running steps get SIGTERM,
-    which saves, and the same command continues them; at the deadline at the latest.
+    deadline: no job starts that would end after these seconds. A job that was stopped continues first.
+    pause: after these seconds running steps get SIGTERM, which saves, and the same command continues them; at the
+        deadline at the latest.
     slower: factor of the declared minutes. start: starts a step.
     """
 
@@ -133,6 +135,7 @@ class Runner:
     def run(self) -> int:
         """Run what has no result yet. Returns 0, 1 if a job failed, or 75 if jobs are left."""
         waiting = [job for job in self.jobs if not job.has_result(self.place)]
+        waiting.sort(key=lambda job: not job.begun)
         for job in self.jobs:
             if job not in waiting:
                 self.say(f"{job.label}: has its result")
@@ -189,7 +192,7 @@ class Runner:
             fits = sum(other.job.gib for other in there) + job.gib <= MEMORY * gpu.gib
             if self.stopped or len(there) >= self.per_gpu or (there and not fits):
                 later.append(job)
-            elif not self._in_time(job, there):
+            elif not (job.begun or self._in_time(job, there)):
                 later.append(job)
                 if job.label not in self.postponed:
                     self.postponed.append(job.label)
@@ -233,20 +236,31 @@ class Runner:
             log.close()
             running.step = running.process = running.log = None
             seconds = round(time.monotonic() - running.began, 1)
+            before = step.before
+            total = round(before["seconds"] + seconds, 1)
             if code in step.codes:
-                write(step.marker, {"seconds": seconds, "jobs": running.together, "code": code})
+                write(step.marker, {"seconds": total, "jobs": running.together, "code": code})
+                step.paused.unlink(missing_ok=True)
                 self.say(f"{running.job.label}: {step.name} took {seconds:.0f} s")
             elif code == SAVED and self.stopped:
                 self.say(f"{running.job.label}: {step.name} is saved after {seconds:.0f} s")
                 self.running.remove(running)
+                self._note_pause(step, running, before, total)
             else:
                 how = f"was ended by signal {-code}" if code < 0 else f"failed with code {code}"
                 self.say(
                     f"{running.job.label}: {step.name} {how} after {seconds:.0f} s, see {log.name}: {_last(log.name)}"
                 )
                 self.running.remove(running)
-                if not self.stopped:
+                if self.stopped:
+                    self._note_pause(step, running, before, total)
+                else:
                     self.failed.append(running.job.label)
+
+    def _note_pause(self, step: Step, running: Running, before: dict[str, float], total: float) -> None:
+        minutes = (total - before["seconds"]) / 60 - START
+        work = max(0.0, minutes) / slowdown(running.together) / self.slower
+        write(step.paused, {"seconds": total, "work": round(before["work"] + work, 2)})
 
     def _end_running(self) -> None:
         """Ask all running steps to save and end. Steps that do not end are killed, which is said."""

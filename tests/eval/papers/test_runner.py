@@ -129,9 +129,22 @@ def test_a_pause_saves_and_the_same_command_continues(place, capsys):
     assert "a-s0: train is saved" in said
     assert "left for another call: a-s0 b-s0" in said
     assert not any(place.out.rglob("*.json"))
+
+    at = jobs[0].steps[0]
+    assert json.loads(at.paused.read_text())["work"] == 0
+    at.paused.write_text(json.dumps({"seconds": 3600.0, "work": 0.75}))
+    assert jobs[0].minutes == pytest.approx(0.25 + 0.5)
+    assert jobs[0].begun
     again = Runner(place, programs(place, SAVES), [Gpu(None, 1e9)], start=Clocked, pause=0.5)
     assert again.run() == 75
     assert len(Clocked.all) == 2
+    # What has begun continues first, even if it seems too late for it.
+    Clocked.all.clear()
+    more = [job(place, "c", step(place, "c", "train", 1.0)), *programs(place, SAVES)]
+    late = Runner(place, more, [Gpu(None, 1e9)], start=Clocked, deadline=1.0, pause=0.2)
+    assert late.run() == 75
+    assert len(Clocked.all) == 2
+    assert json.loads(at.paused.read_text())["seconds"] > 3600
 
 
 def test_what_does_not_end_is_killed_and_said(place, capsys, monkeypatch):
