@@ -60,8 +60,8 @@ def shown(found: Values) -> str:
     """Return mean, range and number of seeds."""
     every = list(found.values())
     if len(every) == 1:
-        return f"{every[0]:.4g}"
-    return f"{fmean(every):.4g} [{min(every):.4g}, {max(every):.4g}], {len(every)} seeds"
+        return f"{every[0]:.5g}"
+    return f"{fmean(every):.5g} [{min(every):.5g}, {max(every):.5g}], {len(every)} seeds"
 
 
 def training_loss(result: dict[str, Any]) -> float | None:
