@@ -1,7 +1,7 @@
 """Computes the loss on contexts longer than in training, by position and by length.
 
-    python -m eval.papers.long_context RUN [RUN ...] --texts FILE[.zst] [--lengths 20000] [--windows 100] [--join]
-        [model.position.rope.base=500000 ...]
+    python -m eval.papers.long_context RUN [RUN ...] --texts FILE[.zst] [--lengths 20000] [--windows 100]
+        [--join | --articles] [model.position.rope.base=500000 ...]
 
 --texts names a .jsonl file with one document per line (key `text` or `page`). Any other file is read as plain text and is
 one document. Both may be compressed as .zst.
@@ -11,16 +11,22 @@ all documents as one, each with its boundary tokens. Shorter lengths divide the 
 lengths have the same targets, except the first token of each piece, which no length counts. Every model reads the
 same windows.
 
+--articles reads every document by itself and whole, however short, as lm-eval's Wikitext does: each piece of a length
+predicts the tokens after its own, so that all tokens of all lengths are targets. Documents with the key `page` pass
+lm-eval's detokenizer of Wikitext.
+
 Figure 5 of arXiv:2501.19399 is the loss by position at --lengths 20000 with 50 times RoPE's base. Figure 5 of
 arXiv:2410.17980 is the loss at --lengths 2048,4096,...,65536. model.* keys are changed for this evaluation only.
 
-The command prints a table and writes RUN/eval/[CHANGES/]long_context-step-XXXXXXXX.json after each length. If it was
-stopped, the same command continues. Then draw the figures with `python -m eval.papers.figures loss_by_position RUN ...`
-and `extrapolation RUN ...`.
+All GPUs of the machine share the windows (--processes 1: one GPU). The command prints a table and writes
+RUN/eval/[CHANGES/]long_context-step-XXXXXXXX.json, with --articles articles-step-XXXXXXXX.json, after each length. If it
+was stopped, the same command continues. Then draw the figures with `python -m eval.papers.figures loss_by_position RUN
+...` and `extrapolation RUN ...`.
 """
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +39,19 @@ from eval.checkpoint.documents import read_documents
 from eval.checkpoint.environment import prepare
 from eval.checkpoint.results import results_file, run_folder
 from eval.checkpoint.text import TextTokenizer
+from eval.papers.parts import Parts, Share, processes_of, share_out
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import initialize
 from ssscale.train.build import load_model
+from ssscale.train.checkpoint_folder import saved_config
 from ssscale.train.reading import reading
 
 CHANGEABLE = ("model.mixers", "model.mixer.", "model.position.")
 BINS = 200  # maximum number of bins per window
 PASS_TOKENS = 65_536  # tokens per forward pass, or one piece. All their logits are in memory at once.
+PART = 12  # windows or articles per part: four passes at 20,000 tokens
 
 
 def cut_windows(texts: Iterator[str], tokenizer: TextTokenizer, length: int, most: int, join: bool) -> np.ndarray:
@@ -112,36 +121,130 @@ def summarise(found: np.ndarray) -> dict[str, Any]:
     }
 
 
-def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, lengths: list[int]) -> Path:
-    """Evaluate one run at all lengths. Returns the result file."""
-    groups = initialize()
-    with reading(run, groups, "RUN") as checkpoint:
-        model, config = load_model(checkpoint, groups, changes=changes)
-        tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
-    file = results_file(checkpoint, changes)
-    file = file.with_name(f"long_context-{file.name}")
-    windows = cut_windows(read_documents(arguments.texts), tokenizer, lengths[-1], arguments.windows, arguments.join)
-    settings: dict[str, Any] = {
-        "kind": "long_context",
-        "run": run_folder(checkpoint).resolve().name,
-        "checkpoint": checkpoint.name,
-        "changes": changes,
-        "texts": arguments.texts.name,
-        "joined": arguments.join,
-        "asked": [lengths, arguments.windows],
-        "train_length": config.data.length,
+def read_articles(file: Path, tokenizer: TextTokenizer) -> list[np.ndarray]:
+    """Return the documents of --articles, each BOS and its tokens, int64. A document without a token is left out."""
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    texts = [wikitext_detokenizer({"page": text}) for text in read_documents(file)]
+    found = [np.array([tokenizer.bos_id, *tokenizer.encode(text)], dtype=np.int64) for text in texts]
+    return [document for document in found if len(document) > 1]
+
+
+@torch.no_grad()
+def article_losses(model: Decoder, documents: Sequence[np.ndarray], length: int) -> list[float]:
+    """Return the sum of the losses of each document's tokens but the first, in nats.
+
+    Piece k of a document reads its tokens k · length to (k + 1) · length − 1, and predicts the token after each.
+    """
+    sums = [0.0] * len(documents)
+    pieces = [(i, first) for i, document in enumerate(documents) for first in range(0, len(document) - 1, length)]
+    while pieces:
+        some: list[tuple[int, np.ndarray]] = []
+        while pieces and sum(len(piece) - 1 for _, piece in some) + length <= max(length, PASS_TOKENS):
+            index, first = pieces.pop(0)
+            some.append((index, documents[index][first : first + length + 1]))
+        device = model.groups.device
+        tokens = torch.from_numpy(np.concatenate([piece[:-1] for _, piece in some])).to(device)
+        labels = torch.from_numpy(np.concatenate([piece[1:] for _, piece in some])).to(device)
+        lengths = [len(piece) - 1 for _, piece in some]
+        found: Tensor = model(tokens, PackedLayout.from_lengths(lengths).to(device), labels)
+        for (index, _), losses_of_piece in zip(some, found.double().cpu().split(lengths), strict=True):
+            sums[index] += float(losses_of_piece.sum())
+    return sums
+
+
+def summarise_articles(sums: Sequence[float], documents: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Return the result of one length of --articles: the mean loss of all tokens, and of each article."""
+    counts = [len(document) - 1 for document in documents]
+    means = [round(total / count, 4) for total, count in zip(sums, counts, strict=True)]
+    return {"windows": len(counts), "targets": sum(counts), "mean": sum(sums) / sum(counts), "losses": means}
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of all windows of one length from the results of its parts."""
+    targets = sum(part["targets"] for part in parts)
+    return parts[0] | {
+        "windows": sum(part["windows"] for part in parts),
+        "targets": targets,
+        "mean": sum(part["mean"] * part["targets"] for part in parts) / targets,
+        "losses": [row for part in parts for row in part["losses"]],
     }
-    result = {"lengths": {}} | begun(file, settings)
-    for length in lengths:
-        if str(length) not in result["lengths"]:
-            result["lengths"][str(length)] = summarise(losses(model, windows, length, lengths[0]))
-            write(file, result)
-        found = result["lengths"][str(length)]
-        print(
-            f"{result['run']} {' '.join(changes)} {length}: {found['mean']:.4f} nats, {found['windows']} windows",
-            flush=True,
-        )
-    return file
+
+
+class Evaluation:
+    """The evaluation of one run with one set of changed keys. Model and windows are loaded when a part is computed."""
+
+    def __init__(self, run: Path, changes: list[str], arguments: argparse.Namespace, lengths: list[int]) -> None:
+        self.changes, self.arguments, self.lengths = changes, arguments, lengths
+        self.model: Decoder | None = None
+        self.windows: Sequence[np.ndarray] = ()
+        self.groups = initialize()
+        with reading(run, self.groups, "RUN") as self.checkpoint:
+            train_length = saved_config(self.checkpoint).data.length
+        kind = "articles" if arguments.articles else "long_context"
+        file = results_file(self.checkpoint, changes)
+        self.file = file.with_name(f"{kind}-{file.name}")
+        self.settings: dict[str, Any] = {
+            "kind": kind,
+            "run": run_folder(self.checkpoint).resolve().name,
+            "checkpoint": self.checkpoint.name,
+            "changes": changes,
+            "texts": arguments.texts.name,
+            "joined": arguments.join,
+            "asked": [lengths, arguments.windows],
+            "train_length": train_length,
+        }
+        self.parts = Parts(self.file, self.settings)
+
+    def load(self) -> Decoder:
+        if self.model is None:
+            self.model, _ = load_model(self.checkpoint, self.groups, changes=self.changes)
+            tokenizer, texts = TextTokenizer.of_checkpoint(self.checkpoint, None), self.arguments.texts
+            if self.arguments.articles:
+                self.windows = read_articles(texts, tokenizer)[: self.arguments.windows]
+            else:
+                documents, most = read_documents(texts), self.arguments.windows
+                self.windows = list(cut_windows(documents, tokenizer, self.lengths[-1], most, self.arguments.join))
+            self.parts.put("windows", len(self.windows))
+        return self.model
+
+    def names(self, length: int) -> list[tuple[str, int]]:
+        """Return (name, first window) of each part of a length."""
+        if (count := self.parts.get("windows")) is None:
+            self.load()
+            count = len(self.windows)
+        return [(f"{length}-{first}", first) for first in range(0, count, PART)]
+
+    def compute(self, length: int, share: Share) -> list[dict[str, Any]]:
+        """Compute the missing parts of a share of one length. Returns all of the share's parts."""
+        found = []
+        for name, first in share.of(self.names(length)):
+            part = self.parts.get(name)
+            if part is None:
+                model = self.load()
+                some = self.windows[first : first + PART]
+                if self.arguments.articles:
+                    part = summarise_articles(article_losses(model, some, length), some)
+                else:
+                    part = summarise(losses(model, np.asarray(some), length, self.lengths[0]))
+                self.parts.put(name, part)
+            found.append(part)
+        return found
+
+    def run(self) -> Path:
+        """Compute what is missing and write the result. Returns the result file."""
+        result = {"lengths": {}} | begun(self.file, self.settings)
+        for length in self.lengths:
+            if str(length) not in result["lengths"]:
+                result["lengths"][str(length)] = merged(self.compute(length, Share()))
+                write(self.file, result)
+            found = result["lengths"][str(length)]
+            print(
+                f"{result['run']} {' '.join(self.changes)} {length}: {found['mean']:.4f} nats, {found['windows']} windows",
+                flush=True,
+            )
+        self.parts.clear()
+        return self.file
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -163,16 +266,32 @@ def main() -> None:
     parser.add_argument("--lengths", default="20000", help="comma-separated context lengths in tokens")
     parser.add_argument("--windows", type=int, default=100, help="maximum number of windows of the longest length")
     parser.add_argument("--join", action="store_true", help="read all documents as one")
+    parser.add_argument("--articles", action="store_true", help="read every document by itself and whole")
+    parser.add_argument("--processes", type=int, help="processes that share the windows (one per GPU)")
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # what share_out starts
     arguments = parser.parse_intermixed_args()
     changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]
     prepare()
     with sentences():
         if arguments.windows < 1:
             raise UserError(f"--windows must be at least 1, not {arguments.windows}")
+        if arguments.join and arguments.articles:
+            raise UserError("--join and --articles exclude each other")
         lengths = parse_lengths(arguments.lengths)
+        share = Share.parse(arguments.share) if arguments.share else None
+        if share is None and (count := processes_of(arguments.processes)) > 1:
+            share_out("eval.papers.long_context", sys.argv[1:], count)
         for run in arguments.runs:
-            if run not in changes:
-                print(evaluate(Path(run), changes, arguments, lengths))
+            if run in changes:
+                continue
+            evaluation = Evaluation(Path(run), changes, arguments, lengths)
+            if share is None:
+                print(evaluation.run())
+            else:
+                done = begun(evaluation.file, evaluation.settings).get("lengths", {})
+                for length in lengths:
+                    if str(length) not in done:
+                        evaluation.compute(length, share)
 
 
 if __name__ == "__main__":

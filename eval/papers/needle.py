@@ -12,13 +12,15 @@ given depth, in percent. Decoding is greedy over all tokens except EOS.
 --scores measures the attention of each head to the number while the model produces the first token of the answer. It
 does so for all heads on one prompt (Figure 7), and for the top head of every trial (Figure 8).
 
-Every model gets the same prompts. The command writes RUN/eval/[CHANGES/]needle-step-XXXXXXXX.json after each cell, and
-with --scores needle_scores-step-XXXXXXXX.json. If it was stopped, the same command continues. Then draw the figures
-with `python -m eval.papers.figures needle_map RUN ...`, `needle_heads RUN ...` and `needle_top RUN ...`.
+Every model gets the same prompts. All GPUs of the machine share the cells and trials (--processes 1: one GPU). The
+command writes RUN/eval/[CHANGES/]needle-step-XXXXXXXX.json, and with --scores needle_scores-step-XXXXXXXX.json. If it was
+stopped, the same command continues with the next cell, or the next 16 trials. Then draw the figures with `python -m
+eval.papers.figures needle_map RUN ...`, `needle_heads RUN ...` and `needle_top RUN ...`.
 """
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +35,7 @@ from eval.checkpoint.results import results_file, run_folder
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.attention_weights import mass, recorded
 from eval.papers.long_context import CHANGEABLE
+from eval.papers.parts import Parts, Share, processes_of, share_out
 from ssscale.data.questions import question_tokens
 from ssscale.errors import UserError
 from ssscale.model.cache import KVCache
@@ -40,6 +43,7 @@ from ssscale.model.decoder import Decoder
 from ssscale.model.generate import extend, prefill
 from ssscale.parallel.groups import initialize
 from ssscale.train.build import load_model
+from ssscale.train.checkpoint_folder import saved_config
 from ssscale.train.reading import reading
 
 CITIES = """Tokyo Paris London Berlin Madrid Rome Vienna Prague Warsaw Lisbon Dublin Oslo Stockholm Helsinki Copenhagen Brussels
@@ -49,6 +53,7 @@ Vancouver Havana Lima Bogota Santiago Quito""".split()  # noqa: SIM905
 FIXED = "Tokyo", "8106422", 50  # the prompt of Figure 7
 ANSWER_TOKENS = 10  # seven digits are at most seven tokens and a space
 PASS_TOKENS = 131_072  # tokens of the prompts in one batch
+TRIALS = 16  # of --scores per part: one batch of prompts of 8,000 tokens
 SENTENCE_END = re.compile(r"[.!?\n][\"')\]]*\s*$")
 
 
@@ -146,76 +151,119 @@ def outcome(text: str, number: str) -> str:
 
 
 class Evaluation:
-    """The evaluation of one run with one set of changed keys."""
+    """The evaluation of one run with one set of changed keys. The model is loaded when a part is computed."""
 
     def __init__(self, run: Path, changes: list[str], arguments: argparse.Namespace, kind: str) -> None:
-        groups = initialize()
-        with reading(run, groups, "RUN") as checkpoint:
-            self.model, config = load_model(checkpoint, groups, changes=changes)
-            self.tokenizer = TextTokenizer.of_checkpoint(checkpoint, None)
-        file = results_file(checkpoint, changes)
+        self.groups, self.changes, self.texts = initialize(), changes, arguments.texts
+        self.loaded: tuple[Decoder, Haystack] | None = None
+        with reading(run, self.groups, "RUN") as self.checkpoint:
+            config = saved_config(self.checkpoint)
+        file = results_file(self.checkpoint, changes)
         self.file = file.with_name(f"{kind}-{file.name}")
-        self.haystack = Haystack(read_documents(arguments.texts), self.tokenizer)
-        self.result: dict[str, Any] = {
+        own = {"length": 0, "num_trials": arguments.trials} if arguments.scores else {"samples": arguments.samples}
+        self.settings: dict[str, Any] = {
             "kind": kind,
-            "run": run_folder(checkpoint).resolve().name,
-            "checkpoint": checkpoint.name,
+            "run": run_folder(self.checkpoint).resolve().name,
+            "checkpoint": self.checkpoint.name,
             "changes": changes,
             "texts": arguments.texts.name,
             "train_length": config.data.length,
+            **own,
         }
+
+    def load(self) -> tuple[Decoder, Haystack]:
+        if self.loaded is None:
+            tokenizer = TextTokenizer.of_checkpoint(self.checkpoint, None)
+            model, _ = load_model(self.checkpoint, self.groups, changes=self.changes)
+            self.loaded = model, Haystack(read_documents(self.texts), tokenizer)
+        return self.loaded
 
     def answers(self, prompts: list[Prompt], scores: bool = False) -> Iterator[tuple[Prompt, str, torch.Tensor | None]]:
         """Yield (prompt, outcome, scores) in batches. scores: [layers, heads] float32 if requested, else None."""
+        model, haystack = self.load()
+        tokenizer = haystack.tokenizer
         at_once = max(1, min(64, PASS_TOKENS // len(prompts[0].tokens)))
         for first in range(0, len(prompts), at_once):
             some = prompts[first : first + at_once]
             spans = [prompt.span for prompt in some] if scores else []
-            texts, found = answer(self.model, [prompt.tokens for prompt in some], self.tokenizer.eos_id, spans)
+            texts, found = answer(model, [prompt.tokens for prompt in some], tokenizer.eos_id, spans)
             for row, (prompt, text) in enumerate(zip(some, texts, strict=True)):
-                shown = outcome(self.tokenizer.decode(text), prompt.number)
+                shown = outcome(tokenizer.decode(text), prompt.number)
                 yield prompt, shown, None if found is None else found[row]
 
-    def retrieve(self, lengths: list[int], depths: list[int], samples: int) -> None:
-        """Compute the cells of Figure 6 that the result file does not contain yet."""
-        self.result = {"cells": []} | begun(self.file, self.result | {"samples": samples})
-        done = {(cell["length"], cell["depth"]) for cell in self.result["cells"]}
-        for length in lengths:
-            for depth in depths:
-                if (length, depth) in done:
-                    continue
-                prompts = [draw_prompt(self.haystack, length, depth, sample) for sample in range(samples)]
-                found = [shown for _, shown, _ in self.answers(prompts)]
-                cell = {"length": length, "depth": depth, "samples": samples, "correct": found.count("number")}
-                self.result["cells"].append(cell | {"first_digit": found.count("first digit")})
-                write(self.file, self.result)
-                print(
-                    f"{self.result['run']} {length} tokens, depth {depth} %: {cell['correct']} of {samples}", flush=True
-                )
+    def cell(self, length: int, depth: int, samples: int) -> dict[str, Any]:
+        """Compute a cell of Figure 6."""
+        _, haystack = self.load()
+        prompts = [draw_prompt(haystack, length, depth, sample) for sample in range(samples)]
+        found = [shown for _, shown, _ in self.answers(prompts)]
+        cell = {"length": length, "depth": depth, "samples": samples, "correct": found.count("number")}
+        print(f"{self.settings['run']} {length} tokens, depth {depth} %: {cell['correct']} of {samples}", flush=True)
+        return cell | {"first_digit": found.count("first digit")}
 
-    def score(self, length: int, trials: int) -> None:
-        """Compute the scores of Figures 7 and 8, which have the same context length."""
-        self.result = begun(self.file, self.result | {"length": length, "num_trials": trials})
-        if "trials" in self.result:
-            return
+    def retrieve(self, lengths: list[int], depths: list[int], samples: int, share: Share | None) -> None:
+        """Compute the cells of Figure 6 that the result file does not contain yet, or a share of them as parts."""
+        result = {"cells": []} | begun(self.file, self.settings)
+        parts = Parts(self.file, self.settings)
+        done = {(cell["length"], cell["depth"]) for cell in result["cells"]}
+        left = [(length, depth) for length in lengths for depth in depths if (length, depth) not in done]
+        for length, depth in (share or Share()).of(left):
+            name = f"{length}-{depth}"
+            found = parts.get(name)
+            if found is None:
+                found = self.cell(length, depth, samples)
+                parts.put(name, found)
+            result["cells"].append(found)
+        if share is None:
+            write(self.file, result)
+            parts.clear()
+
+    def heads(self, length: int) -> dict[str, Any]:
+        """Compute the scores of all heads on the prompt of Figure 7."""
         city, number, depth = FIXED
-        fixed = self.haystack.prompt(length, depth, city, number, np.random.default_rng(0))
+        _, haystack = self.load()
+        fixed = haystack.prompt(length, depth, city, number, np.random.default_rng(0))
         _, shown, scores = next(self.answers([fixed], scores=True))
         assert scores is not None
-        self.result["heads"] = {"depth": depth, "outcome": shown, "scores": scores.tolist()}
-        rng = np.random.default_rng(length)
-        depths = rng.integers(5, 96, trials).tolist()
-        prompts = [draw_prompt(self.haystack, length, depth, 10**6 + trial) for trial, depth in enumerate(depths)]
-        self.result["trials"] = []
-        for depth, (_, shown, scores) in zip(depths, self.answers(prompts, scores=True), strict=True):
+        return {"depth": depth, "outcome": shown, "scores": scores.tolist()}
+
+    def trials(self, length: int, depths: list[int], first: int) -> list[dict[str, Any]]:
+        """Compute TRIALS trials of Figure 8 from number `first` on, one for each depth."""
+        _, haystack = self.load()
+        some = list(enumerate(depths))[first : first + TRIALS]
+        prompts = [draw_prompt(haystack, length, depth, 10**6 + trial) for trial, depth in some]
+        found = []
+        for (_, depth), (_, shown, scores) in zip(some, self.answers(prompts, scores=True), strict=True):
             assert scores is not None
             layer, head = divmod(int(scores.argmax()), scores.shape[1])
             top = {"top": float(scores.max()), "layer": layer, "head": head}
-            self.result["trials"].append(top | {"depth": depth, "outcome": shown})
-        write(self.file, self.result)
-        best = max(trial["top"] for trial in self.result["trials"])
-        found = sum(trial["outcome"] == "number" for trial in self.result["trials"])
-        print(f"{self.result['run']} {length} tokens: {found} of {trials} found, highest score {best:.3f}", flush=True)
+            found.append(top | {"depth": depth, "outcome": shown})
+        return found
+
+    def score(self, length: int, trials: int, share: Share | None) -> None:
+        """Compute the scores of Figures 7 and 8, which have the same context length, or a share of them as parts."""
+        self.settings["length"] = length
+        result = begun(self.file, self.settings)
+        if "trials" in result:
+            return
+        parts = Parts(self.file, self.settings)
+        depths = np.random.default_rng(length).integers(5, 96, trials).tolist()
+        names = ["heads", *(f"trials-{first}" for first in range(0, trials, TRIALS))]
+        found: dict[str, Any] = {}
+        for name in (share or Share()).of(names):
+            found[name] = parts.get(name)
+            if found[name] is None:
+                _, _, first = name.partition("-")
+                found[name] = self.trials(length, depths, int(first)) if first else self.heads(length)
+                parts.put(name, found[name])
+        if share is not None:
+            return
+        result["heads"] = found["heads"]
+        result["trials"] = [trial for name in names[1:] for trial in found[name]]
+        write(self.file, result)
+        parts.clear()
+        best = max(trial["top"] for trial in result["trials"])
+        number = sum(trial["outcome"] == "number" for trial in result["trials"])
+        print(f"{result['run']} {length} tokens: {number} of {trials} found, highest score {best:.3f}", flush=True)
 
 
 def main() -> None:
@@ -229,6 +277,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100, help="prompts per length and depth")
     parser.add_argument("--scores", action="store_true", help="measure attention to the number instead of retrieval")
     parser.add_argument("--trials", type=int, default=100, help="prompts with --scores")
+    parser.add_argument("--processes", type=int, help="processes that share the prompts (one per GPU)")
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # what share_out starts
     arguments = parser.parse_intermixed_args()
     changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]
     prepare()
@@ -241,15 +291,19 @@ def main() -> None:
         if arguments.scores and len(lengths) > 1:
             raise UserError(f"--lengths={arguments.lengths}: --scores takes one length")
         kind = "needle_scores" if arguments.scores else "needle"
+        share = Share.parse(arguments.share) if arguments.share else None
+        if share is None and (count := processes_of(arguments.processes)) > 1:
+            share_out("eval.papers.needle", sys.argv[1:], count)
         for run in arguments.runs:
             if run in changes:
                 continue
             evaluation = Evaluation(Path(run), changes, arguments, kind)
             if arguments.scores:
-                evaluation.score(lengths[0], arguments.trials)
+                evaluation.score(lengths[0], arguments.trials, share)
             else:
-                evaluation.retrieve(lengths, depths, arguments.samples)
-            print(evaluation.file)
+                evaluation.retrieve(lengths, depths, arguments.samples, share)
+            if share is None:
+                print(evaluation.file)
 
 
 if __name__ == "__main__":

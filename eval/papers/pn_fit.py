@@ -1,10 +1,10 @@
 """Tests whether the learned p_n is logarithmic, as in the p_n study of arXiv:2501.19399 (Eq. 3, Figure 2).
 
-    python -m eval.papers.pn_fit RUN [--figure FILE.png] [--data FOLDER]
+    python -m eval.papers.pn_fit RUN [--figure FILE.png] [--json FILE.json] [--data FOLDER]
 
 RUN is the folder of a run of launch/pretrain.py with `model.mixer.ssmax.variant=pn`. The command fits
 p_n ≈ a1 · ln n + a2 by least squares. Each n is weighted by the number of training targets whose query sees n keys. The
-command prints a1, a2 and R², and draws p_n with the fit.
+command prints a1, a2 and R², and draws p_n with the fit. --json writes both to a file.
 """
 
 import argparse
@@ -18,7 +18,7 @@ matplotlib.use("Agg")  # no display is needed
 
 from matplotlib import pyplot as plt
 
-from eval.checkpoint.command import sentences
+from eval.checkpoint.command import sentences, write
 from eval.checkpoint.drawing import BASELINE, COLOURS, DPI
 from eval.checkpoint.run import Run
 from ssscale.data.stream import PackedData
@@ -110,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--data", help="the data folder, if it has moved")
     arguments = parser.parse_args()
     run = Run.open(arguments.run)
@@ -119,6 +120,8 @@ def main() -> None:
     print(
         f"p_n ≈ {fit.a1:.4f} ln n {fit.a2:+.4f}, R² {fit.r2:.4f} over {int((weights > 0).sum())} n, {run.tokens:,} tokens"
     )
+    if arguments.json is not None:
+        write(arguments.json, {"kind": "pn", "run": run.name, "pn": p.round(4).tolist(), **fit._asdict()})
     file = arguments.figure or arguments.run / "pn.png"
     draw(p, fit, f"{run.name}: {run.tokens / 1e6:,.0f}M tokens", file)
     print(file)

@@ -10,6 +10,7 @@ from ssscale.errors import UserError
 COMMANDS = {
     "long_context": "python -m eval.papers.long_context RUN --texts FILE.jsonl",
     "repeats": "python -m eval.papers.repeats RUN --texts FILE.jsonl",
+    "articles": "python -m eval.papers.long_context RUN --texts FILE.jsonl --articles",
     "needle": "python -m eval.papers.needle RUN --texts FILE.jsonl",
     "needle_scores": "python -m eval.papers.needle RUN --texts FILE.jsonl --scores",
 }

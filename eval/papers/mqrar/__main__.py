@@ -1,18 +1,20 @@
 """Multi-query repeated associative recall: Figures 3 and 4 of arXiv:2410.17980.
 
     python -m eval.papers.mqrar curve [--out runs/mqrar] [--pairs 32,64,96,128,160,192] [--steps 6000] [--plain]
-        [--minutes 9]
+        [--minutes 9] [--lrs 4] [--give-up]
     python -m eval.papers.mqrar picture [--out runs/mqrar]
 
 curve measures the accuracy of two-layer models by the number of pairs. For every core, it takes the best of the
 paper's four learning rates. The models of these learning rates train as one batch, first on shorter sequences unless
 --plain is given. picture writes the attention of narrower models on 16 pairs of a letter and a digit.
 
-Results are JSON files in --out. After --minutes a command stops, and the same command continues. Then draw the
-figures with `python -m eval.papers.figures mqrar` and `mqrar_attention`.
+Results are JSON files in --out. After --minutes, or on SIGTERM, a command saves and stops, and the same command
+continues. With --give-up it writes the accuracy that is reached after --minutes as the result. --lrs 3 trains only at the
+third of the paper's learning rates. Then draw the figures with `python -m eval.papers.figures mqrar` and `mqrar_attention`.
 """
 
 import argparse
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -23,7 +25,7 @@ import torch
 from eval.checkpoint.command import sentences, whole_numbers
 from eval.papers.mqrar.picture import write_picture
 from eval.papers.mqrar.task import Task
-from eval.papers.mqrar.train import Experiment, Recipe, model_config
+from eval.papers.mqrar.train import LEARNING_RATES, Deadline, Experiment, Recipe, model_config
 from ssscale.errors import SAVED, UserError
 from ssscale.parallel.groups import Groups, initialize
 
@@ -39,7 +41,7 @@ def cores(text: str) -> list[str]:
     return text.split(",")
 
 
-def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
+def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: Deadline) -> bool:
     """Train for the points of Figure 3 that have no result yet. Returns whether all points have one now."""
     for pairs in whole_numbers(arguments.pairs, "--pairs"):
         task = Task(pairs, arguments.length, arguments.keys, arguments.values)
@@ -49,7 +51,9 @@ def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: 
                 continue
             config = model_config(core, task, arguments.width)
             experiment = Experiment(config, task, recipe, groups, file)
-            done = experiment.run(until)
+            if arguments.give_up:  # --minutes of training, over all calls
+                until.at = time.monotonic() + 60 * arguments.minutes - experiment.seconds
+            done = experiment.run(until, arguments.give_up)
             last = experiment.history[-1]["accuracy"] if experiment.history else []
             shown = " ".join(f"{accuracy:.3f}" for accuracy in last)
             print(f"{core} {pairs} pairs: step {experiment.step}, {experiment.seconds:.0f} s, {shown}", flush=True)
@@ -58,7 +62,7 @@ def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: 
     return True
 
 
-def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: float) -> bool:
+def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: Deadline) -> bool:
     """Train the models of Figure 4 (width 100, heads of 32) and write their attention on one sequence.
 
     Returns whether all results are written.
@@ -85,16 +89,28 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=Recipe.batch)
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after this time and save the state")
     parser.add_argument("--plain", action="store_true", help="train on full-length sequences from the start")
+    parser.add_argument("--give-up", action="store_true", help="write the result after --minutes, solved or not")
+    parser.add_argument("--lrs", default="1,2,3,4", help="which of the paper's learning rates, from 1 to 4")
+    parser.add_argument("--test-every", type=int, default=Recipe.test_every, help="steps between tests")
     parser.add_argument("--seed", type=int, default=0)
     for name, size in (("length", 768), ("keys", 4096), ("values", 4096), ("width", 256)):
         parser.add_argument(f"--{name}", type=int, default=size)
     arguments = parser.parse_args()
-    until = time.monotonic() + 60 * arguments.minutes
-    recipe = replace(Recipe(), steps=arguments.steps, batch=arguments.batch, seed=arguments.seed)
-    recipe = replace(recipe, short_first=()) if arguments.plain else recipe
+    until = Deadline(time.monotonic() + 60 * arguments.minutes)
+    signal.signal(signal.SIGTERM, lambda number, frame: until.stop())
     with sentences():
-        if min(arguments.steps, arguments.batch) < 1:
-            raise UserError("--steps and --batch must be at least 1")
+        if min(arguments.steps, arguments.batch, arguments.test_every) < 1:
+            raise UserError("--steps, --batch and --test-every must be at least 1")
+        rates = whole_numbers(arguments.lrs, "--lrs", 1, len(LEARNING_RATES))
+        recipe = replace(
+            Recipe(),
+            steps=arguments.steps,
+            batch=arguments.batch,
+            seed=arguments.seed,
+            lrs=tuple(LEARNING_RATES[number - 1] for number in rates),
+            test_every=arguments.test_every,
+        )
+        recipe = replace(recipe, short_first=()) if arguments.plain else recipe
         torch.set_float32_matmul_precision("high")  # the operands are bfloat16: exact in TF32
         done = {"curve": curve, "picture": picture}[arguments.what](arguments, recipe, initialize(), until)
     if not done:

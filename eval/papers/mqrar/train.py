@@ -97,6 +97,21 @@ def _losses(bank: Bank, x: Tensor, answers: Tensor) -> Tensor:
     return losses.unflatten(0, (bank.count, -1)).mean(1)
 
 
+@dataclass
+class Deadline:
+    """The time.monotonic() at which a training stops. A signal handler may bring it forward."""
+
+    at: float = math.inf
+    stopped: bool = False  # whether a signal has
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    @property
+    def passed(self) -> bool:
+        return self.stopped or time.monotonic() >= self.at
+
+
 class Experiment:
     """The training for one point of Figure 3. The result goes to `file`, the state of a stopped training next to it."""
 
@@ -122,15 +137,22 @@ class Experiment:
         core = self.config.mixers[0]
         return {"core": core, "width": self.config.hidden_size, **asdict(self.task), **asdict(self.recipe)}
 
-    def run(self, until: float = math.inf) -> bool:
-        """Train until the task is solved, until the last step, or until time.monotonic() ≥ until.
+    def run(self, until: Deadline | None = None, give_up: bool = False) -> bool:
+        """Train until the task is solved, until the last step, or until the deadline has passed.
+
+        give_up: end at the deadline with the accuracy that is reached then, unless a signal has stopped the training.
 
         Returns whether the training has ended and the result is written.
         """
+        losses = torch.full((self.bank.count,), math.nan)
         while not self._finished():
-            if time.monotonic() >= until:
-                self._save()
-                return False
+            if until is not None and until.passed:
+                if not give_up or until.stopped or not self.step:
+                    self._save()
+                    return False
+                if not self.history or self.history[-1]["step"] < self.step:
+                    self.history.append({"step": self.step, "accuracy": self.accuracy(), "loss": losses.tolist()})
+                break
             began = time.monotonic()
             losses = self._train_step()
             if self.step % self.recipe.test_every == 0 or self.step == self.recipe.steps:

@@ -14,7 +14,7 @@ from eval.papers.attention_weights import recorded, weights
 from eval.papers.mqrar.__main__ import main
 from eval.papers.mqrar.model import Bank, DenseCore
 from eval.papers.mqrar.task import Task
-from eval.papers.mqrar.train import Experiment, Recipe, model_config
+from eval.papers.mqrar.train import Deadline, Experiment, Recipe, model_config
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
@@ -160,7 +160,7 @@ def test_bank_on_a_gpu(core, head_dim, groups, tmp_path):
     found = experiment.bank(tokens.to(groups.device), rows.to(groups.device)).float().cpu()
     assert (found - exact).abs().max() <= 0.03 * exact.abs().max()
     experiment._train_step()
-    assert not experiment.run(until=0)
+    assert not experiment.run(Deadline(0))
     again = Experiment(config, task, recipe, groups, tmp_path / "a.json")
     assert again.step == 1
     assert again.run()
@@ -177,7 +177,7 @@ def test_stopped_training_goes_on(groups, tmp_path):
     stopped = Experiment(config, task, recipe, groups, tmp_path / "b.json")
     for _ in range(4):
         stopped._train_step()
-    assert not stopped.run(until=0)
+    assert not stopped.run(Deadline(0))
     assert not (tmp_path / "b.json").exists()
     again = Experiment(config, task, recipe, groups, tmp_path / "b.json")
     assert again.step == 4

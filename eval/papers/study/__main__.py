@@ -1,0 +1,150 @@
+"""Repeats the papers' findings with several seeds, job by job.
+
+    python -m eval.papers.study NAME --text TEXT [--questions FILE,...] [--wikitext FILE] [--jobs PATTERN,...]
+        [--seeds 0,1,2] [--out FOLDER] [--deadline SECONDS] [--pause SECONDS]
+    python -m eval.papers.study NAME --choose [--out FOLDER]
+    python -m eval.papers.study NAME --report [FOLDER] [--out FOLDER]
+
+NAME is ssmax, positions, why or mqrar (eval/papers/study/studies.py has their jobs). TEXT is made by `python -m
+eval.papers.study.split`. Every job trains, measures and writes OUT/NAME/JOB-sSEED.json. A file that exists is not made
+again. The order is:
+
+1. --jobs 'rate-*' tries three learning rates per method on validation documents, and writes OUT/NAME/rates/*.json.
+2. --choose writes the best to OUT/NAME/rates.json. State and commit it. Without it no job that reads test documents
+   starts. A learning rate that is on file stays.
+3. The jobs without rate-, which are the default.
+4. --report draws the figures and writes the claims with their verdicts as FOLDER/NAME.md.
+
+Jobs share the GPUs of the machine, up to --per-gpu on each. --print only prints their commands. --plan MINUTES prints
+which jobs fit into which stay of so many minutes on one GPU.
+
+Models stay in --work until their job has ended, and are not brought back. --deadline starts no job that would not end
+within so many seconds. --pause stops what is running after so many seconds: trainings save, and the same command
+continues. Where a command may take 600 s and a machine is held for 1,800 s, call it three times with --pause 560 and
+--deadline 1700, 1100 and 500. The exit code is 0 if all jobs have their files, 75 if some are left, 1 if one failed.
+"""
+
+import argparse
+import fnmatch
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from eval.checkpoint.command import sentences, whole_numbers
+from eval.papers.study.jobs import Job, Place
+from eval.papers.study.rates import choose
+from eval.papers.study.runner import ROOT, Runner, gpus_here, plan
+from eval.papers.study.sizes import SIZES
+from eval.papers.study.studies import STUDIES, Study
+from ssscale.errors import UserError
+
+
+def select(jobs: list[Job], patterns: str | None) -> list[Job]:
+    """Return the jobs that a pattern matches, by name or by name and seed. Raises UserError if a pattern matches none."""
+    if patterns is None:
+        return [job for job in jobs if not job.name.startswith("rate-")]
+    found = []
+    for pattern in patterns.split(","):
+        some = [job for job in jobs if fnmatch.fnmatch(job.name, pattern) or fnmatch.fnmatch(job.label, pattern)]
+        if not some:
+            names = " ".join(dict.fromkeys(job.name for job in jobs))
+            raise UserError(f"--jobs: there is no job {pattern}; use {names}")
+        found += [job for job in some if job not in found]
+    return found
+
+
+def commit_here() -> str:
+    """Return the commit of this checkout, with + if it has changes, or `unknown`."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def check_files(study: str, place: Place) -> None:
+    """Raise UserError for files that the jobs need and that are missing."""
+    if study == "mqrar":
+        return
+    needed = [place.text / name for name in ("split.json", "tokenizer.json")]
+    needed += [*place.questions, *([place.wikitext] if place.wikitext else [])]
+    if missing := [file for file in needed if not file.is_file()]:
+        raise UserError(f"there is no file {missing[0]}")
+    if study == "ssmax" and not place.questions:
+        raise UserError("--questions is needed: files in SQuAD's form for fine-tuning")
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("name", choices=STUDIES)
+    found.add_argument("--text", type=Path, default=Path("data/study"), help="folder of eval.papers.study.split")
+    found.add_argument("--questions", help="comma-separated files in SQuAD's form")
+    found.add_argument("--wikitext", type=Path, help="Wikitext's articles as .jsonl, for positions and why")
+    found.add_argument("--jobs", help="comma-separated names, also with * and with the seed as in ssmax-s0")
+    found.add_argument("--seeds", default="0")
+    found.add_argument("--out", type=Path, default=Path("docs/results/papers/raw"))
+    found.add_argument("--work", type=Path, default=Path("runs/study"), help="folder of models, data and logs")
+    found.add_argument("--size", choices=SIZES, default="full", help="tiny: for tests")
+    found.add_argument("--gpus", help="comma-separated GPUs to use; default: all")
+    found.add_argument("--per-gpu", type=int, default=3, help="jobs at a time on each GPU")
+    found.add_argument("--slower", type=float, default=1.0, help="factor of the declared minutes of an H200")
+    found.add_argument("--deadline", type=float, default=float("inf"), help="start no job that would end after it")
+    found.add_argument("--pause", type=float, default=float("inf"), help="save and stop running jobs after it")
+    found.add_argument("--commit", help="commit to record; default: that of this checkout")
+    found.add_argument("--keep-models", action="store_true")
+    found.add_argument("--print", action="store_true", help="only print the commands")
+    found.add_argument("--plan", type=float, metavar="MINUTES", help="only print which jobs fit into stays of MINUTES")
+    found.add_argument("--choose", action="store_true", help="choose learning rates from the rate jobs")
+    found.add_argument("--report", nargs="?", const=Path("docs/results/papers"), type=Path, metavar="FOLDER")
+    return found
+
+
+def study(options: argparse.Namespace) -> int:
+    """Do what the options say. Returns the exit code."""
+    out, name = options.out.resolve(), options.name
+    if options.choose:
+        print(*choose(out / name), sep="\n")
+        return 0
+    if options.report is not None:
+        from eval.papers.study.report import report
+
+        print(*report(name, out, options.report), sep="\n")
+        return 0
+    if options.per_gpu < 1 or options.slower <= 0:
+        raise UserError("--per-gpu must be at least 1 and --slower greater than 0")
+    questions = tuple(Path(file).resolve() for file in options.questions.split(",")) if options.questions else ()
+    wikitext = options.wikitext.resolve() if options.wikitext else None
+    place = Place(options.text.resolve(), options.work.resolve(), out, questions, wikitext)
+    check_files(name, place)
+    of = Study(name, place, SIZES[options.size])
+    jobs = select(STUDIES[name](of, whole_numbers(options.seeds, "--seeds", 0)), options.jobs)
+    if options.plan is not None:
+        print(plan(jobs, options.plan, options.per_gpu))
+        return 0
+    if options.print:
+        for job in jobs:
+            print(f"# {job.label}: {job.minutes:.1f} minutes", *(place.plain(s.command) for s in job.steps), sep="\n")
+        return 0
+    for job in jobs:
+        of.check(job)
+    gpus = gpus_here(options.gpus)
+    if gpus[0].name is None and options.size == "full":
+        raise UserError("this machine has no GPU, and the smallest of these models takes hours on a CPU")
+    commit = options.commit or os.environ.get("STUDY_COMMIT") or commit_here()
+    limits = {"deadline": options.deadline, "pause": options.pause, "slower": options.slower}
+    return Runner(place, jobs, gpus, commit, options.per_gpu, keep_models=options.keep_models, **limits).run()
+
+
+def main() -> None:
+    options = parser().parse_args()
+    with sentences():
+        code = study(options)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    with sentences():
+        main()

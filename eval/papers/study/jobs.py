@@ -1,0 +1,152 @@
+"""What a study consists of: jobs, each a sequence of commands after which one small JSON file is written."""
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval.papers.figures.results import read
+from ssscale.errors import UserError
+
+TRAIN_GIB = 27.0  # of a microbatch of 65,536 tokens at 50m, by launch/estimate.py, and CUDA's context
+AGAIN = 0.5  # minutes to start, to load and to compile once more
+READ_GIB = 30.0  # of 65,536 tokens with all their logits
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a job, without the interpreter.
+
+    minutes: alone on one H200, the start included.
+    folder: where the marker of the finished step lies. Steps of several jobs with the same marker run once.
+    codes: exit codes with which the step has ended well.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    minutes: float
+    folder: Path
+    codes: tuple[int, ...] = (0,)
+
+    @property
+    def marker(self) -> Path:
+        return self.folder / f"{self.name}.done"
+
+    @property
+    def done(self) -> bool:
+        return self.marker.is_file()
+
+    @property
+    def paused(self) -> Path:
+        """The file that says how far the step was when it was stopped."""
+        return self.folder / f"{self.name}.paused"
+
+    @property
+    def before(self) -> dict[str, float]:
+        """The seconds that earlier calls took, and the minutes of work alone on a GPU that they did."""
+        return dict(read(self.paused)) if self.paused.is_file() else {"seconds": 0.0, "work": 0.0}
+
+    @property
+    def left(self) -> float:
+        """Minutes alone on a GPU that are left. A step that continues starts once more."""
+        work = self.before["work"]
+        return self.minutes if not work else max(0.0, self.minutes - work) + AGAIN
+
+
+@dataclass(frozen=True)
+class Place:
+    """Folders and files of a study. text: made by eval.papers.study.split. work: models and logs. out: the JSON files."""
+
+    text: Path
+    work: Path
+    out: Path
+    questions: tuple[Path, ...] = ()
+    wikitext: Path | None = None
+
+    @property
+    def test(self) -> Path:
+        """The test documents. Raises UserError unless there is exactly one file of them."""
+        found = sorted(self.text.glob("test.*.jsonl.zst"))
+        if len(found) != 1:
+            raise UserError(
+                f"--text={self.text} must have one test.NAME.jsonl.zst: make it with eval.papers.study.split"
+            )
+        return found[0]
+
+    def plain(self, command: Sequence[str]) -> str:
+        """Return a command without the folders of this machine, as it is recorded."""
+        names = [(self.text, "TEXT"), (self.work, "WORK"), (self.out, "OUT")]
+        names += [(file.parent, "QUESTIONS") for file in self.questions]
+        names += [(self.wikitext.parent, "WIKITEXT")] if self.wikitext else []
+        line = shlex.join(["python", *command])
+        for folder, name in sorted(names, key=lambda pair: -len(str(pair[0]))):
+            line = line.replace(str(folder), name)
+        return line
+
+
+@dataclass(frozen=True)
+class Job:
+    """Trains, measures and writes `file`.
+
+    reads_test: whether a step reads test documents, which needs a chosen learning rate.
+    measure: returns the content of the JSON file besides what every job records.
+    """
+
+    study: str
+    name: str
+    seed: int
+    steps: tuple[Step, ...]
+    gib: float
+    file: Path
+    measure: Callable[[], dict[str, Any]] = field(compare=False)
+    rate: float | None = None
+    reads_test: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}-s{self.seed}"
+
+    @property
+    def left(self) -> list[Step]:
+        """The steps that have not ended yet."""
+        return [step for step in self.steps if not step.done]
+
+    @property
+    def minutes(self) -> float:
+        """Minutes alone on a GPU that the remaining steps take."""
+        return sum(step.left for step in self.left)
+
+    @property
+    def begun(self) -> bool:
+        """Whether one of its steps was stopped."""
+        return any(step.paused.is_file() for step in self.left)
+
+    def identity(self, place: Place) -> dict[str, Any]:
+        """What a JSON file must share with the job that would make it."""
+        return {
+            "study": self.study,
+            "job": self.name,
+            "seed": self.seed,
+            "rate": self.rate,
+            "text": text_key(place.text),
+            "commands": [place.plain(step.command) for step in self.steps],
+        }
+
+    def has_result(self, place: Place) -> bool:
+        """Return whether the JSON file exists. Raises UserError if other commands made it."""
+        if not self.file.is_file():
+            return False
+        before = read(self.file)
+        identity = json.loads(json.dumps(self.identity(place)))
+        other = [key for key, value in identity.items() if before.get(key) != value]
+        if other:
+            raise UserError(f"{self.file} was made with other {', '.join(other)}: remove it, or choose another --out")
+        return True
+
+
+def text_key(text: Path) -> str | None:
+    """Return the SHA-256 of the split, or None if the study reads no text."""
+    file = text / "split.json"
+    return str(read(file)["sha256"]) if file.is_file() else None

@@ -1,0 +1,58 @@
+"""Learning rates: tried on the validation documents, chosen, and written to OUT/STUDY/rates.json before any test.
+
+    rates.json: {"METHOD": {"rate": 0.001, "losses": {"0.0005": 3.1, "0.001": 3.0, "0.002": 3.2}}, ...}
+
+A loss of null is a training whose loss stayed NaN.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from eval.checkpoint.command import write
+from eval.papers.figures.results import read
+from ssscale.errors import UserError
+
+FILE = "rates.json"
+FEWEST = 3  # learning rates per method
+
+
+def chosen(folder: Path) -> dict[str, float]:
+    """Return {method: learning rate} of rates.json, or {} without the file."""
+    file = folder / FILE
+    return {method: float(entry["rate"]) for method, entry in read(file).items()} if file.is_file() else {}
+
+
+def tried(folder: Path) -> dict[str, dict[float, float | None]]:
+    """Return {method: {learning rate: validation loss}} of the rate jobs that have ended."""
+    found: dict[str, dict[float, float | None]] = {}
+    for file in sorted((folder / "rates").glob("*.json")):
+        result = read(file)
+        for rate, loss in result["losses"].items():
+            found.setdefault(result["method"], {})[float(rate)] = loss
+    return found
+
+
+def choose(folder: Path) -> list[str]:
+    """Write rates.json from the rate jobs. Returns one sentence per method.
+
+    A choice that is on file stays, because tests may have used it. Raises UserError without any tried rate.
+    """
+    before = read(folder / FILE) if (folder / FILE).is_file() else {}
+    result: dict[str, Any] = dict(before)
+    lines = []
+    for method, losses in tried(folder).items():
+        finite = {rate: loss for rate, loss in losses.items() if loss is not None}
+        if len(losses) < FEWEST or not finite:
+            lines.append(f"{method}: not chosen, {len(losses)} of {FEWEST} rates are tried, {len(finite)} have a loss")
+            continue
+        best = min(finite, key=lambda rate: finite[rate])
+        kept = float(before[method]["rate"]) if method in before else best
+        edge = " (at the edge of those tried)" if kept in (min(losses), max(losses)) else ""
+        stays = f", which stays although {best:g} is best now" if kept != best else ""
+        result[method] = {"rate": kept, "losses": {f"{rate:g}": loss for rate, loss in sorted(losses.items())}}
+        lines.append(f"{method}: {kept:g}{edge}{stays}")
+    if not lines:
+        raise UserError(f"{folder}/rates has no results: run --jobs 'rate-*'")
+    if result:
+        write(folder / FILE, result, indent=1)
+    return lines

@@ -1,0 +1,91 @@
+"""Draws a study's figures and writes its claims with their verdicts."""
+
+from pathlib import Path
+from typing import Any
+
+from eval.checkpoint.drawing import save
+from eval.papers.figures.results import read
+from eval.papers.figures.studies import FIGURES, Results, has
+from eval.papers.study.claims import CLAIMS
+from eval.papers.study.rates import FILE
+from ssscale.errors import UserError
+
+
+def results_of(folder: Path) -> Results:
+    """Return all results of a study by job. Raises UserError if there are none."""
+    found: Results = {}
+    for file in sorted(folder.glob("*-s*.json")):
+        result = read(file)
+        found.setdefault(result["job"], []).append(result)
+    if not found:
+        raise UserError(f"{folder} has no results: make them with `python -m eval.papers.study {folder.name}`")
+    return found
+
+
+def record(name: str, results: Results) -> str:
+    """Return the line that docs/results requires after a table or a picture."""
+    every = [result for some in results.values() for result in some]
+
+    def each(key: str) -> str:
+        return ", ".join(sorted({str(result[key]) for result in every}))
+
+    seeds = ", ".join(str(seed) for seed in sorted({result["seed"] for result in every}))
+    date = max(str(result["date"]) for result in every)
+    command = f"python -m eval.papers.study {name} --seeds {seeds.replace(' ', '')}"
+    return f"Command: `{command}` · Commit: {each('commit')} · Machine: {each('device')} · Date: {date}"
+
+
+def minutes(results: Results) -> str:
+    """Return a table of the minutes that every job's steps took."""
+    lines = ["| job | seed | minutes by step (jobs on its GPU) |", "|---|---|---|"]
+    for job, some in results.items():
+        for result in some:
+            took: dict[str, Any] = result["seconds"]
+            steps = ", ".join(f"{step} {seconds / 60:.1f} ({jobs})" for step, (seconds, jobs) in took.items())
+            lines.append(f"| {job} | {result['seed']} | {steps} |")
+    return "\n".join(lines)
+
+
+def rates(folder: Path) -> str:
+    """Return a table of the learning rates, the chosen one in bold, or nothing without a choice."""
+    file = folder / FILE
+    if not file.is_file():
+        return ""
+    lines = ["| method | validation loss by learning rate |", "|---|---|"]
+    for method, entry in read(file).items():
+        cells = []
+        for rate, loss in entry["losses"].items():
+            cell = f"{rate}: {'NaN' if loss is None else format(loss, '.4f')}"
+            cells.append(f"**{cell}**" if float(rate) == entry["rate"] else cell)
+        lines.append(f"| {method} | {', '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def report(name: str, out: Path, to: Path) -> list[Path]:
+    """Write TO/NAME.md and the figures TO/NAME/*.png. Returns the files.
+
+    Raises UserError if the study has no results.
+    """
+    folder = out / name
+    results = results_of(folder)
+    line = record(name, results)
+    parts = [f"# {name}: figures and claims", f"Written by `python -m eval.papers.study {name} --report`."]
+    files = []
+    for figure, (key, draw) in FIGURES[name].items():
+        if has(folder, key):
+            png, pdf = save(draw(folder), to / name / figure)
+            pdf.unlink()
+            files.append(png)
+            parts += [f"![{figure}]({name}/{figure}.png)", line]
+    rows = [row for claim in CLAIMS[name]() if (row := claim.row(results)) is not None]
+    if rows:
+        head = ["| claim | measure | expected lower | expected higher | verdict |", "|---|---|---|---|---|"]
+        text = "A verdict compares the ranges over seeds: `holds` and `does not hold here` mean that they are apart."
+        parts += ["## Claims", text, "\n".join([*head, *rows]), line]
+    if table := rates(folder):
+        parts += ["## Learning rates, chosen on validation documents", table, line]
+    parts += ["## Minutes", minutes(results), line]
+    page = to / f"{name}.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return [page, *files]

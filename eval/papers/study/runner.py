@@ -1,0 +1,357 @@
+"""Runs jobs on the GPUs of one machine, several per GPU, within the time that is left."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Protocol
+
+from eval.checkpoint.command import write
+from eval.papers.study import measure
+from eval.papers.study.jobs import Job, Place, Step
+from ssscale.errors import SAVED, UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+TOGETHER = 1.3  # several jobs on one GPU do this much work in the time of one (eval/papers: 3 jobs, two H200s)
+MEMORY = 0.9  # share of a GPU's memory that jobs may declare
+START = 0.3  # minutes at the start of a step in which it does not come on
+GRACE = 90.0  # seconds that a stopped step may take to save
+
+
+def slowdown(jobs: int) -> float:
+    """Return the factor by which each of `jobs` jobs on one GPU takes longer than alone."""
+    return 1.0 if jobs < 2 else jobs / TOGETHER
+
+
+class Process(Protocol):
+    """A running step."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Program:
+    """A command in a process group of its own, so that a signal reaches the processes that it has started."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: IO[str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """name: for CUDA_VISIBLE_DEVICES, or None for the CPU. gib: its memory."""
+
+    name: str | None
+    gib: float
+
+
+def gpus_here(chosen: str | None) -> list[Gpu]:
+    """Return the GPUs of this machine, or those of --gpus. Without any, the CPU. Raises UserError for unknown ones."""
+    query = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        lines = []
+    found = [Gpu(name.strip(), float(mib) / 1024) for name, _, mib in (line.partition(",") for line in lines)]
+    if chosen is None:
+        return found or [Gpu(None, float("inf"))]
+    names = {gpu.name: gpu for gpu in found}
+    if unknown := [name for name in chosen.split(",") if name not in names]:
+        raise UserError(f"--gpus={chosen}: this machine has no GPU {unknown[0]}")
+    return [names[name] for name in chosen.split(",")]
+
+
+@dataclass
+class Running:
+    """A job that has a GPU. left: minutes of work alone on it, counted down as time passes."""
+
+    job: Job
+    gpu: Gpu
+    left: float
+    step: Step | None = None
+    process: Process | None = None
+    log: IO[str] | None = None
+    began: float = 0.0
+    together: int = 1
+
+
+@dataclass
+class Runner:
+    """Runs jobs until all have ended, or until time is up.
+
+    deadline: no job starts that would end after these seconds. A job that was stopped continues first.
+    pause: after these seconds running steps get SIGTERM, which saves, and the same command continues them; at the
+        deadline at the latest.
+    slower: factor of the declared minutes. start: starts a step.
+    """
+
+    place: Place
+    jobs: list[Job]
+    gpus: list[Gpu]
+    commit: str = "unknown"
+    per_gpu: int = 3
+    deadline: float = float("inf")
+    pause: float = float("inf")
+    slower: float = 1.0
+    keep_models: bool = False
+    start: Callable[[Sequence[str], dict[str, str], IO[str]], Process] = Program
+    running: list[Running] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    postponed: list[str] = field(default_factory=list)
+    stopped: bool = False
+    began: float = field(default_factory=time.monotonic)
+    counted: float = field(default_factory=time.monotonic)
+
+    def run(self) -> int:
+        """Run what has no result yet. Returns 0, 1 if a job failed, or 75 if jobs are left."""
+        waiting = [job for job in self.jobs if not job.has_result(self.place)]
+        waiting.sort(key=lambda job: not job.begun)
+        for job in self.jobs:
+            if job not in waiting:
+                self.say(f"{job.label}: has its result")
+        handlers = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            while (waiting or self.running) and not self.stopped:
+                self._collect()
+                waiting = self._admit(waiting)
+                if not self.running:
+                    break
+                if self.seconds >= min(self.pause, self.deadline):
+                    self.stopped = True
+                time.sleep(0.05)
+            if self.running:
+                self._end_running()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        left = [job.label for job in self.jobs if not job.file.is_file() and job.label not in self.failed]
+        if left:
+            self.say(f"left for another call: {' '.join(left)}")
+        return 1 if self.failed else SAVED if left else 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def say(self, text: str) -> None:
+        print(f"{self.seconds:6.0f} s  {text}", flush=True)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+
+    def _on(self, gpu: Gpu) -> list[Running]:
+        return [running for running in self.running if running.gpu is gpu]
+
+    def _count_down(self) -> None:
+        """Subtract the work that has been done since the last call."""
+        now = time.monotonic()
+        for running in self.running:
+            done = (now - self.counted) / 60 / slowdown(len(self._on(running.gpu))) / self.slower
+            running.left = max(0.0, running.left - done)
+        self.counted = now
+
+    def _admit(self, waiting: list[Job]) -> list[Job]:
+        """Start the next step of every job that has a GPU, and jobs that fit. Returns the jobs that still wait."""
+        self._count_down()
+        for running in [running for running in self.running if running.process is None]:
+            self._next_step(running)
+        later = []
+        for job in waiting:
+            gpu = min(self.gpus, key=lambda gpu: len(self._on(gpu)))
+            there = self._on(gpu)
+            fits = sum(other.job.gib for other in there) + job.gib <= MEMORY * gpu.gib
+            if self.stopped or len(there) >= self.per_gpu or (there and not fits):
+                later.append(job)
+            elif not (job.begun or self._in_time(job, there)):
+                later.append(job)
+                if job.label not in self.postponed:
+                    self.postponed.append(job.label)
+                    self.say(f"{job.label}: not started, {job.minutes * self.slower:.1f} minutes would end too late")
+            else:
+                running = Running(job, gpu, job.minutes)
+                self.running.append(running)
+                self._next_step(running)
+        return later
+
+    def _in_time(self, job: Job, there: list[Running]) -> bool:
+        """Whether the job and those on its GPU would end before the deadline, if they shared it until then."""
+        most = max([job.minutes, *(running.left for running in there)]) * self.slower
+        return self.seconds + 60 * most * slowdown(len(there) + 1) <= self.deadline
+
+    def _next_step(self, running: Running) -> None:
+        """Start the next step, unless another job runs the same one. Without one, write the result."""
+        left = running.job.left
+        if not left:
+            self._finish(running)
+            return
+        step = left[0]
+        if self.stopped or any(other.step and other.step.marker == step.marker for other in self.running):
+            return
+        file = self.place.work / "logs" / f"{running.job.study}-{running.job.label}-{step.name}.log"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        step.folder.mkdir(parents=True, exist_ok=True)
+        environment = {} if running.gpu.name is None else {"CUDA_VISIBLE_DEVICES": running.gpu.name}
+        running.log = file.open("a", encoding="utf-8")
+        running.step, running.began, running.together = step, time.monotonic(), len(self._on(running.gpu))
+        running.process = self.start(step.command, environment, running.log)
+        self.say(f"{running.job.label}: {step.name} on GPU {running.gpu.name}")
+
+    def _collect(self) -> None:
+        """Take note of the steps that have ended."""
+        for running in list(self.running):
+            code = None if running.process is None else running.process.poll()
+            if code is None or running.step is None or running.log is None:
+                continue
+            step, log = running.step, running.log
+            log.close()
+            running.step = running.process = running.log = None
+            seconds = round(time.monotonic() - running.began, 1)
+            before = step.before
+            total = round(before["seconds"] + seconds, 1)
+            if code in step.codes:
+                write(step.marker, {"seconds": total, "jobs": running.together, "code": code})
+                step.paused.unlink(missing_ok=True)
+                self.say(f"{running.job.label}: {step.name} took {seconds:.0f} s")
+            elif code == SAVED and self.stopped:
+                self.say(f"{running.job.label}: {step.name} is saved after {seconds:.0f} s")
+                self.running.remove(running)
+                self._note_pause(step, running, before, total)
+            else:
+                how = f"was ended by signal {-code}" if code < 0 else f"failed with code {code}"
+                self.say(
+                    f"{running.job.label}: {step.name} {how} after {seconds:.0f} s, see {log.name}: {_last(log.name)}"
+                )
+                self.running.remove(running)
+                if self.stopped:
+                    self._note_pause(step, running, before, total)
+                else:
+                    self.failed.append(running.job.label)
+
+    def _note_pause(self, step: Step, running: Running, before: dict[str, float], total: float) -> None:
+        minutes = (total - before["seconds"]) / 60 - START
+        work = max(0.0, minutes) / slowdown(running.together) / self.slower
+        write(step.paused, {"seconds": total, "work": round(before["work"] + work, 2)})
+
+    def _end_running(self) -> None:
+        """Ask all running steps to save and end. Steps that do not end are killed, which is said."""
+        for running in self.running:
+            if running.process is not None and running.step is not None:
+                self.say(f"{running.job.label}: {running.step.name} is stopped; the same command continues it")
+                running.process.terminate()
+        until = time.monotonic() + GRACE
+        while any(running.process is not None for running in self.running):
+            if time.monotonic() > until:
+                for running in self.running:
+                    if running.process is not None and running.step is not None:
+                        self.say(f"{running.job.label}: {running.step.name} does not end within {GRACE:.0f} s: killed")
+                        running.process.kill()
+                until = float("inf")
+            self._collect()
+            time.sleep(0.05)
+        for running in list(self.running):
+            if not running.job.left:
+                self._finish(running)
+
+    def _finish(self, running: Running) -> None:
+        """Write the JSON file of a job, and delete models that no other job needs."""
+        job = running.job
+        self.running.remove(running)
+        try:
+            found = job.measure()
+        except UserError as error:
+            self.failed.append(job.label)
+            self.say(f"{job.label}: failed: {error}")
+            return
+        result: dict[str, Any] = {
+            "kind": "study",
+            **job.identity(self.place),
+            "commit": self.commit,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "device": device_name(),
+            "seconds": measure.seconds([step.marker for step in job.steps]),
+        }
+        write(job.file, result | found)
+        self.say(f"{job.label}: wrote {job.file}")
+        if not self.keep_models:
+            self._delete_models(job)
+
+    def _delete_models(self, job: Job) -> None:
+        others = [other for other in self.jobs if other is not job and not other.file.is_file()]
+        needed = {step.folder for other in others for step in other.steps}
+        for folder in {step.folder for step in job.steps} - needed:
+            if (folder / "checkpoints").is_dir():
+                shutil.rmtree(folder)
+                self.say(f"{job.label}: its model {folder.name} is deleted")
+
+
+def _last(file: str) -> str:
+    lines = Path(file).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it wrote nothing"
+
+
+def device_name() -> str:
+    """Return the name of the first GPU, or `CPU`."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        lines = []
+    return f"{len(lines)} × {lines[0].strip()}" if lines else "CPU"
+
+
+def stays(jobs: Sequence[Job], minutes: float, per_gpu: int) -> list[list[Job]]:
+    """Divide jobs into stays of `minutes` on one GPU, in their order, by the declared minutes.
+
+    Jobs of a stay share the GPU, and do TOGETHER times the work of one. Steps that jobs share count once per stay.
+    """
+    gain = TOGETHER if per_gpu > 1 else 1.0
+    found: list[list[Job]] = []
+    for job in jobs:
+        if found and _alone([*found[-1], job]) <= minutes * gain:
+            found[-1].append(job)
+        else:
+            found.append([job])
+    return found
+
+
+def _alone(jobs: Sequence[Job]) -> float:
+    return sum({step.marker: step.minutes for job in jobs for step in job.left}.values())
+
+
+def plan(jobs: Sequence[Job], minutes: float, per_gpu: int) -> str:
+    """Return the stays as a table in Markdown."""
+    lines = ["| stay | minutes, shared | jobs |", "|---|---|---|"]
+    gain = TOGETHER if per_gpu > 1 else 1.0
+    for number, some in enumerate(stays(jobs, minutes, per_gpu), 1):
+        lines.append(f"| {number} | {_alone(some) / gain:.0f} | {', '.join(job.label for job in some)} |")
+    return "\n".join(lines)

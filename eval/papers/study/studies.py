@@ -1,0 +1,264 @@
+"""The studies: which jobs each of them has.
+
+ssmax      arXiv:2501.19399, Figures 2 and 4 to 8: softmax (a), ssmax (b), ssmax_fixed (c), ssmax_bias (d), ssmax_after (e),
+           ssmax_during (f), ssmax_pn
+positions  arXiv:2410.17980, Figure 5: sb, sb_rem, rope (also with NTK scaling and with a window of 2,048, which changes
+           nothing in training on 2,048 tokens), alibi, fire, nope, window512, window1024, rope_8k (the control)
+why        what decides between stick-breaking, ALiBi, a window and RoPE: METHOD+tokens (four times as many), METHOD+width
+           (32 heads of 32 as in the paper), METHOD+heads (8 of 64), METHOD+books (trained on nothing else)
+mqrar      arXiv:2410.17980, Figure 3: CORE_PAIRS without short sequences first, curriculum_CORE_PAIRS with them
+
+Jobs whose name begins with rate- try learning rates.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from eval.papers.figures.results import read
+from eval.papers.study import measure, steps
+from eval.papers.study.jobs import READ_GIB, TRAIN_GIB, Job, Place, Step
+from eval.papers.study.rates import FILE, chosen
+from eval.papers.study.sizes import Size, Training
+from ssscale.errors import UserError
+
+# ssmax_after follows softmax, whose model it takes.
+SSMAX = ("softmax", "ssmax_after", "ssmax", "ssmax_bias", "ssmax_fixed", "ssmax_during", "ssmax_pn")
+POSITIONS = ("sb", "sb_rem", "rope", "alibi", "fire", "nope", "window512", "window1024", "rope_8k")
+WHY = ("sb", "alibi", "window512", "rope")
+VARIED = ("tokens", "width", "heads", "books")
+CORES = ("softmax", "stickbreaking")
+FROM_SOFTMAX = ("ssmax_after", "ssmax_during")  # which have softmax's learning rate
+SPEEDS = {"fire": 8e4}  # FIRE reads its bias from a table, ten times slower than the others
+
+
+class Study:
+    """The jobs of one study. `rates` has the learning rates that are on file."""
+
+    def __init__(self, name: str, place: Place, size: Size) -> None:
+        self.name, self.place, self.size = name, place, size
+        self.folder, self.work = place.out / name, place.work / name
+        self.rates_folder = place.out / ("positions" if name == "why" else name)
+        self.rates = chosen(self.rates_folder)
+
+    def rate(self, method: str) -> float:
+        """Return the chosen learning rate, or NaN, with which a job can be printed but not run."""
+        return self.rates.get(method, math.nan)
+
+    def check(self, job: Job) -> None:
+        """Raise UserError if the job's learning rate has not been chosen."""
+        if job.rate is not None and math.isnan(job.rate):
+            raise UserError(
+                f"{self.rates_folder / FILE} has no learning rate for {job.name}: run --jobs 'rate-*', then --choose, "
+                "before a test set is read"
+            )
+
+    def file(self, name: str, seed: int) -> Path:
+        return self.folder / f"{name}-s{seed}.json"
+
+    def job(
+        self,
+        name: str,
+        seed: int,
+        every: list[Step],
+        measured: Callable[[], dict[str, Any]],
+        gib: float = READ_GIB,
+        **rest: Any,
+    ) -> Job:
+        return Job(self.name, name, seed, tuple(every), gib, rest.pop("file", self.file(name, seed)), measured, **rest)
+
+    def rate_job(self, method: str, config: str, form: Training, rate: float) -> Job:
+        """Trains a short time at one learning rate and keeps the validation loss. No test set is read."""
+        name = f"rate-{method}-{rate:g}"
+        run = self.work / name
+        step = steps.train(
+            self.place,
+            self.size,
+            form,
+            config,
+            run,
+            rate,
+            0,
+            tokens=form.rate_tokens,
+            speed=SPEEDS.get(method),
+            codes=(0, 77),  # 77: the loss stayed NaN
+        )
+        return self.job(
+            name,
+            0,
+            [steps.pack(self.place, form.length), step],
+            partial(_rate, run, method, rate),
+            TRAIN_GIB,
+            file=self.folder / "rates" / f"{method}-{rate:g}.json",
+            rate=rate,
+        )
+
+
+def _rate(run: Path, method: str, rate: float) -> dict[str, Any]:
+    found = measure.training(run)
+    loss = found["valid"][-1][1] if found["valid"] and found["last_tenth"] is not None else None
+    return {"method": method, "losses": {f"{rate:g}": loss}, "training": found}
+
+
+def ssmax(study: Study, seeds: list[int]) -> list[Job]:
+    """The jobs of arXiv:2501.19399."""
+    size, form = study.size, study.size.ssmax
+    methods = [method for method in SSMAX if method not in FROM_SOFTMAX]
+    jobs = [study.rate_job(m, f"50m_{m}", form, rate) for m in methods for rate in size.rates]
+    return jobs + [_ssmax_job(study, method, seed) for seed in seeds for method in SSMAX]
+
+
+def _ssmax_job(study: Study, method: str, seed: int) -> Job:
+    place, size, form = study.place, study.size, study.size.ssmax
+    run, rate = study.work / f"{method}-s{seed}", study.rate("softmax" if method in FROM_SOFTMAX else method)
+    every = [steps.pack(place, form.length)]
+    if method == "ssmax_after":
+        softmax = study.work / f"softmax-s{seed}"
+        every.append(steps.train(place, size, form, "50m_softmax", softmax, rate, seed))
+        every.append(steps.switch(place, size, "50m_ssmax_after", softmax, run, form.length))
+    else:
+        every.append(steps.train(place, size, form, f"50m_{method}", run, rate, seed))
+    if method == "ssmax_pn":
+        file = run / "pn.json"
+        every.append(Step("fit", ("-m", "eval.papers.pn_fit", str(run), "--json", str(file)), 0.3, run))
+        return study.job(method, seed, every, lambda: {"training": measure.training(run), "pn": read(file)}, rate=rate)
+    every += [
+        steps.positions(place, size, run),
+        steps.fine_tune(place, size, run, seed),
+        *steps.needle(place, size, run),
+    ]
+
+    def measured() -> dict[str, Any]:
+        trained = {} if method == "ssmax_after" else {"training": measure.training(run)}
+        tuned = run.with_name(f"{run.name}_qa")
+        return trained | {"by_position": measure.by_position(run), "needle": measure.needle(tuned)}
+
+    return study.job(method, seed, every, measured, rate=rate, reads_test=True)
+
+
+def _form(study: Study, method: str) -> Training:
+    """Rows of the method, with as many tokens per step as the others have."""
+    form, control = study.size.positions, study.size.control
+    if method != "rope_8k":
+        return form
+    share = control // form.length
+    return Training(control, form.rows // share, max(1, form.microbatch // share), *_rest(form), speed=0.8 * form.speed)
+
+
+def _rest(form: Training) -> tuple[int, int, float]:
+    return form.tokens, form.rate_tokens, form.warmup
+
+
+def positions(study: Study, seeds: list[int]) -> list[Job]:
+    """The jobs of arXiv:2410.17980, Figure 5."""
+    jobs = [
+        study.rate_job(method, f"50m_{method}", _form(study, method), rate)
+        for method in POSITIONS
+        for rate in study.size.rates
+    ]
+    return jobs + [_positions_job(study, method, method, seed) for seed in seeds for method in POSITIONS]
+
+
+def _positions_job(study: Study, name: str, method: str, seed: int, *changes: str, **training: Any) -> Job:
+    """Trains a method and measures it at all lengths. changes, training: what `why` varies."""
+    place, size, form = study.place, study.size, _form(study, method)
+    run, rate = study.work / f"{name}-s{seed}", study.rate(method)
+    only = training.pop("only", ())
+    packed = steps.pack(place, form.length, only)
+    data = packed.name.removeprefix("pack-")
+    speed = training.pop("speed", SPEEDS.get(method, form.speed))
+    every = [
+        packed,
+        steps.train(place, size, form, f"50m_{method}", run, rate, seed, *changes, data=data, speed=speed, **training),
+    ]
+    slow = 3.0 if method == "fire" else 1.0
+    every += steps.contexts(place, size, run, [], slow)
+    if method in ("rope", "rope_8k") and study.name == "positions":
+        scaled = [f"model.position.rope.{key}" for key in ("scaling=dynamic_ntk", f"train_length={form.length}")]
+        every += steps.contexts(place, size, run, scaled, slow, "-ntk")
+    if name == "rope" and study.name == "positions":
+        every += steps.contexts(place, size, run, [f"model.position.window={form.length}"], slow, "-window")
+
+    def measured() -> dict[str, Any]:
+        articles = {} if place.wikitext is None else {"articles": measure.by_length(run, "articles")}
+        return {
+            "train_length": form.length,
+            "training": measure.training(run),
+            "books": measure.by_length(run, "long_context"),
+            **articles,
+        }
+
+    return study.job(name, seed, every, measured, rate=rate, reads_test=True)
+
+
+def why(study: Study, seeds: list[int]) -> list[Job]:
+    """One change at a time of the position study. Learning rates are those that `positions` has chosen."""
+    size, form = study.size, study.size.positions
+    varied: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+        "tokens": ((), {"tokens": 4 * form.tokens}),
+        "width": (size.widths, {"speed": 0.4 * form.speed}),
+        "heads": ((size.heads,), {}),
+        "books": ((), {"only": (study.place.test.name.split(".")[1],)}),
+    }
+    return [
+        _positions_job(study, f"{method}+{kind}", method, seed, *varied[kind][0], **varied[kind][1])
+        for seed in seeds
+        for kind in VARIED
+        for method in WHY
+    ]
+
+
+def mqrar(study: Study, seeds: list[int]) -> list[Job]:
+    """The jobs of arXiv:2410.17980, Section 5.1."""
+    size = study.size.mqrar
+    jobs = []
+    for core in CORES:
+        few = ["--plain", "--batch", str(size.rate_batch), "--steps", str(size.rate_steps)]
+        few += ["--test-every", str(max(1, size.rate_steps // 12)), "--minutes", "60"]
+        jobs.append(_recall_job(study, f"rate-{core}", core, size.pairs[0], 0, few, 4.0, rates=True))
+    for seed in seeds:
+        for pairs in size.pairs:
+            for core in CORES:
+                rate = study.rate(core)
+                many = ["--plain", "--batch", str(size.batch), "--steps", str(size.steps), "--give-up"]
+                many += ["--lrs", f"{rate:g}", "--minutes", f"{size.minutes:g}"]
+                job = _recall_job(study, f"{core}_{pairs}", core, pairs, seed, many, size.minutes + 0.7)
+                jobs.append(replace(job, rate=rate))
+        jobs += [
+            _recall_job(study, f"curriculum_{core}_{pairs}", core, pairs, seed, ["--minutes", "60"], 1.5)
+            for pairs in size.pairs
+            for core in CORES
+        ]
+    return jobs
+
+
+def _recall_job(
+    study: Study, name: str, core: str, pairs: int, seed: int, options: list[str], minutes: float, rates: bool = False
+) -> Job:
+    size, run = study.size.mqrar, study.work / f"{name}-s{seed}"
+    shape = [word for key in ("length", "keys", "values", "width") for word in (f"--{key}", str(getattr(size, key)))]
+    command = ("-m", "eval.papers.mqrar", "curve", "--out", str(run), "--cores", core, "--pairs", str(pairs))
+    step = Step("train", (*command, "--seed", str(seed), *shape, *options), minutes, run)
+    result = run / f"{core}-{pairs:03d}.json"
+
+    def measured() -> dict[str, Any]:
+        found = measure.mqrar(result)
+        if not rates:
+            return {"mqrar": found}
+        losses: list[float] = found["history"][-1][2]
+        # The number of a rate among the paper's is what --lrs takes.
+        return {"method": core, "losses": {str(number): loss for number, loss in enumerate(losses, 1)}, "mqrar": found}
+
+    file = study.folder / "rates" / f"{core}.json" if rates else study.file(name, seed)
+    return study.job(name, seed, [step], measured, 45.0, file=file)
+
+
+STUDIES: dict[str, Callable[[Study, list[int]], list[Job]]] = {
+    "ssmax": ssmax,
+    "positions": positions,
+    "why": why,
+    "mqrar": mqrar,
+}

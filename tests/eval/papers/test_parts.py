@@ -1,0 +1,119 @@
+"""Work that several processes share: the same results as one process, and nothing is computed twice."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eval.papers import long_context, needle, parts
+from eval.papers.long_context import article_losses, read_articles
+from eval.papers.parts import Parts, Share, processes_of, share_out
+from ssscale.errors import UserError
+from ssscale.layout import PackedLayout
+from tests.eval.conftest import make_documents
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text * 2}) + "\n" for text in make_documents(8, 7)))
+    return file
+
+
+def call(monkeypatch, module, *arguments):
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    module.main()
+
+
+CASES = {
+    "long_context": (long_context, ["--lengths", "32,64", "--windows", "30"]),
+    "articles": (long_context, ["--lengths", "32,64", "--articles"]),
+    "needle": (needle, ["--lengths", "150", "--depths", "20,50,80", "--samples", "2"]),
+    "needle_scores": (needle, ["--scores", "--lengths", "150", "--trials", "20"]),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_shares_make_the_whole(kind, run, texts, monkeypatch, groups):
+    module, options = CASES[kind]
+    file = run / "eval" / f"{kind}-step-00000010.json"
+    monkeypatch.setattr(long_context, "PART", 5)
+    call(monkeypatch, module, run, "--texts", texts, *options)
+    alone = json.loads(file.read_text())
+    file.unlink()
+    assert not file.with_suffix(".parts").exists()
+    for share in ("0/2", "1/2"):
+        call(monkeypatch, module, run, "--texts", texts, *options, "--share", share)
+        assert not file.exists()
+
+    def never(*inputs: object, **options: object) -> None:
+        raise AssertionError("computed twice")
+
+    monkeypatch.setattr(module, "load_model", never)
+    call(monkeypatch, module, run, "--texts", texts, *options)
+    shared = json.loads(file.read_text())
+    if "lengths" in alone:
+        for length, found in alone["lengths"].items():
+            assert shared["lengths"][length].pop("mean") == pytest.approx(found.pop("mean"), abs=1e-12)
+    assert shared == alone
+
+
+def test_articles_are_read_as_lm_eval_does(tmp_path, tokenizer, model):
+    """Every token after BOS is a target at every length, predicted from its piece alone."""
+    file = tmp_path / "pages.jsonl"
+    pages = [" = A = \n one @-@ two , three .", " = B = \n " + make_documents(3, 2)[1]]
+    file.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
+    documents = read_articles(file, tokenizer)
+    assert tokenizer.decode(documents[0][1:].tolist()) == " = A =\none-two, three ."
+    assert documents[0][0] == tokenizer.bos_id
+    for length in (7, 4096):
+        found = article_losses(model, documents, length)
+        for document, total in zip(documents, found, strict=True):
+            exact = 0.0
+            for first in range(0, len(document) - 1, length):
+                piece = torch.from_numpy(document[first : first + length + 1])
+                logits = model(piece[:-1], PackedLayout.from_lengths([len(piece) - 1])).double()
+                exact -= float(logits.log_softmax(-1).gather(1, piece[1:, None]).sum())
+            assert total == pytest.approx(exact, rel=1e-5)
+    assert np.isfinite(found).all()
+
+
+def test_parts_of_other_settings_are_not_taken(tmp_path):
+    before = Parts(tmp_path / "a.json", {"samples": 2})
+    before.put("x", [1])
+    assert Parts(tmp_path / "a.json", {"samples": 2}).get("x") == [1]
+    assert Parts(tmp_path / "a.json", {"samples": 3}).get("x") is None
+    (tmp_path / "a.parts" / "x.json").write_text("{")
+    assert before.get("x") is None
+    before.clear()
+    assert not (tmp_path / "a.parts").exists()
+
+
+def test_shares():
+    names = list("abcde")
+    assert sorted([*Share(0, 2).of(names), *Share(1, 2).of(names)]) == names
+    assert Share.parse("1/4") == Share(1, 4)
+    for text in ("4/4", "a/2", "1"):
+        with pytest.raises(UserError, match="--share"):
+            Share.parse(text)
+    with pytest.raises(UserError, match="--processes"):
+        processes_of(0)
+
+
+def test_share_out_starts_every_share_on_its_gpu(tmp_path, monkeypatch):
+    program = tmp_path / "sharing.py"
+    program.write_text(
+        "import os, sys\nindex = sys.argv[-1][0]\n"
+        f"open({str(tmp_path)!r} + '/' + index, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "sys.exit(3 if 'fail' in sys.argv and index == '1' else 0)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    share_out("sharing", [], 3)
+    assert [(tmp_path / name).read_text() for name in "012"] == ["4", "6", "4"]
+    with pytest.raises(UserError, match="1 of 3 processes failed, with code 3"):
+        share_out("sharing", ["fail"], 3)
+    assert parts.SAVED == 75

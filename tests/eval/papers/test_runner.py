@@ -1,0 +1,212 @@
+"""The runner of the studies: sharing GPUs, deadlines, pauses and failures, with small programs in place of trainings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import pytest
+
+from eval.papers.study import runner
+from eval.papers.study.jobs import Job, Place, Step
+from eval.papers.study.rates import choose
+from eval.papers.study.runner import Gpu, Program, Runner, plan, slowdown, stays
+from ssscale.errors import UserError
+
+SAVES = (
+    "import signal, sys, time; signal.signal(15, lambda *a: sys.exit(75)); print('ready', flush=True); time.sleep(60)"
+)
+
+
+class Clocked:
+    """A step that ends when the test says so. all: every one that was started."""
+
+    all: ClassVar[list["Clocked"]] = []
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: IO[str]) -> None:
+        self.command, self.gpu, self.code = list(command), environment.get("CUDA_VISIBLE_DEVICES"), None
+        Clocked.all.append(self)
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        self.code = 75
+
+    def kill(self) -> None:
+        self.code = -9
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    Clocked.all = []
+    return Place(tmp_path / "text", tmp_path / "work", tmp_path / "out")
+
+
+def job(place: Place, name: str, *steps: Step, gib: float = 10.0) -> Job:
+    return Job("ssmax", name, 0, steps, gib, place.out / "ssmax" / f"{name}-s0.json", lambda: {"value": name})
+
+
+def step(place: Place, job: str, name: str, minutes: float, *command: str) -> Step:
+    return Step(name, command or (job, name), minutes, place.work / job)
+
+
+def programs(place: Place, code: str, minutes: float = 1.0, names: str = "ab") -> list[Job]:
+    return [job(place, name, step(place, name, "train", minutes, "-c", code)) for name in names]
+
+
+def test_jobs_share_gpus_by_memory(place):
+    """Three on each GPU at most, and no more than its memory holds. A shared step runs once, and the others wait."""
+    pack = step(place, "data", "pack", 0.5)
+    jobs = [job(place, n, pack, step(place, n, "train", 5.0), gib=40.0) for n in "abcdefg"]
+    found = Runner(place, jobs, [Gpu("0", 140.0), Gpu("1", 90.0)], start=Clocked)
+    waiting = found._admit(list(jobs))
+    assert [(r.job.name, r.gpu.name) for r in found.running] == [
+        ("a", "0"),
+        ("b", "1"),
+        ("c", "0"),
+        ("d", "1"),
+        ("e", "0"),
+    ]
+    assert [x.name for x in waiting] == ["f", "g"]
+    assert [x.command for x in Clocked.all] == [["data", "pack"]]
+    Clocked.all[0].code = 0
+    found._collect()
+    found._admit(waiting)
+    assert "".join(sorted(x.command[0] + str(x.gpu) for x in Clocked.all[1:])) == "a0b1c0d1e0"
+
+
+def test_no_job_starts_that_would_end_too_late(place, capsys):
+    jobs = [job(place, n, step(place, n, "train", m)) for n, m in (("a", 5.0), ("b", 5.0), ("c", 1.0), ("d", 9.0))]
+    # Alone, 5 minutes fit into 9. Two together take 5 · 2 / 1.3 = 7.7, three 11.5 minutes.
+    found = Runner(place, jobs, [Gpu("0", 140.0)], deadline=9 * 60, start=Clocked)
+    waiting = found._admit(list(jobs))
+    assert [r.job.name for r in found.running] == ["a", "b"]
+    assert "c-s0: not started, 1.0 minutes would end too late" in capsys.readouterr().out
+    found.running[0].left = found.running[1].left = 0.5  # nearly done
+    found._admit(waiting)
+    assert [r.job.name for r in found.running] == ["a", "b", "c"]
+    assert slowdown(1) == 1
+    slow = Runner(place, jobs[:1], [Gpu("0", 140.0)], deadline=9 * 60, slower=2, start=Clocked)
+    assert slow.run() == 75
+    assert Runner(place, jobs[:1], [Gpu("0", 140.0)], deadline=0, start=Clocked).run() == 75
+
+
+def test_results_and_failures(place, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "device_name", lambda: "one GPU")
+    good = job(place, "a", step(place, "a", "train", 1.0, "-c", "print(1)"))
+    (place.work / "a" / "checkpoints").mkdir(parents=True)
+    bad = job(place, "b", step(place, "b", "train", 1.0, "-c", "print('no memory'); raise SystemExit(3)"))
+    first = Runner(place, [good, bad], [Gpu(None, 1e9)], "abc1234")
+    assert first.run() == 1
+    said = capsys.readouterr().out
+    assert "b-s0: train failed with code 3" in said
+    assert "no memory" in said
+    assert "a-s0: its model a is deleted" in said
+    found = json.loads(good.file.read_text())
+    assert (found["value"], found["commit"], found["device"]) == ("a", "abc1234", "one GPU")
+    assert found["commands"] == ["python -c 'print(1)'"]
+    assert not bad.file.exists()
+    assert Runner(place, [good], [Gpu(None, 1e9)], start=Clocked).run() == 0
+    assert not Clocked.all
+    other = job(place, "a", step(place, "a", "train", 1.0, "-c", "print(2)"))
+    with pytest.raises(UserError, match="was made with other commands"):
+        Runner(place, [other], [Gpu(None, 1e9)], start=Clocked).run()
+
+
+def test_a_pause_saves_and_the_same_command_continues(place, capsys):
+    jobs = programs(place, SAVES)
+    began = time.monotonic()
+    assert Runner(place, jobs, [Gpu(None, 1e9)], pause=1.5).run() == 75
+    assert time.monotonic() - began < 30
+    said = capsys.readouterr().out
+    assert "a-s0: train is stopped; the same command continues it" in said
+    assert "a-s0: train is saved" in said
+    assert "left for another call: a-s0 b-s0" in said
+    assert not any(place.out.rglob("*.json"))
+
+    at = jobs[0].steps[0]
+    assert json.loads(at.paused.read_text())["work"] == 0
+    at.paused.write_text(json.dumps({"seconds": 3600.0, "work": 0.75}))
+    assert jobs[0].minutes == pytest.approx(0.25 + 0.5)
+    assert jobs[0].begun
+    again = Runner(place, programs(place, SAVES), [Gpu(None, 1e9)], start=Clocked, pause=0.5)
+    assert again.run() == 75
+    assert len(Clocked.all) == 2
+    # What has begun continues first, even if it seems too late for it.
+    Clocked.all.clear()
+    more = [job(place, "c", step(place, "c", "train", 1.0)), *programs(place, SAVES)]
+    late = Runner(place, more, [Gpu(None, 1e9)], start=Clocked, deadline=1.0, pause=0.2)
+    assert late.run() == 75
+    assert len(Clocked.all) == 2
+    assert json.loads(at.paused.read_text())["seconds"] > 3600
+
+
+def test_what_does_not_end_is_killed_and_said(place, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE", 0.5)
+    jobs = programs(place, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)", names="a")
+    assert Runner(place, jobs, [Gpu(None, 1e9)], pause=1.5).run() == 75
+    assert "a-s0: train does not end within 0 s: killed" in capsys.readouterr().out.replace("1 s", "0 s")
+
+
+def test_a_signal_reaches_the_programs(place):
+    """They are in groups of their own, and end before the runner does."""
+    code = f"""
+from pathlib import Path
+from tests.eval.papers.test_runner import programs, Place, Runner, Gpu
+import sys
+place = Place(Path({str(place.text)!r}), Path({str(place.work)!r}), Path({str(place.out)!r}))
+sys.exit(Runner(place, programs(place, {SAVES!r}), [Gpu(None, 1e9)]).run())
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ)
+    logs = place.work / "logs"
+    until = time.monotonic() + 120
+    while time.monotonic() < until and sum(f.read_text() == "ready\n" for f in logs.glob("*.log")) < 2:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert out.count("train is saved") == 2
+
+
+def test_plan(place):
+    jobs = [job(place, n, step(place, n, "train", m)) for n, m in (("a", 13.0), ("b", 13.0), ("c", 14.0))]
+    assert [[x.name for x in some] for some in stays(jobs, 20.0, 3)] == [["a", "b"], ["c"]]
+    assert [[x.name for x in some] for some in stays(jobs, 20.0, 1)] == [["a"], ["b"], ["c"]]
+    assert "| 1 | 20 | a-s0, b-s0 |" in plan(jobs, 20.0, 3)
+
+
+def test_a_choice_needs_three_rates_and_stays(tmp_path):
+    folder = tmp_path / "rates"
+    folder.mkdir()
+
+    def tried(rate: str, loss: float | None) -> None:
+        (folder / f"sb-{rate}.json").write_text(json.dumps({"method": "sb", "losses": {rate: loss}}))
+
+    with pytest.raises(UserError, match="has no results"):
+        choose(tmp_path)
+    tried("0.001", 3.0)
+    tried("0.002", None)
+    assert choose(tmp_path) == ["sb: not chosen, 2 of 3 rates are tried, 1 have a loss"]
+    assert not (tmp_path / "rates.json").exists()
+    tried("0.0005", 3.5)
+    assert choose(tmp_path) == ["sb: 0.001"]
+    found: dict[str, Any] = json.loads((tmp_path / "rates.json").read_text())
+    assert found["sb"] == {"rate": 0.001, "losses": {"0.0005": 3.5, "0.001": 3.0, "0.002": None}}
+    tried("0.004", 2.0)
+    assert choose(tmp_path) == ["sb: 0.001, which stays although 0.004 is best now"]
+
+
+def test_programs_get_their_gpu(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        process = Program(
+            ["-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"], {"CUDA_VISIBLE_DEVICES": "5"}, log
+        )
+        while process.poll() is None:
+            time.sleep(0.05)
+    assert (tmp_path / "log").read_text() == "5\n"

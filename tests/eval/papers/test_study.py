@@ -1,0 +1,243 @@
+"""The studies in miniature: split, learning rates, jobs, results, figures and verdicts, by the code of the full size."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from data_prep.__main__ import main as data_prep
+from eval.checkpoint.documents import read_documents
+from eval.papers.study import __main__ as command
+from eval.papers.study import runner, split
+from ssscale.config import load_config
+from ssscale.errors import UserError
+from tests.eval.conftest import make_documents
+
+SEEN: list[list[str]] = []
+
+
+class InProcess:
+    """Runs a step's command at once in this process, where everything is imported already."""
+
+    def __init__(self, words: Sequence[str], environment: dict[str, str], log: IO[str]) -> None:
+        SEEN.append(list(words))
+        self.code = 0
+        try:
+            self.call(list(words))
+        except SystemExit as end:
+            self.code = int(end.code or 0)
+        except UserError as error:
+            print(error, file=log)
+            self.code = 2
+
+    def call(self, words: list[str]) -> None:
+        if words[0] == "-m":
+            module, arguments = words[1], words[2:]
+            before, sys.argv = sys.argv, [module, *arguments]
+            try:
+                if module == "data_prep":
+                    assert data_prep([*arguments, "--workers", "1"]) == 0
+                else:
+                    name = (
+                        module
+                        if module.startswith("eval.papers.") and module != "eval.papers.mqrar"
+                        else f"{module}.__main__"
+                    )
+                    import_module(name).main()
+            finally:
+                sys.argv = before
+        else:
+            import_module(words[0].removesuffix(".py").replace("/", ".")).main(words[1:])
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def files(data_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A split of made-up text, questions, articles and an empty place for results."""
+    root = tmp_path_factory.mktemp("study")
+    text = root / "text"
+    text.mkdir()
+    (text / "tokenizer.json").write_bytes(next(Path(data_folder).glob("**/tokenizer.json")).read_bytes())
+    for kind, seed, number in (("train", 11, 40), ("valid", 12, 6)):
+        for source in ("books", "code"):
+            lines = [json.dumps({"text": document}) for document in make_documents(number, seed + len(source))]
+            (text / f"{kind}.{source}.jsonl").write_text("\n".join(lines) + "\n")
+    for file in text.glob("*.jsonl"):
+        import zstandard
+
+        file.with_suffix(".jsonl.zst").write_bytes(zstandard.compress(file.read_bytes()))
+        file.unlink()
+    question = {"question": "What is broken?", "answers": [{"text": "A stick"}]}
+    squad = {"data": [{"paragraphs": [{"context": "A stick is broken.", "qas": [question] * 128}]}]}
+    (root / "squad.json").write_text(json.dumps(squad))
+    pages = [json.dumps({"page": f" = {n} = \n {text}"}) for n, text in enumerate(make_documents(4, 5))]
+    (root / "articles.jsonl").write_text("\n".join(pages) + "\n")
+    return {"root": root, "text": text, "split": root / "split", "out": root / "raw", "work": root / "work"}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, module: object, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, words)])
+    try:
+        module.main()  # type: ignore[attr-defined]
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def study(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path], name: str, *words: object) -> int:
+    monkeypatch.setattr("ssscale.parallel.groups.shutdown", lambda: None)  # the groups are all tests'
+    monkeypatch.setattr(runner.Runner, "start", InProcess)
+    monkeypatch.setattr(
+        runner.Runner.__init__,
+        "__defaults__",
+        tuple(InProcess if default is runner.Program else default for default in runner.Runner.__init__.__defaults__),
+    )
+    places = ["--text", files["split"], "--out", files["out"], "--work", files["work"], "--size", "tiny"]
+    places += ["--questions", files["root"] / "squad.json", "--wikitext", files["root"] / "articles.jsonl"]
+    return call(monkeypatch, command, name, *places, *words)
+
+
+def test_split_holds_out_by_document(files, monkeypatch, capsys, tmp_path):
+    options = ["--windows", 3, "--length", 256, "--megabytes", 1]
+    assert call(monkeypatch, split, files["text"], files["split"], *options) == 0
+    found = json.loads((files["split"] / "split.json").read_text())
+    assert found["test"]["books"]["windows"] >= 3
+    texts = {name: set(read_documents(files["split"] / f"{name}.jsonl.zst")) for name in ("test.books", "train.books")}
+    every = set(read_documents(files["text"] / "train.books.jsonl.zst"))
+    assert texts["test.books"] | texts["train.books"] == every
+    assert not texts["test.books"] & texts["train.books"]
+    # Smaller training data leaves the test documents as they are.
+    assert (
+        call(monkeypatch, split, files["text"], tmp_path / "b", *options, "--take", "books=0.5", "--take", "code=0")
+        == 0
+    )
+    again = json.loads((tmp_path / "b" / "split.json").read_text())
+    assert again["test"] == found["test"]
+    assert again["train"]["code"]["documents"] == 0
+    assert 0 < again["train"]["books"]["documents"] < found["train"]["books"]["documents"]
+    for bad, said in (
+        (["--windows", 10**6], "give only"),
+        (["--take", "web=1"], "--take web=1"),
+        (["--megabytes", 0], "more"),
+    ):
+        assert call(monkeypatch, split, files["text"], tmp_path / "c", *options, *bad) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_ssmax(files, monkeypatch, capsys):
+    """All jobs that stay in one run: nothing is tested without a rate, a result is not made again, e follows from a."""
+    if not files["split"].is_dir():
+        call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
+    SEEN.clear()
+    assert study(monkeypatch, files, "ssmax", "--jobs", "softmax") == 2
+    assert "has no learning rate for softmax" in capsys.readouterr().err
+    assert not SEEN
+    assert study(monkeypatch, files, "ssmax", "--jobs", "rate-softmax*") == 0
+    assert not any("test." in word for words in SEEN for word in words)
+    assert study(monkeypatch, files, "ssmax", "--choose") == 0
+    rates = json.loads((files["out"] / "ssmax" / "rates.json").read_text())
+    assert min(rates["softmax"]["losses"], key=rates["softmax"]["losses"].get) == f"{rates['softmax']['rate']:g}"
+
+    file = files["out"] / "ssmax" / "rates.json"
+    file.write_text(json.dumps(rates | {"ssmax": rates["softmax"]}))
+
+    SEEN.clear()
+    jobs = ["--jobs", "softmax,ssmax,ssmax_after"]
+    assert study(monkeypatch, files, "ssmax", *jobs) == 0
+    trained = [words for words in SEEN if words[0] == "launch/pretrain.py" and "train.max_steps=0" not in words]
+    assert [next(w for w in words if w.startswith("config=")) for words in trained] == [
+        "config=50m_softmax",
+        "config=50m_ssmax",
+    ]
+    assert f"train.stages.0.schedule.lr={rates['softmax']['rate']:g}" in trained[0]
+    out = files["out"] / "ssmax"
+    results = {name: json.loads((out / f"{name}-s0.json").read_text()) for name in ("softmax", "ssmax", "ssmax_after")}
+    assert len(results["softmax"]["training"]["loss"]) == 16
+    assert "training" not in results["ssmax_after"]
+    assert str(files["root"]) not in json.dumps(results)
+    for result in results.values():
+        assert [cell["samples"] for cell in result["needle"]["cells"]] == [2, 2]
+        assert len(result["by_position"]["mean"]) == 64
+    assert not any(files["work"].glob("ssmax/*/checkpoints"))
+    SEEN.clear()
+    assert study(monkeypatch, files, "ssmax", *jobs) == 0
+    assert not SEEN
+    results["ssmax"]["seed"] = 7
+    (out / "ssmax-s0.json").write_text(json.dumps(results["ssmax"]))
+    assert study(monkeypatch, files, "ssmax", *jobs) == 2
+    assert "was made with other seed" in capsys.readouterr().err
+    (out / "ssmax-s0.json").write_text(json.dumps(results["ssmax"] | {"seed": 0}))
+    for job, result in results.items():  # a second seed
+        (out / f"{job}-s1.json").write_text(json.dumps(result | {"seed": 1}))
+    assert study(monkeypatch, files, "ssmax", "--report", files["root"] / "docs") == 0
+    page = (files["root"] / "docs" / "ssmax.md").read_text()
+    assert "2 seeds | " in page
+    assert {file.stem for file in (files["root"] / "docs" / "ssmax").iterdir()} == {
+        "losses",
+        "by_position",
+        "needles",
+        "heads",
+    }
+
+
+def test_positions_and_mqrar(files, monkeypatch, capsys):
+    if not files["split"].is_dir():
+        call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
+    out = files["out"] / "positions"
+    out.mkdir(parents=True)
+    methods = ("sb", "sb_rem", "rope", "alibi", "fire", "nope", "window512", "window1024", "rope_8k")
+    (out / "rates.json").write_text(json.dumps({method: {"rate": 1e-3, "losses": {}} for method in methods}))
+    assert study(monkeypatch, files, "positions", "--jobs", "sb,rope") == 0
+    rope = json.loads((out / "rope-s0.json").read_text())
+    assert {*rope["books"]} == {
+        "",
+        "model.position.rope.scaling=dynamic_ntk model.position.rope.train_length=64",
+        "model.position.window=64",
+    }
+    assert {*rope["articles"][""]["losses"]} == {"64", "128"}
+    sb = json.loads((out / "sb-s0.json").read_text())
+    assert sb["articles"][""]["targets"] == rope["articles"][""]["targets"]
+    assert study(monkeypatch, files, "positions", "--report", files["root"] / "docs") == 0
+    assert "sb gains by longer contexts" in (files["root"] / "docs" / "positions.md").read_text()
+    assert study(monkeypatch, files, "why", "--jobs", "sb+books") == 0
+    assert study(monkeypatch, files, "mqrar", "--jobs", "rate-*") == 0
+    assert study(monkeypatch, files, "mqrar", "--choose") == 0
+    rate = json.loads((files["out"] / "mqrar" / "rates.json").read_text())["softmax"]["rate"]
+    assert rate in (1, 2, 3, 4)
+    assert study(monkeypatch, files, "mqrar", "--jobs", "softmax_2,stickbreaking_2") == 0
+    found = json.loads((files["out"] / "mqrar" / "softmax_2-s0.json").read_text())["mqrar"]
+    assert len(found["lrs"]) == 1
+    assert study(monkeypatch, files, "mqrar", "--report", files["root"] / "docs") == 0
+
+
+def test_commands_of_the_full_size_are_ours(files, monkeypatch, capsys):
+    """Every training is a valid configuration. All methods of a study read the same rows."""
+    if not files["split"].is_dir():
+        call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
+    for name in ("ssmax", "positions", "why"):
+        assert study(monkeypatch, files, name, "--size", "full", "--print", "--jobs", "*", "--seeds", "0,1") == 0
+        tokens, trained = set(), 0
+        for line in capsys.readouterr().out.splitlines():
+            words = shlex.split(line)
+            if words[0] == "#" or words[1] != "launch/pretrain.py":
+                continue
+            config = load_config([word.replace("=nan", "=1e-3") for word in words[2:]])
+            trained += 1
+            assert config.tokens_per_step == 131_072
+            assert sum(stage.tokens for stage in config.train.stages) % 131_072 == 0
+            if name == "ssmax" and "rate-" not in config.folder and config.train.max_steps is None:
+                tokens.add(sum(stage.tokens for stage in config.train.stages))
+        assert trained >= 30
+        if name == "ssmax":
+            assert tokens == {209_715_200}
