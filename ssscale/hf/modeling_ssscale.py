@@ -184,7 +184,7 @@ class SSScaleForCausalLM(SSScaleModel, GenerationMixin):
         logits_to_keep: number of last tokens with logits, 0 for all; or the indices of the tokens. num_items_in_batch:
         divides the sum of the losses in place of the number of labels. The rest is as in `SSScaleModel.forward`.
         """
-        output = super().forward(
+        found = super().forward(
             input_ids,
             attention_mask,
             position_ids,
@@ -197,6 +197,7 @@ class SSScaleForCausalLM(SSScaleModel, GenerationMixin):
             cache_position=cache_position,
             final_length=final_length,
         )
+        output = cast(BaseModelOutputWithPast, found)
         x = output.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x[:, kept] / self.config.width["logits_divisor"])
@@ -270,7 +271,7 @@ class SSScaleForSequenceClassification(SSScaleModel):
 
         Without attention_mask, every token is part of its text. The rest is as in `SSScaleModel.forward`.
         """
-        output = super().forward(
+        found = super().forward(
             input_ids,
             attention_mask,
             position_ids,
@@ -281,6 +282,7 @@ class SSScaleForSequenceClassification(SSScaleModel):
             output_attentions,
             output_hidden_states,
         )
+        output = cast(BaseModelOutputWithPast, found)
         x = output.last_hidden_state
         last = torch.full((len(x),), x.shape[1] - 1, device=x.device)
         if attention_mask is not None:
