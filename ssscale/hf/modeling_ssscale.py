@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F  # noqa: F401 - mixers use it
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -181,6 +181,7 @@ class SSScaleForCausalLM(SSScaleModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Returns logits [B, T, vocab_size] and, with labels (−100: none), the mean loss of each token's successor.
 
+        Padding has no successor.
         logits_to_keep: number of last tokens with logits, 0 for all; or the indices of the tokens. num_items_in_batch:
         divides the sum of the losses in place of the number of labels. The rest is as in `SSScaleModel.forward`.
         """
@@ -205,6 +206,9 @@ class SSScaleForCausalLM(SSScaleModel, GenerationMixin):
         if labels is not None:
             if logits.shape[1] != labels.shape[1]:
                 raise ValueError("labels need the logits of all tokens: leave out logits_to_keep")
+            if attention_mask is not None and past_key_values is None:  # the first token of a text follows no other
+                follows = F.pad(attention_mask[:, :-1], (1, 0)).bool()
+                labels = labels.masked_fill(~follows, -100)
             size = self.config.vocab_size
             loss = self.loss_function(logits, labels, vocab_size=size, num_items_in_batch=num_items_in_batch)
         result = CausalLMOutputWithPast(
@@ -219,10 +223,8 @@ class SSScaleForCausalLM(SSScaleModel, GenerationMixin):
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Calls transformers' generate. With dynamic_ntk, texts are rotated for their final length from the start.
 
-        Raises ValueError if position_ids are given.
+        Positions follow from attention_mask; position_ids are ignored.
         """
-        if kwargs.get("position_ids") is not None:
-            raise ValueError("generate counts positions by attention_mask: give no position_ids")
         rope = self.config.position.get("rope", {})
         if rope.get("scaling") == "dynamic_ntk" and kwargs.get("final_length") is None:
             config = generation_config or self.generation_config
@@ -237,9 +239,14 @@ class SSScaleForCausalLM(SSScaleModel, GenerationMixin):
                 kwargs["final_length"] = prompt + (DEFAULT_NEW_TOKENS if new is None else new)
         return super().generate(inputs, generation_config, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Drops position_ids, which transformers makes in several ways: positions follow from attention_mask."""
-        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs) | {"position_ids": None}
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Drops what `forward` does not take, and position_ids, which transformers does not always make from the mask."""
+        for name in ("tokenizer", "assistant_tokenizer"):
+            kwargs.pop(name, None)
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        return inputs | {"position_ids": None}
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def other_class(s: Subject) -> str:
     from transformers import AutoModelForTokenClassification
 
     text = refused(lambda: AutoModelForTokenClassification.from_pretrained(s.folder, **TRUST), "Unrecognized config")
-    return text.split(" Model type should be")[0].replace("transformers_modules.", "").split(" for this kind")[0] + "."
+    return re.sub("<class '.*?SSScaleConfig'>", "SSScaleConfig", text.split(" Model type should be")[0])
 
 
 @use("without `trust_remote_code`")
@@ -101,11 +102,11 @@ def long_text(s: Subject) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
-    level = logger.level
+    level, tokenizer = logger.level, AutoTokenizer.from_pretrained(s.folder)
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
     try:
-        AutoTokenizer.from_pretrained(s.folder)("the stick breaks " * 100)
+        tokenizer("the stick breaks " * 100)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)

@@ -60,7 +60,7 @@ def lora_generate(s: Subject) -> None:
 @use('LoRA on all linear layers (`target_modules="all-linear"`)')
 def all_linear(s: Subject) -> None:
     model = adapted(s, target_modules="all-linear")
-    targets = {name.split(".")[-3] for name, _ in model.named_parameters() if "lora_A" in name}
+    targets = {name.split(".lora_A")[0].split(".")[-1] for name, _ in model.named_parameters() if "lora_A" in name}
     same(targets, {"qkv", "out", "gate_up", "down"})
     equal(model(input_ids=torch.tensor([TEXTS[0]])).logits[0], merged(s, model)(TEXTS[0]).logits)
 
@@ -87,8 +87,10 @@ def lora_saved(s: Subject) -> None:
     equal(again(input_ids=torch.tensor([TEXTS[0]])).logits[0], merged(s, model)(TEXTS[0]).logits)
 
 
-def check_lora_training(s: Subject, **settings: Any) -> None:
+def check_lora_training(s: Subject, inputs_require_grads: bool = False, **settings: Any) -> None:
     model = adapted(s)
+    if inputs_require_grads:
+        model.enable_input_require_grads()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     reference = merged(s, model)
     # The step of A and B, with gradients that pass through the merged weight in float64.
@@ -115,7 +117,13 @@ def lora_training(s: Subject) -> None:
 
 @use("LoRA with `Trainer` and gradient checkpointing")
 def lora_checkpointing(s: Subject) -> None:
-    check_lora_training(s, gradient_checkpointing=True)
+    check_lora_training(s, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@use("LoRA with reentrant gradient checkpointing and `enable_input_require_grads`")
+def lora_reentrant(s: Subject) -> None:
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    check_lora_training(s, inputs_require_grads=True, **settings)
 
 
 @use('LoRA with `task_type="SEQ_CLS"`')

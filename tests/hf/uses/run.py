@@ -56,6 +56,7 @@ def main(given: Path, found: Path) -> None:
             cells.setdefault(use.name, {})[subject.core] = outcome(use, subject)
             seconds[use.name] = seconds.get(use.name, 0.0) + time.monotonic() - begin
             groups[use.name] = use.group
+            print(f"{seconds[use.name]:.1f} s {use.name}, {subject.core}: {cells[use.name][subject.core]}", flush=True)
         shutil.rmtree(scratch)
     ours = [name for name in sys.modules if name.split(".")[0] in ("ssscale", "megatron")]
     assert not ours, ours

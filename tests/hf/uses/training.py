@@ -21,7 +21,7 @@ ROWS = [TEXTS[0], TEXTS[2], [0, 40, 41, 42, 43], [0, 7, 9, 11, 13, 15, 17]]
 
 
 class Pad:
-    """A collator: pads with 0 under the mask, labels −100."""
+    """A collator: pads with 0 under the mask, labels −100, as for the first token, which Trainer would count."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)
@@ -30,7 +30,7 @@ class Pad:
             text, pad = list(row["input_ids"]), longest - len(row["input_ids"])
             given["input_ids"].append(text + [0] * pad)
             given["attention_mask"].append([1] * len(text) + [0] * pad)
-            given["labels"].append(text + [-100] * pad)
+            given["labels"].append([-100, *text[1:]] + [-100] * pad)
         return {key: torch.tensor(value) for key, value in given.items()}
 
 
@@ -111,7 +111,7 @@ def checkpointing_calls(s: Subject) -> None:
     model.gradient_checkpointing_enable()
     assert model.is_gradient_checkpointing
     calls = []
-    model.blocks[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    model.blocks[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     model(torch.tensor([TEXTS[0]]), labels=torch.tensor([TEXTS[0]])).loss.backward()
     same(len(calls), 2)
     model.gradient_checkpointing_disable()
