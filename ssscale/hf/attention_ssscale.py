@@ -114,7 +114,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: Any) -> Tensor |
     whole = layer.window is None or k.shape[2] <= layer.window
     causal = batch.real is None and batch.document is None and (q.shape[2] == 1 or q.shape[2] == k.shape[2])
     if whole and causal:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=layer.scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=bool(q.shape[2] > 1), scale=layer.scale)
     return None
 
 

@@ -1,6 +1,7 @@
 """The code that is saved with exported weights: the model in plain torch, with the functions of its mixers."""
 
 import functools
+import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -30,7 +31,11 @@ def exported_files(model: ModelConfig) -> dict[str, str]:
         if mixer.export is None:
             raise mixer.lacks("export", "the model cannot be exported")
     exports = {name: mixer.export for name, mixer in model.used.items() if mixer.export is not None}
-    return {f"{name}.py": _text(name, exports) for name in FILES}
+    files = {f"{name}.py": _text(name, exports) for name in FILES}
+    # transformers 5 tells the models of two folders of one name apart by the file of the configuration alone.
+    digest = hashlib.sha256("".join(files.values()).encode()).hexdigest()[:16]
+    files[f"{CONFIGURATION}.py"] += f"\n# The digest of all code files: {digest}\n"
+    return files
 
 
 @functools.cache

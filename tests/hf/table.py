@@ -66,6 +66,8 @@ def make_subjects(folder: Path, groups: Groups) -> list[dict[str, str]]:
             entry[key] = str(run / f"{core}_{dtype}".replace("-", "_"))
             export_checkpoint(run / "checkpoints" / "step-00000007", Path(entry[key]), 0, 0, dtype)
         subjects.append(entry)
+    for entry, other in zip(subjects, [*subjects[1:], subjects[0]]):
+        entry["other"] = other["folder"]
     return subjects
 
 
@@ -93,7 +95,7 @@ def run_uses(subjects: list[dict[str, str]], folder: Path, packages: str, slow: 
 def sentence(cell: str, subjects: list[dict[str, str]]) -> str:
     """Returns the text of a cell without what differs from run to run."""
     for subject in subjects:
-        cell = cell.replace(subject["folder"], "FOLDER")
+        cell = cell.replace(subject["folder"], "FOLDER").replace(subject["folder"].lstrip("/"), "FOLDER")
     cell = re.sub(r"transformers_modules\.\w+\.", "", cell)
     return cell if len(cell) < 300 or cell.startswith("FAILED") else cell[:300].rsplit(" ", 1)[0] + " …"
 

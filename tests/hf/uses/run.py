@@ -1,8 +1,8 @@
 """Run the uses in a process that knows transformers and nothing of ours. Arguments: the folders and the results, as JSON.
 
-Given: {"subjects": [{"core", "folder", "bfloat16"}], "slow": bool, "only": part of a name}. Without `slow`, slow uses are
-left out, and the others run with one core each, in turn, except for `forward`. Found: {"version", "cells": {use: {core:
-"works", a sentence, or "FAILED: …"}}, "seconds": {use}, "groups": {use}}.
+Given: {"subjects": [fields of Subject], "slow": bool, "only": part of a name}. Without `slow`, slow uses are left out, and
+the others run with one core each, in turn, except for `forward`. Found: {"version", "cells": {use: {core: "works", a
+sentence, or "FAILED: …"}}, "seconds": {use}, "groups": {use}}.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def main(given: Path, found: Path) -> None:
     groups: dict[str, str] = {}
     for turn, entry in enumerate(asked["subjects"]):
         scratch = Path(tempfile.mkdtemp())
-        subject = Subject(entry["core"], Path(entry["folder"]), Path(entry["bfloat16"]), scratch)
+        subject = Subject(entry["core"], Path(entry["folder"]), Path(entry["bfloat16"]), Path(entry["other"]), scratch)
         for number, use in enumerate(USES):
             due = use.group == "forward" or number % len(asked["subjects"]) == turn
             if not (asked["slow"] or (due and not use.slow)) or asked.get("only", "") not in use.name:

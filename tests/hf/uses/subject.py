@@ -41,11 +41,12 @@ def use(name: str, slow: bool = False) -> Callable[[Callable[["Subject"], "str |
 
 @dataclass
 class Subject:
-    """folder: the export. bfloat16: the same in bfloat16. scratch: an empty folder for what a use writes."""
+    """Folders: the export; the same in bfloat16; the export of another core; an empty one for what a use writes."""
 
     core: str
     folder: Path
     bfloat16: Path
+    other: Path
     scratch: Path
     text_ids: int = 300  # entries of the tokenizer without the pad token
     kept: dict[str, Any] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Trainer and what it calls. The reference takes the same steps of SGD in float64."""
 
+import os
 from typing import Any
 
 import torch
@@ -186,8 +187,12 @@ def freeze(s: Subject) -> None:
 
 @use("`Trainer` in bfloat16 (`bf16=True`)")
 def bf16(s: Subject) -> None:
-    model = s.load()
-    trainer(s, model, per_device_train_batch_size=4, bf16=True).train()
+    model, environment = s.load(), dict(os.environ)
+    try:
+        trainer(s, model, per_device_train_batch_size=4, bf16=True).train()
+    finally:  # transformers 4.57 sets the precision of all later trainers
+        os.environ.clear()
+        os.environ.update(environment)
     expected, start = expected_weights(s, [ROWS]), s.reference().w
     for name, weight in model.named_parameters():
         step, wanted = weight.detach().double() - start[name], expected[name].detach() - start[name]
