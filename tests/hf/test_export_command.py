@@ -13,7 +13,6 @@ import torch
 from launch.export import main as export_main
 from ssscale.hf.convert import import_checkpoint
 from ssscale.parallel.groups import Groups
-from ssscale.train.build import load_for_inference
 from tests.hf.jobs import write_checkpoint
 from tests.models import make_model
 
@@ -59,8 +58,7 @@ def test_the_pad_token_of_an_export(groups: Groups, tokenizer_file: Path, tmp_pa
     assert generation["suppress_tokens"] == [300, 301, 302, 303]
     assert "suppress_tokens" not in config
     # A second export, of what was imported, has the same token and no other.
-    back = import_checkpoint(folder, tmp_path / "back", groups)
-    assert load_for_inference(back, groups)[1].model == ROOM
+    import_checkpoint(folder, tmp_path / "back", groups)
     export_main([f"checkpoint={tmp_path / 'back'}", f"out={tmp_path / 'again'}"])
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name

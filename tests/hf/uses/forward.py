@@ -183,14 +183,6 @@ def compiled(s: Subject) -> None:
         equal(forward(torch.tensor([TEXTS[0]])).logits[0], s.reference()(TEXTS[0]).logits)
 
 
-@use("`torch.compile`, of texts of several lengths, to machine code", slow=True)
-def inductor(s: Subject) -> None:
-    forward = torch.compile(s.load())
-    with torch.no_grad():
-        for text in TEXTS:
-            equal(forward(torch.tensor([text])).logits[0], s.reference()(text).logits)
-
-
 @use("`torch.compile(fullgraph=True)` of a padded batch", slow=True)
 def compiled_padded(s: Subject) -> None:
     forward = torch.compile(s.load(), fullgraph=True, backend="aot_eager")
