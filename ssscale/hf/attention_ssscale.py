@@ -111,10 +111,12 @@ def _real_tokens(mask: Tensor | None, sizes: tuple[int, int, int], static: int |
 def fused(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: Any) -> Tensor | None:
     """Computes softmax attention in torch's kernel. Returns None if its causal mask does not fit the batch."""
     k, v = grouped(q, k, v)
-    whole = layer.window is None or k.shape[2] <= layer.window
-    causal = batch.real is None and batch.document is None and (q.shape[2] == 1 or q.shape[2] == k.shape[2])
-    if whole and causal:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=bool(q.shape[2] > 1), scale=layer.scale)
+    if batch.real is not None or batch.document is not None or not (layer.window is None or k.shape[2] <= layer.window):
+        return None
+    if q.shape[2] == 1:
+        return F.scaled_dot_product_attention(q, k, v, scale=layer.scale)
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale)
     return None
 
 

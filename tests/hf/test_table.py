@@ -13,6 +13,7 @@ def test_most_uses_with_the_installed_transformers(groups: Groups, tmp_path: Pat
     """Each use with one of the cores, in turn; one forward pass with all of them."""
     found = run_uses(make_subjects(tmp_path, groups), tmp_path, "", slow=False)
     page = read_page(PAGE.read_text(encoding="utf-8"))[found["version"]]
+    assert sorted(found["names"]) == sorted(page)
     assert len(found["cells"]) > 90
     for use, row in found["cells"].items():
         for core, cell in row.items():

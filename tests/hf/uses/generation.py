@@ -304,7 +304,7 @@ def positions(s: Subject) -> None:
     same(found[0, 8:], s.greedy(TEXTS[2], NEW))
 
 
-@use("a batch padded on the right")
+@use("greedy, a batch padded on the right")
 def right_padded(s: Subject) -> None:
     """Its texts continue after the padding, which no token sees."""
     ids, mask = padded([TEXTS[0], TEXTS[2]], left=False)

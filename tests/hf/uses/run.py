@@ -2,7 +2,7 @@
 
 Given: {"subjects": [fields of Subject], "slow": bool, "only": part of a name}. Without `slow`, slow uses are left out, and
 the others run with one core each, in turn, except for `forward`. Found: {"version", "cells": {use: {core: "works", a
-sentence, or "FAILED: …"}}, "seconds": {use}, "groups": {use}}.
+sentence, or "FAILED: …"}}, "seconds": {use}, "groups": {use}, "names": of all uses}.
 """
 
 import contextlib
@@ -60,7 +60,15 @@ def main(given: Path, found: Path) -> None:
         shutil.rmtree(scratch)
     ours = [name for name in sys.modules if name.split(".")[0] in ("ssscale", "megatron")]
     assert not ours, ours
-    results = {"version": transformers.__version__, "cells": cells, "seconds": seconds, "groups": groups}
+    names = [use.name for use in USES]
+    assert len(set(names)) == len(names), names
+    results = {
+        "version": transformers.__version__,
+        "names": names,
+        "cells": cells,
+        "seconds": seconds,
+        "groups": groups,
+    }
     found.write_text(json.dumps(results, indent=1, ensure_ascii=False))
 
 
