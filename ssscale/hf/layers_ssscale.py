@@ -25,6 +25,10 @@ class Learned(nn.Module):
             if name.startswith(prefix + "."):
                 self.register_parameter(name[len(prefix) + 1 :], nn.Parameter(torch.full(shape, float(start))))
 
+    def forward(self, name: str) -> Tensor | None:
+        """Returns the tensor of this name, or None. Weights that are kept on a disk are read when a module is called."""
+        return getattr(self, name, None)
+
 
 class SSScaleRMSNorm(nn.Module):
     """y = x / sqrt(mean(x²) + ε) · w"""
@@ -72,7 +76,7 @@ class Attention(nn.Module):
 
     def learned(self, name: str) -> Tensor | None:
         """Returns the mixer's weight of this name, or None."""
-        return getattr(self.weights, name, None)
+        return self.weights(name)
 
     def forward(self, x: Tensor, batch: Batch, cache: Cache | None, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Returns y and, if `weights`, the attention weights [B, N, T, S]."""

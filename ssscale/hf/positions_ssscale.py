@@ -73,7 +73,7 @@ class FIRE:
     def __call__(self, i: Tensor, j: Tensor) -> Tensor:
         """i: [B, Q], j: [B, S] → [B, N, Q, S] float32"""
         names = ("c", "length_multiplier", "w1", "b1", "w2", "b2")
-        c, multiplier, w1, b1, w2, b2 = (getattr(self.learned, name).float() for name in names)
+        c, multiplier, w1, b1, w2, b2 = (self.learned(name).float() for name in names)
         threshold = (multiplier * FIRE_LENGTH).abs()
         norm = ((c * torch.maximum(i.float(), threshold)).abs() + 1).log() + FIRE_EPS
         x = ((c * (i[:, :, None] - j[:, None, :])).abs() + 1).log() / norm[..., None]

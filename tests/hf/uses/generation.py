@@ -203,10 +203,11 @@ def streamer(s: Subject) -> None:
 
 @use("`stop_strings`")
 def stop_strings(s: Subject) -> None:
-    text = s.greedy(ids_of(s), NEW)
-    stop = next(word for token in text[3:] if (word := s.tokenizer.decode([token])).isascii() and word.strip())
-    expected = next(text[: i + 1] for i in range(NEW) if stop in s.tokenizer.decode(text[: i + 1]))
-    same(new_tokens(s, stop_strings=[stop], tokenizer=s.tokenizer), expected)
+    text = s.greedy(ids_of(s), 40)
+    first = next(i for i in range(2, 40) if (word := s.tokenizer.decode(text[i : i + 1])).isascii() and word.strip())
+    stop = s.tokenizer.decode(text[first : first + 1])
+    expected = next(text[: i + 1] for i in range(40) if stop in s.tokenizer.decode(text[: i + 1]))
+    same(new_tokens(s, stop_strings=[stop], tokenizer=s.tokenizer, max_new_tokens=40), expected)
 
 
 @use("a stopping criterion of one's own")
