@@ -151,6 +151,7 @@ class SSScaleForCausalLM(SSScaleModel, GenerationMixin):
     _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected: list[str] = []  # noqa: RUF012
     accepts_loss_kwargs = True  # Trainer gives num_items_in_batch
+    head: nn.Linear
 
     def add_head(self, config: SSScaleConfig) -> None:
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -256,6 +257,8 @@ class SSScaleForCausalLM(SSScaleModel, GenerationMixin):
 
 class SSScaleForSequenceClassification(SSScaleModel):
     """The decoder with a linear head, W_score, on the last token of each text."""
+
+    score: nn.Linear
 
     def add_head(self, config: SSScaleConfig) -> None:
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)

@@ -144,7 +144,7 @@ def read_page(text: str) -> dict[str, Cells]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="a part of the names of uses; prints and writes no page")
+    parser.add_argument("--only", default="", help="a pattern of names of uses; prints and writes no page")
     parser.add_argument("--version", choices=("4", "5", "both"), default="both")
     parser.add_argument("--fast", action="store_true")
     options = parser.parse_args()

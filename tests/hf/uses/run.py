@@ -1,6 +1,6 @@
 """Run the uses in a process that knows transformers and nothing of ours. Arguments: the folders and the results, as JSON.
 
-Given: {"subjects": [fields of Subject], "slow": bool, "only": part of a name}. Without `slow`, slow uses are left out, and
+Given: {"subjects": [fields of Subject], "slow": bool, "only": pattern of names}. Without `slow`, slow uses are left out, and
 the others run with one core each, in turn, except for `forward`. Found: {"version", "cells": {use: {core: "works", a
 sentence, or "FAILED: …"}}, "seconds": {use}, "groups": {use}, "names": of all uses}.
 """
@@ -8,6 +8,7 @@ sentence, or "FAILED: …"}}, "seconds": {use}, "groups": {use}, "names": of all
 import contextlib
 import io
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def main(given: Path, found: Path) -> None:
         subject = Subject(entry["core"], Path(entry["folder"]), Path(entry["bfloat16"]), Path(entry["other"]), scratch)
         for number, use in enumerate(USES):
             due = use.group == "forward" or number % len(asked["subjects"]) == turn
-            if not (asked["slow"] or (due and not use.slow)) or asked.get("only", "") not in use.name:
+            if not (asked["slow"] or (due and not use.slow)) or not re.search(asked["only"], use.name):
                 continue
             subject.scratch = Path(tempfile.mkdtemp(dir=scratch))
             begin = time.monotonic()
