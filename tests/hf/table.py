@@ -47,8 +47,9 @@ HEAD = """# What works in transformers
 `python -m tests.hf.table` makes this page: it exports a small model of each core and does what users of transformers
 do with it, in the two pinned versions. A cell says *works* if the values agree with a reference in float64 that reads
 the same folder and is independent of the exported code (`tests/hf/uses/`). A number is the note below the tables with
-the sentence that the user reads. `make test` runs most rows with transformers {four} and compares them with this page;
-`make test-transformers5` runs all of them with both versions. Everything ran on a CPU.
+the sentence that the user reads. `make test` runs nearly all rows with transformers {four}, each with one core in turn
+and the forward passes with all cores, and compares them with this page. `make test-transformers5` runs everything with
+both versions. Everything ran on a CPU; `torch.compile` with `backend="aot_eager"`.
 """
 
 Cells = dict[str, dict[str, str]]
@@ -80,6 +81,7 @@ def run_uses(subjects: list[dict[str, str]], folder: Path, packages: str, slow: 
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "HF_MODULES_CACHE": str(folder / f"modules{'5' if packages else ''}"),
         "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         "TRANSFORMERS_VERBOSITY": "error",
     }
     command = [sys.executable, "-m", "tests.hf.uses.run", str(given), str(found)]
