@@ -108,13 +108,23 @@ test-triton: $(STAMP)  ## every kernel compiled for Hopper by the Tritons of bot
 		rm -rf $$TRITON_CACHE_DIR
 	done
 
+# The packages of transformers 5 lie in a folder of their own, in front of those of the environment.
+test-transformers5: $(STAMP)  ## exported models under both pinned versions of transformers, and the page of what works there (downloads the other one)
+	@folder=$(CURDIR)/$(VENV)/transformers-5
+	if ! cmp -s constraints-transformers5.txt $$folder/installed.txt; then
+		rm -rf $$folder
+		$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $$folder -r constraints-transformers5.txt
+		cp constraints-transformers5.txt $$folder/installed.txt
+	fi
+	SSSCALE_TRANSFORMERS_5=$$folder $(BIN)/python -m pytest tests/hf -k transformers_5 -m ""
+
 test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (installs Debian's packages; needs root)
 	@command -v slurmctld >/dev/null || { [ $$(id -u) = 0 ] && command -v apt-get >/dev/null && timeout 120 apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq slurmctld slurmd slurm-client munge iproute2 >/dev/null; } || \
 		echo "test-slurm: Slurm cannot be installed here (it needs root and apt-get): its tests are skipped"
 	$(BIN)/python -m pytest tests/slurm -m slurm -k "$(SLURM_TESTS)"
 
-.PHONY: help setup other-stack pretrain format check test test-slow test-chaos test-gpu test-gpu-stack test-triton test-slurm
+.PHONY: help setup other-stack pretrain format check test test-slow test-chaos test-gpu test-gpu-stack test-triton test-transformers5 test-slurm
 
 # Makes an installed other stack out of date.
 other-stack:

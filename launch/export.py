@@ -7,9 +7,13 @@ format=mistral and format=granite need no remote code and work wherever these mo
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.boot import Command, Option, log, run
 from ssscale.train.checkpoint_folder import check_empty, find_checkpoint, saved_config
+
+if TYPE_CHECKING:
+    from ssscale.hf.convert import Exported
 
 FORMATS = ("ssscale", "llama", "mistral", "granite")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -62,8 +66,30 @@ def main(argv: list[str]) -> None:
 
     with reading(given, initialize()) as checkpoint:
         tokenizer = TextTokenizer.of_checkpoint(checkpoint)
-        export_checkpoint(checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options["dtype"], options["format"])
+        written = export_checkpoint(
+            checkpoint, out, tokenizer.bos_id, tokenizer.eos_id, options["dtype"], options["format"]
+        )
     print(f"{checkpoint} → {out}")
+    print(describe(written, out, options["dtype"], options["format"]))
+
+
+def describe(written: "Exported", out: Path, dtype: str, form: str) -> str:
+    """Returns the dtype and size of an export and the lines that load it."""
+    size = f"{written.bytes / 1e9:.2f} GB" if written.bytes >= 1e8 else f"{written.bytes / 1e6:.2f} MB"
+    trust = ", trust_remote_code=True" if form == "ssscale" else ""
+    lines = [
+        f"{size} of weights in {dtype}; pad token: {'its own' if written.own_pad else 'EOS'}. To load it:",
+        "    from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f'    model = AutoModelForCausalLM.from_pretrained("{out}", dtype="auto"{trust})',
+        f'    tokenizer = AutoTokenizer.from_pretrained("{out}")',
+    ]
+    if not written.own_pad:
+        lines += [
+            "The vocabulary has no room for a pad token. Before fine-tuning with a collator that masks padding, add one:",
+            '    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})',
+            "    model.resize_token_embeddings(len(tokenizer))",
+        ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

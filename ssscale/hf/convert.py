@@ -1,8 +1,8 @@
 """Conversion of checkpoints to folders that transformers loads, and back.
 
 A folder holds config.json, generation_config.json, the weights as safetensors and the tokenizer. In our own form
-(`ssscale`), it also holds the two code files that `trust_remote_code=True` runs, and weights have the same names as in
-the checkpoint. In float32, weights are bit-identical.
+(`ssscale`), it also holds the code files that `trust_remote_code=True` runs, and weights have the same names as in the
+checkpoint. In float32, weights are bit-identical.
 """
 
 import json
@@ -15,8 +15,6 @@ import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
 from ssscale.config import from_yaml, to_yaml
@@ -34,6 +32,7 @@ from ssscale.hf.plain import (
     native_tree,
     to_family,
 )
+from ssscale.hf.tokenizer import open_tokenizer, write_json, write_tokenizer
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.flops import declared_weights
 from ssscale.names import is_plain, leads_out
@@ -49,7 +48,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 META = torch.device("meta")
 AUTO = {
     "AutoConfig": "configuration_ssscale.SSScaleConfig",
+    "AutoModel": "modeling_ssscale.SSScaleModel",
     "AutoModelForCausalLM": "modeling_ssscale.SSScaleForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_ssscale.SSScaleForSequenceClassification",
 }
 # Key of `model` → its name in config.json. Keys that are missing here have the same name in both.
 RENAMED = {
@@ -63,9 +64,17 @@ RENAMED = {
 }
 
 
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote: bytes of weights, and whether the tokenizer has a pad token of its own."""
+
+    bytes: int
+    own_pad: bool
+
+
 def export_checkpoint(
     checkpoint: Path, out: Path, bos_id: int, eos_id: int, dtype: str = "float32", form: str = "ssscale"
-) -> None:
+) -> Exported:
     """Writes a checkpoint of any parallel layout as a folder for transformers.
 
     form: `ssscale`, which takes every model and adds the code of the model; or a family of `ssscale.hf.plain`, whose code
@@ -93,22 +102,21 @@ def export_checkpoint(
     out.mkdir(parents=True, exist_ok=True)
     try:
         weights = _whole_weights(reader, config, DTYPES[dtype])
-        _write_weights(weights if form == "ssscale" else to_family(weights, config.model), out)
-        _write_tokenizer(checkpoint / "tokenizer.json", out, config.data.length, bos_id, eos_id)
-        ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
-        spare = _ids_without_token(checkpoint / "tokenizer.json", config.model.vocab_size)
-        _write_json(out / "generation_config.json", ids | ({"suppress_tokens": spare} if spare else {}))
+        size = _write_weights(weights if form == "ssscale" else to_family(weights, config.model), out)
+        ids = write_tokenizer(checkpoint / "tokenizer.json", out, config.model.vocab_size, bos_id, eos_id)
+        write_json(out / "generation_config.json", ids)
         for name, text in code.items():
             (out / name).write_text(text, encoding="utf-8")
         # Written last, because transformers does not load a folder without it.
         content = hf_config(config, dtype) if form == "ssscale" else family_config(config, form, dtype)
-        _write_json(out / "config.json", content | ids)
+        write_json(out / "config.json", content | {key: ids[key] for key in ids if key != "suppress_tokens"})
     except BaseException:  # so that the same command can be repeated
         for file in out.iterdir():
             file.unlink()
         if made:
             out.rmdir()
         raise
+    return Exported(size, ids["pad_token_id"] != eos_id)
 
 
 def hf_config(config: Config, dtype: str) -> dict[str, Any]:
@@ -143,16 +151,22 @@ def _whole_weights(reader: CheckpointReader, config: Config, dtype: torch.dtype)
         yield name, whole.to(dtype).contiguous()
 
 
-def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> None:
-    """Writes one file of weights, or several files and an index if one would exceed SHARD_BYTES."""
+def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> int:
+    """Writes one file of weights, or several files and an index if one would exceed SHARD_BYTES.
+
+    Returns the bytes of the weights.
+    """
     files: list[dict[str, Any]] = []
     shard: dict[str, Tensor] = {}
 
     def flush() -> None:
         file = out / f"part-{len(files):05d}"
         try:
+            file.touch()
+            mode = file.stat().st_mode
             save_file(shard, file, metadata={"format": "pt"})
-        except SafetensorError as error:  # for example a full or read-only disk
+            file.chmod(mode)  # safetensors writes files that only their owner can read; this one obeys the umask
+        except (OSError, SafetensorError) as error:  # for example a full or read-only disk
             raise UserError(f"{file} cannot be written: {error}") from error
         files.append({"file": file, "names": list(shard), "bytes": sum(w.nbytes for w in shard.values())})
         shard.clear()
@@ -162,52 +176,17 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> None:
             flush()
         shard[name] = weight
     flush()
+    total: int = sum(entry["bytes"] for entry in files)
     if len(files) == 1:
         files[0]["file"].rename(out / "model.safetensors")
-        return
+        return total
     index: dict[str, str] = {}
     for number, entry in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         entry["file"].rename(out / name)
         index |= dict.fromkeys(entry["names"], name)
-    total = sum(entry["bytes"] for entry in files)
-    _write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
-
-
-def _write_tokenizer(file: Path, out: Path, length: int, bos_id: int, eos_id: int) -> None:
-    tokenizer = _open_tokenizer(file)
-    bos, eos = (tokenizer.id_to_token(token) for token in (bos_id, eos_id))
-    if bos is None or eos is None:
-        raise UserError(f"{file} lacks token {bos_id} or {eos_id}, the beginning and the end of a document")
-    template = TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
-    )
-    tokenizer.post_processor = template
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.save(str(out / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "pad_token": eos,
-        "model_max_length": length,
-        "model_input_names": ["input_ids", "attention_mask"],  # the model has no token types
-        "padding_side": "left",  # generation continues from the last column
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,  # special tokens spelled out in a text are text, as in training
-    }
-    _write_json(out / "tokenizer_config.json", settings)
-
-
-def _ids_without_token(file: Path, vocab_size: int) -> list[int]:
-    """Returns the ids for which the tokenizer has no token. Generation must never choose them."""
-    tokenizer = _open_tokenizer(file)
-    return [i for i in range(vocab_size) if tokenizer.id_to_token(i) is None]
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+    return total
 
 
 def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
@@ -225,7 +204,7 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
         raise UserError(f"{folder} has no tokenizer.json")
     # In the cache of huggingface_hub, snapshots/REVISION links into blobs/, a sibling of snapshots/.
     _check_link(tokenizer, folder.parent.parent if folder.parent.name == "snapshots" else folder)
-    _open_tokenizer(tokenizer)
+    open_tokenizer(tokenizer)
     model = build_model(config, groups, torch.float32)
     weights = _open_weights(folder)
     _fill(model, weights if content["model_type"] == "ssscale" else from_family(weights, config.model, folder), folder)
@@ -244,13 +223,6 @@ def _check_link(file: Path, folder: Path) -> None:
     """Raises UserError if a file to be copied is a link that leads out of the folder."""
     if leads_out(file, folder):
         raise UserError(f"{file} is a link that leads out of its folder: put the file in its place")
-
-
-def _open_tokenizer(file: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises no specific exception
-        raise UserError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

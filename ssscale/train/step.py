@@ -23,9 +23,7 @@ class Agreed:
     stop: bool  # whether any rank was asked to stop
     written: bool  # whether all ranks have finished writing a checkpoint in the background, or have failed to
     failed: bool  # whether any rank has failed to write its part
-    last_loss: (
-        float  # sum of the previous step's losses, in nats, over all ranks; those of a tensor-parallel group are equal
-    )
+    last_loss: float  # sum of the previous step's losses over all ranks, in nats. Tensor-parallel ranks repeat losses
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""A job for the worker pool: write a checkpoint of some weights from any number of tensor-parallel ranks."""
+"""Small checkpoints and a tokenizer; a job for the worker pool that writes one from tensor-parallel ranks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ssscale.config import to_yaml
 from ssscale.config.schema import Config, DataConfig, ModelConfig
@@ -19,6 +20,25 @@ from ssscale.train.save import save_checkpoint
 from tests.distributed.jobs import regroup
 
 LENGTH = 48
+VOCAB = 300
+
+
+def make_tokenizer(file: Path) -> Path:
+    """Writes a tokenizer of 300 tokens, of which the first bounds documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "the stick breaks where the soft max fades and the maker of sticks breaks them again, softly, at the end"
+    tokenizer.train_from_iterator([text], trainer)
+    assert tokenizer.get_vocab_size() == VOCAB
+    tokenizer.save(str(file))
+    return file
 
 
 class Share(WeightsOnly):

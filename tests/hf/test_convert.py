@@ -84,10 +84,18 @@ def test_logits_generation_and_round_trip(name: str, groups: Groups, tokenizer_f
             got = theirs(torch.tensor([text])).logits[0]
             assert (got - expected[first : first + len(text)]).abs().max() < 1e-5
 
+        # Positions that start again mark documents.
+        packed = torch.tensor([[token for text in TEXTS for token in text]])
+        positions = torch.tensor([[i for text in TEXTS for i in range(len(text))]])
+        assert (theirs(packed, position_ids=positions).logits[0] - expected).abs().max() < 1e-5
+
     tokens, mask = padded(left=True)
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     text = theirs.generate(tokens, attention_mask=mask, **settings)[:, tokens.shape[1] :]
     assert text.tolist() == generate(decoder, TEXTS, NEW)
+    for way in ({"cache_implementation": "static"}, {"prefill_chunk_size": 5}):
+        again = theirs.generate(tokens, attention_mask=mask, **settings, **way)[:, tokens.shape[1] :]
+        assert again.tolist() == text.tolist(), way
     # Without the cache every token is computed anew from the whole text.
     whole = theirs.generate(tokens, attention_mask=mask, use_cache=False, **settings)[:, tokens.shape[1] :]
     assert whole.tolist() == text.tolist()
