@@ -1,12 +1,13 @@
 """Tiny random exports of every core and option that vLLM serves, and of some that it must refuse.
 
-`python -m tests.serving.exports FOLDER` writes them with this package's own exporter. The vLLM environment lacks the
-trainer, so it only reads the folder.
+`python -m tests.serving.exports FOLDER` writes them with this package's own exporter, to FOLDER/served and
+FOLDER/refused. The environment with vLLM lacks the trainer and only reads them.
 """
 
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -102,17 +103,17 @@ def write(model: ModelConfig, groups: Groups, folder: Path) -> None:
     disturb(decoder)
     config = Config(name="trial", model=model, data=DataConfig(length=LENGTH))
     files = {"config.yaml": to_yaml(config), "tokenizer.json": tokenizer().to_str()}
-    run = folder.with_name(folder.name + "-run")
-    save_checkpoint(run, Share(decoder), groups, TrainState(step=1), files)
-    export_checkpoint(next(run.iterdir()), folder, 0, 0)
+    with TemporaryDirectory() as run:
+        save_checkpoint(Path(run), Share(decoder), groups, TrainState(step=1), files)
+        export_checkpoint(next(Path(run).iterdir()), folder, 0, 0)
 
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     groups = initialize()
-    for name, model in (SERVED | REFUSED).items():
-        if not (Path(folder) / name).exists():
-            write(model, groups, Path(folder) / name)
+    for kind, found in (("served", SERVED), ("refused", REFUSED)):
+        for name, model in found.items():
+            write(model, groups, Path(folder) / kind / name)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class StickBreakingImpl(CPUAttentionBackendImpl):
             return output
         starts, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
         size = kv_cache.shape[2]
-        for row, (first, last, length) in enumerate(zip(starts, starts[1:], lengths, strict=True)):
+        for row, (first, last, length) in enumerate(zip(starts[:-1], starts[1:], lengths, strict=True)):
             if last == first:
                 continue
             blocks = attn_metadata.block_table[row, : -(-length // size)].long()
