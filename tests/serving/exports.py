@@ -76,7 +76,11 @@ SERVED = {
     "stickbreaking-remainder": tiny("stickbreaking", mixer=REMAINDER, width=WIDTH),
     "hybrid": tiny(HYBRID, mixer=REMAINDER),
     "hybrid-pn-window": replace(
-        ssmax("pn", position_config("rope", window=WINDOW)), mixers=["stickbreaking", "ssmax"], num_layers=4
+        ssmax(
+            "pn", position_config("rope", window=WINDOW), num_kv_heads=1
+        ),  # fewer key heads than tensor-parallel ranks
+        mixers=["stickbreaking", "ssmax"],
+        num_layers=4,
     ),
     "hybrid-alibi": tiny(HYBRID, position_config("alibi", window=WINDOW)),
     "spare-ids": tiny("softmax", vocab_size=4 * VOCAB),  # most ids have no entry in the tokenizer

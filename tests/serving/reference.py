@@ -30,7 +30,11 @@ def main(folder: str, file: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True, dtype=torch.float32)
         text = AutoTokenizer.from_pretrained(export)(TEXT)["input_ids"]
         rows = [*prompts(), text]
-        new = [model.generate(torch.tensor([row]), **settings)[0, len(row) :].tolist() for row in rows]
+        new = []
+        for row in rows:
+            # Without a mask, `generate` takes BOS for padding, which has the same id.
+            inputs = {"inputs": torch.tensor([row]), "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
+            new.append(model.generate(**inputs, **settings)[0, len(row) :].tolist())
         found[export.name] = {"ids": new[:-1], "text": new[-1]}
     assert not any(name.split(".")[0] in ("ssscale", "ssscale_vllm", "vllm") for name in sys.modules)
     Path(file).write_text(json.dumps(found), encoding="utf-8")

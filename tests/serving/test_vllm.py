@@ -64,11 +64,13 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(str(folder), **SMALL | {"disable_log_stats": True} | options)
+    llm = None
     try:
+        llm = LLM(str(folder), **SMALL | {"disable_log_stats": True} | options)
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
 
@@ -98,10 +100,152 @@ def test_greedy_tokens_are_those_of_transformers(name: str, way: str, expected: 
             assert (text, cached) == (wanted[0], 0)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name.startswith("hybrid") or "pn" in name])
+@pytest.mark.parametrize("name", ["hybrid-alibi", "hybrid-pn-window"])
 def test_two_tensor_parallel_ranks_give_the_same_tokens(
     name: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with engine(EXPORTS / "served" / name, tensor_parallel_size=2, **WAYS["chunked"]) as llm:
         assert generate(llm, prompts())[0] == expected[name]["ids"]
+
+
+def test_remote_code_changes_nothing(expected: dict[str, Any]) -> None:
+    with engine(EXPORTS / "served" / "hybrid", trust_remote_code=True, **WAYS["whole"]) as llm:
+        assert generate(llm, prompts())[0] == expected["hybrid"]["ids"]
+
+
+def test_ids_without_an_entry_in_the_tokenizer_are_not_generated(expected: dict[str, Any]) -> None:
+    folder = EXPORTS / "served" / "spare-ids"
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] > 1000
+    assert max(token for row in expected["spare-ids"]["ids"] for token in row) < 257
+
+
+@pytest.mark.parametrize("remainder", [False, True])
+@pytest.mark.parametrize(("first", "rows"), [(0, 1), (0, 9), (5, 1), (6, 4)])
+def test_break_stick_in_float64(first: int, rows: int, remainder: bool) -> None:
+    """Eqs. 5 and 13 of arXiv:2410.17980, term by term."""
+    from ssscale_vllm.backends.stickbreaking_cpu import break_stick
+
+    generator = torch.Generator().manual_seed(first)
+    q, k, v = (torch.randn(h, n, 8, generator=generator) for h, n in ((4, rows), (2, 10), (2, 10)))
+    got = break_stick(q, k, v, first, 0.7, remainder)
+    for head in range(4):
+        keys, values = k[head // 2].double(), v[head // 2].double()
+        for row in range(rows):
+            left, o = 1.0, torch.zeros(8, dtype=torch.float64)
+            for i in range(first + row - 1, -1, -1):
+                beta = torch.sigmoid(0.7 * q[head, row].double() @ keys[i])
+                o, left = o + left * beta * values[i], left * (1 - beta)
+            o = o + left * values[first + row] * remainder
+            assert (got[head, row] - o).abs().max() < 2e-6
+
+
+REFUSALS = {"softmax-fire": "FIRE computes a bias", "softmax-dynamic": "dynamic_ntk rotates by a text's final length"}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_served_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=REFUSALS[name]), engine(EXPORTS / "refused" / name):
+        pass
+
+
+OPTIONS = {
+    "quantization=.* is not supported": {"quantization": "fp8", "dtype": "bfloat16"},
+    "divides? the 4 heads|divisible by": {"tensor_parallel_size": 3},
+    "logit_cap=30 is not known": {"hf_overrides": {"logit_cap": 30}},
+    "cannot be served with --kv-cache-dtype fp8|FP8 KV cache": {"kv_cache_dtype": "fp8"},
+}
+
+
+@pytest.mark.parametrize("sentence", OPTIONS)
+def test_options_that_would_be_ignored_are_refused(sentence: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=sentence):  # noqa: SIM117
+        with engine(EXPORTS / "served" / "stickbreaking", **OPTIONS[sentence]):
+            pass
+
+
+@pytest.mark.parametrize("damage", ["missing", "unknown"])
+def test_a_folder_with_other_weights_is_refused(damage: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(EXPORTS / "served" / "ssmax", tmp_path / "copy")
+    weights = load_file(folder / "model.safetensors")
+    s = weights.pop("blocks.1.attention.weights.s")
+    if damage == "unknown":
+        weights |= {"blocks.1.attention.weights.s": s, "blocks.1.attention.weights.z": s.clone()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    wanted = {"missing": "has no weight blocks.1.attention.weights.s", "unknown": "has a weight .*weights.z"}[damage]
+    with pytest.raises(ValueError, match=wanted), engine(folder):
+        pass
+
+
+@pytest.mark.parametrize("command", ["serve", "module"])
+def test_a_server_answers_with_the_tokens_of_transformers(
+    command: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """The two commands of the guide, and a request by HTTP."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    name = {"serve": "hybrid", "module": "ssmax-bias"}[command]
+    folder = str(EXPORTS / "served" / name)
+    start = {
+        "serve": [str(Path(sys.executable).with_name("vllm")), "serve", folder],
+        "module": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder],
+    }[command]
+    if command == "serve":
+        give_vllm_a_version(tmp_path)
+    own = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(tmp_path),
+    }
+    environ = {key: value for key, value in os.environ.items() if key not in ENVIRONMENT} | own
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [*start, "--port", str(port), "--dtype", "float32"],
+            cwd=tmp_path,
+            env=environ,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", server, log)
+        body = {"model": folder, "prompt": TEXT, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+        answer = post(f"http://127.0.0.1:{port}/v1/completions", body | {"return_token_ids": True})
+        assert answer["choices"][0]["token_ids"] == expected[name]["text"]
+        assert answer["usage"]["prompt_tokens"] == len(TEXT) + 1  # a text begins with BOS
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def give_vllm_a_version(folder: Path) -> None:
+    """The command `vllm` asks for the version of the distribution vllm, and vllm-cpu 0.32.0 has another name."""
+    if "vllm" not in {found.name for found in importlib.metadata.distributions()}:
+        (folder / "vllm-0.32.0.dist-info").mkdir()
+        (folder / "vllm-0.32.0.dist-info" / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
+        )
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 280
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def post(address: str, body: dict[str, Any]) -> dict[str, Any]:
+    content = json.dumps(body).encode()
+    request = urllib.request.Request(address, content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)

@@ -82,6 +82,8 @@ def read_model(content: dict[str, Any]) -> Model:
     keys.skip(*COMMON, *TRAINING)
     heads, head_dim = keys.take("num_attention_heads", int), keys.take("head_dim", int)
     number, pattern = keys.take("num_hidden_layers", int), keys.take("mixers", list)
+    if not pattern:
+        raise ValueError("config.json: mixers=[] names no mixer")
     section, position = keys.section("mixer"), read_position(keys.section("position"))
     mixers = {name: _read_mixer(name, section) for name in dict.fromkeys(pattern)}
     section.done()

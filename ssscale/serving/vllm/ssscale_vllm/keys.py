@@ -24,7 +24,9 @@ class Keys:
     def take(self, key: str, *kinds: Any) -> Any:
         """Returns the value of a key that must be there and of one of the types; None stands for a null."""
         if key not in self.left:
-            raise ValueError(f"config.json has no {self.named(key)}: export the model again with this version of ssscale")
+            raise ValueError(
+                f"config.json has no {self.named(key)}: export the model again with this version of ssscale"
+            )
         value = self.left.pop(key)
         types = tuple(t for kind in kinds for t in (kind if isinstance(kind, tuple) else (kind,)) if t is not None)
         # bool is a subclass of int

@@ -40,7 +40,11 @@ class Mixer:
     @classmethod
     def read(cls, name: str, keys: Keys) -> Mixer:
         """Reads the section `mixer.NAME`. Raises ValueError for an option that cannot be served."""
-        shared = {"name": name, "positions": tuple(keys.take("positions", list)), "windowed": keys.take("windowed", bool)}
+        shared = {
+            "name": name,
+            "positions": tuple(keys.take("positions", list)),
+            "windowed": keys.take("windowed", bool),
+        }
         found = cls(**shared, **cls.options(keys))
         keys.done()
         return found

@@ -94,4 +94,6 @@ def _rope(keys: Keys, shared: dict[str, Any]) -> RoPE:
         raise ValueError(f"config.json: {keys.named('scaling')}={scaling!r} is not known to this vLLM plugin")
     if scaling == "none" and factor != 1.0:
         raise ValueError(f"config.json: {keys.named('factor')}={factor:g} has no effect with scaling=none")
-    return RoPE(**shared, base=base, divisor=factor if scaling == "linear" else 1.0, ntk=factor if scaling == "ntk" else 1.0)
+    return RoPE(
+        **shared, base=base, divisor=factor if scaling == "linear" else 1.0, ntk=factor if scaling == "ntk" else 1.0
+    )
