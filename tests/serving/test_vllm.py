@@ -51,11 +51,13 @@ def environment() -> None:
 
 @pytest.fixture(scope="session")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    file = tmp_path_factory.mktemp("reference") / "tokens.json"
-    modules = {"HF_MODULES_CACHE": str(file.parent / "modules")}
-    command = [sys.executable, "-m", "tests.serving.reference", str(EXPORTS / "served"), str(file)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | modules, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Kept beside the exports, for repeated runs."""
+    file = EXPORTS / "tokens.json"
+    if not file.exists():
+        modules = {"HF_MODULES_CACHE": str(tmp_path_factory.mktemp("modules"))}
+        command = [sys.executable, "-m", "tests.serving.reference", str(EXPORTS / "served"), str(file)]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | modules, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(file.read_text(encoding="utf-8"))
 
 

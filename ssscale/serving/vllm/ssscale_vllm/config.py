@@ -13,8 +13,8 @@ from .mixers import MIXERS
 from .positions import Position, read_position
 
 # What transformers and vLLM read from config.json by themselves.
-COMMON = ("architectures", "model_type", "dtype", "auto_map", "transformers_version", "bos_token_id", "eos_token_id")
-COMMON += ("pad_token_id", "_name_or_path")
+COMMON = ("architectures", "model_type", "dtype", "auto_map", "transformers_version", "_name_or_path")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What only initialization and training read. use_cache: vLLM always caches.
 TRAINING = ("initializer_range", "depth_scaled_init", "use_cache")
 WIDTH_TRAINING = ("base_hidden_size", "matrix_lr_divisor", "matrix_init_divisor")
@@ -64,7 +64,7 @@ class Model:
 
     def learned(self) -> dict[str, Shape]:
         """The weights that mixers declare, by their names in the export."""
-        found = {}
+        found: dict[str, Shape] = {}
         for name, mixer in self.mixers.items():
             found |= {f"shared.{name}.{key}": shape for key, shape in mixer.shared_weights(self.length).items()}
         for i, mixer in enumerate(self.layers):
@@ -79,7 +79,7 @@ def read_model(content: dict[str, Any]) -> Model:
     Raises ValueError, with one sentence, for a key that is missing or unknown and for a value that cannot be served.
     """
     keys = Keys("", content)
-    keys.skip(*COMMON, *TRAINING)
+    keys.skip(*COMMON, *TOKENS, *TRAINING)
     heads, head_dim = keys.take("num_attention_heads", int), keys.take("head_dim", int)
     number, pattern = keys.take("num_hidden_layers", int), keys.take("mixers", list)
     if not pattern:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..keys import Keys
 from ..mixer import Mixer
@@ -13,7 +13,7 @@ from ..mixer import Mixer
 class Softmax(Mixer):
     """o_i = Σ_{j ≤ i} softmax_j(scale · q_i·k_j + bias_ij) v_j   (arXiv:1706.03762, Eq. 1)"""
 
-    supported = ("rope", "nope", "alibi")
+    supported: ClassVar[tuple[str, ...]] = ("rope", "nope", "alibi")
 
     @classmethod
     def options(cls, keys: Keys) -> dict[str, Any]:
