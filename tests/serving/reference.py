@@ -1,11 +1,13 @@
 """What transformers generates greedily from each export, as JSON: `python -m tests.serving.reference FOLDER FILE`.
 
+Also the log-probabilities of each prompt's next token, in float32 and in bfloat16.
 A process of its own, which knows neither vLLM nor this package: the exported code is the reference.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +21,11 @@ def prompts() -> list[list[int]]:
     drawn = [torch.randint(1, 257, (n,), generator=generator).tolist() for n in (150, 41, 1, 7, 70)]
     shared = drawn.pop()
     return [*drawn, [*shared, 5, 6, 7], [*shared, 9]]
+
+
+@torch.no_grad()
+def next_token(model: Any) -> list[list[float]]:
+    return [model(torch.tensor([row])).logits[0, -1].float().log_softmax(-1).tolist() for row in prompts()]
 
 
 def main(folder: str, file: str) -> None:
@@ -35,7 +42,8 @@ def main(folder: str, file: str) -> None:
             # Without a mask, `generate` takes BOS for padding, which has the same id.
             inputs = {"inputs": torch.tensor([row]), "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
             new.append(model.generate(**inputs, **settings)[0, len(row) :].tolist())
-        found[export.name] = {"ids": new[:-1], "text": new[-1]}
+        found[export.name] = {"ids": new[:-1], "text": new[-1], "float32": next_token(model)}
+        found[export.name]["bfloat16"] = next_token(model.to(torch.bfloat16))
     assert not any(name.split(".")[0] in ("ssscale", "ssscale_vllm", "vllm") for name in sys.modules)
     Path(file).write_text(json.dumps(found), encoding="utf-8")
 

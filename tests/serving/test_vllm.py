@@ -33,7 +33,14 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-SMALL = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
+SMALL = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "enforce_eager": True,
+    "disable_log_stats": True,
+}
 # Chunks of 32 tokens, and texts that share their first blocks; or whole prompts and no sharing.
 WAYS = {
     "chunked": {"max_num_batched_tokens": 32, "enable_chunked_prefill": True, "enable_prefix_caching": True},
@@ -68,7 +75,7 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
 
     llm = None
     try:
-        llm = LLM(str(folder), **SMALL | {"disable_log_stats": True} | options)
+        llm = LLM(str(folder), **SMALL | options)
         yield llm
     finally:
         if llm is not None:
@@ -109,6 +116,19 @@ def test_two_tensor_parallel_ranks_give_the_same_tokens(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with engine(EXPORTS / "served" / name, tensor_parallel_size=2, **WAYS["chunked"]) as llm:
         assert generate(llm, prompts())[0] == expected[name]["ids"]
+
+
+@pytest.mark.parametrize("name", ["ssmax", "stickbreaking-remainder", "hybrid-pn-window"])
+def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(name: str, expected: dict[str, Any]) -> None:
+    from vllm import SamplingParams
+
+    exact, theirs = (torch.tensor(expected[name][dtype]) for dtype in ("float32", "bfloat16"))
+    settings = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1)
+    with engine(EXPORTS / "served" / name, **WAYS["whole"], dtype="bfloat16", max_logprobs=-1) as llm:
+        done = llm.generate([{"prompt_token_ids": row} for row in prompts()], settings, use_tqdm=False)
+    found = [one.outputs[0].logprobs[0] for one in done]
+    ours = torch.tensor([[row[token].logprob for token in range(exact.shape[1])] for row in found])
+    assert (ours - exact).abs().mean() < 2 * (theirs - exact).abs().mean()
 
 
 def test_remote_code_changes_nothing(expected: dict[str, Any]) -> None:
