@@ -42,7 +42,7 @@ assert set(ssscale_vllm.config.MIXERS) == {"softmax", "ssmax", "stickbreaking"}
 """
 TRAINER = {"ssscale", "megatron", "deepspeed", "omegaconf", "streaming", "lm_eval"}
 PARTS = {
-    "ssscale_kernels": ("kernels", KERNELS, TRAINER | {"transformers", "numpy", "cudnn"}),
+    "ssscale_kernels": ("kernels", KERNELS, TRAINER | {"transformers", "cudnn"}),
     "ssscale_vllm": ("ssscale/serving/vllm", PLUGIN, TRAINER | {"ssscale_kernels", "vllm"}),
 }
 
