@@ -148,9 +148,10 @@ def named(word: str, harmless: list[str]) -> set[str]:
 
 def _own_names(path: str) -> set[str]:
     """A mixer may build on another one, so that their files may name all."""
-    if re.fullmatch(r"ssscale/model/mixers/(?!__init__|base)\w+\.py", path):
+    if re.fullmatch(r"ssscale/(model|serving/vllm/ssscale_vllm)/mixers/(?!__init__|base)\w+\.py", path):
         return set(MIXERS)
-    return {name for name in MIXERS if path == f"ssscale/parallel/{name}_ring.py"}
+    plugin = r"ssscale/serving/vllm/ssscale_vllm/backends"
+    return {name for name in MIXERS if re.fullmatch(rf"ssscale/parallel/{name}_ring\.py|{plugin}/{name}_\w+\.py", path)}
 
 
 def _words(tree: ast.Module) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Attention backends over vLLM's paged cache."""
