@@ -5,7 +5,7 @@ number of ranks and workers does not matter. Any k can be looked up directly, so
 that have been consumed.
 
 StreamingDataset (mosaicml-streaming) has an order of its own, which is not used: it depends on the number of canonical
-nodes, and its mix of sources cannot change at a given sample.
+nodes, and a run cannot switch to another mix of sources at a given sample.
 """
 
 from collections import OrderedDict

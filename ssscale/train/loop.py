@@ -15,7 +15,7 @@ logger = logging.getLogger("ssscale")
 
 
 def train(run: Run) -> None:
-    """Trains until the last step is done. Returns at once if the run is already finished.
+    """Trains until the last step is done. If the run is already finished, trains nothing.
 
     Raises Stop if the run ends before its last step, and UserError if the last step cannot be saved.
     """

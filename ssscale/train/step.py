@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 class Agreed:
     """What the ranks agree on before a step. All ranks hold the same values."""
 
-    num_targets: int  # tokens with a target in the coming step, in the batches of all ranks together, at least 1
-    stop: bool  # whether any rank was asked to stop
-    written: bool  # whether all ranks have finished writing a checkpoint in the background, or have failed to
-    failed: bool  # whether any rank has failed to write its part
-    last_loss: float  # sum of the previous step's losses over all ranks, in nats. Tensor-parallel ranks repeat losses
+    # Tokens with a target in the coming step, in the batches of all ranks together. At least 1.
+    num_targets: int
+    # Whether any rank was asked to stop.
+    stop: bool
+    # Whether every rank is done with its part of the checkpoint that is being saved, successfully or not.
+    written: bool
+    # Whether any rank has failed to write its part.
+    failed: bool
+    # Sum over all ranks of the losses of the previous step, in nats. All ranks of a tensor-parallel group compute the same
+    # losses, so each token's loss is in the sum tensor_size times.
+    last_loss: float
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def ssmax_base(batch: Batch, model: SSScaleForCausalLM) -> Tensor:
 
 
 def ssmax_factor(batch: Batch, layer: ExportedAttention) -> Tensor:
-    """Returns the factor of q, s ln n + b or s p_n + b: [B, N, T, 1] float32   (arXiv:2501.19399, Eqs. 2 to 4)"""
+    """Returns the factor by which q is multiplied (s ln n + b, or s p_n + b): [B, N, T, 1] float32   (arXiv:2501.19399, Eqs. 2 to 4)"""
     s, b = layer.learned("s"), layer.learned("b")
     s = layer.options["scale"] if s is None else s.float()[:, None]
     factor = s * batch.own["ssmax"][:, None, :].expand(-1, layer.sizes[0], -1)
@@ -72,8 +72,10 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # start of s, in a run from random weights or a stage that sets `scale`; `fixed`: s itself
-    bias: float = 0.0  # start of b, in a run from random weights or a stage that sets `bias`
+    scale: float = (
+        1.0  # initial s of a run without init_from, or of a stage that sets it; under `fixed`, the constant s
+    )
+    bias: float = 0.0  # initial b of a run without init_from, or of a stage that sets it
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:
@@ -106,7 +108,7 @@ class SSMax(Softmax):
         return kept + (4 * sizes.q + 4 * sizes.heads if shared else 0.0)
 
     def begun(self, model: ModelConfig, length: int) -> SSMax:
-        """Returns a copy whose starting s and b change a softmax model as little as possible when it becomes SSMax.
+        """Returns a copy with the s and b with which a softmax model becomes SSMax.
 
         b = 0, and s = 1 / mean(ln n), so that the factor of q is 1 on average (arXiv:2501.19399, Section 2.1 (e)). The
         mean is over the tokens of a row that is one document: n = 1 … length, and at most W with a window of W keys.
