@@ -47,7 +47,7 @@ def ssmax_base(batch: Batch, model: SSScaleForCausalLM) -> Tensor:
 
 
 def ssmax_factor(batch: Batch, layer: ExportedAttention) -> Tensor:
-    """Returns the factor by which q is multiplied (s ln n + b, or s p_n + b): [B, N, T, 1] float32   (arXiv:2501.19399, Eqs. 2 to 4)"""
+    """Returns the factor by which q is multiplied (s ln n + b, or s p_n + b): [B, N, T, 1] float32   (Eqs. 2 to 4)"""
     s, b = layer.learned("s"), layer.learned("b")
     s = layer.options["scale"] if s is None else s.float()[:, None]
     factor = s * batch.own["ssmax"][:, None, :].expand(-1, layer.sizes[0], -1)
