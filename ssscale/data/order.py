@@ -4,8 +4,8 @@ It depends only on the seed, the mixes, the names and order of the sources, and 
 number of ranks and workers does not matter. Any k can be looked up directly, so resuming needs only the number of samples
 that have been consumed.
 
-StreamingDataset (mosaicml-streaming) has an order of its own, which is not used: it depends on the number of canonical
-nodes, and a run cannot switch to another mix of sources at a given sample.
+The order of StreamingDataset (mosaicml-streaming) is not used, because it depends on the number of canonical nodes and
+cannot switch to another mix of sources at a given sample.
 """
 
 from collections import OrderedDict
@@ -19,8 +19,8 @@ import numpy as np
 
 from ssscale.errors import UserError
 
-# Samples per block. At the end of each block, the number of samples taken from a source since the mix began differs by at
-# most about one from the source's share of all samples since then.
+# Samples per block. At the end of each block, each source has given share · n samples to within about one, where n is the
+# number of samples since the mix began.
 BLOCK = 256
 WINDOW = 4  # number of shards whose rows are shuffled together; a reader has only this many shards of a source open
 

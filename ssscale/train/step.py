@@ -28,7 +28,7 @@ class Agreed:
     # Whether any rank has failed to write its part.
     failed: bool
     # Sum over all ranks of the losses of the previous step, in nats. All ranks of a tensor-parallel group compute the same
-    # losses, so each token's loss is in the sum tensor_size times.
+    # losses, so the sum counts each token's loss tensor_size times.
     last_loss: float
 
 

@@ -54,7 +54,8 @@ def softmax_tile(
 class Softmax(Mixer):
     """o_i = Σ_{j ≤ i} softmax_j(q_i·k_j / sqrt(H) + bias_ij) v_j   (arXiv:1706.03762, Eq. 1)
 
-    The position method may add the bias. With a window, query i attends to the keys i − window < j ≤ i.
+    bias_ij comes from the position methods ALiBi and FIRE. The other methods have none. With a window, query i attends to
+    the keys i − window < j ≤ i.
     """
 
     backend: Backend = Backend.auto  # the kernel on a GPU
@@ -90,7 +91,7 @@ class Softmax(Mixer):
     def mix(
         self, qkv: Tensor, layer: Attention, layout: PackedLayout, tables: Tables, extend: Extend | None = None
     ) -> Tensor:
-        """Runs rotation, factor and attention as one operator if possible.
+        """Rotates q and k, scales q (SSMax only) and computes attention in one operator if possible.
 
         It is not possible with a KV cache, a bias or context parallelism. It is not needed
         if there is neither a rotation nor a factor of q.

@@ -62,8 +62,8 @@ class SSMax(Softmax):
     a_j is the weight of key j, and z the logits of one query. n is the number of keys that the query attends to, its own
     included. With a window, n is at most `window`. s is learned per layer and head, or fixed. The variant `bias` replaces
     s ln n by s ln n + b (Eq. 4). `pn` replaces it by s p_n + b, where all layers and heads share the learned parameters p_n
-    (Eq. 3). The factor
-    of the logits is applied to q, so the kernels of softmax attention are used without changes.
+    (Eq. 3). Instead of the logits, q is multiplied by this factor, so the kernels of softmax attention are used without
+    changes.
     """
 
     positions = ("rope", "nope")
@@ -73,9 +73,9 @@ class SSMax(Softmax):
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
     scale: float = (
-        1.0  # initial s of a run without init_from, or of a stage that sets it; under `fixed`, the constant s
+        1.0  # where s starts, in a run without init_from or a stage that sets `scale`; `fixed`: the constant s
     )
-    bias: float = 0.0  # initial b of a run without init_from, or of a stage that sets it
+    bias: float = 0.0  # where b starts, in a run without init_from or a stage that sets `bias`
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:
@@ -108,7 +108,7 @@ class SSMax(Softmax):
         return kept + (4 * sizes.q + 4 * sizes.heads if shared else 0.0)
 
     def begun(self, model: ModelConfig, length: int) -> SSMax:
-        """Returns a copy with the s and b with which a softmax model becomes SSMax.
+        """Returns a copy whose `scale` and `bias` are the values at which s and b start when a softmax model is converted.
 
         b = 0, and s = 1 / mean(ln n), so that the factor of q is 1 on average (arXiv:2501.19399, Section 2.1 (e)). The
         mean is over the tokens of a row that is one document: n = 1 … length, and at most W with a window of W keys.
