@@ -19,8 +19,8 @@ import numpy as np
 
 from ssscale.errors import UserError
 
-# Samples per block. At the end of each block, each source has given share · n samples to within about one, where n is the
-# number of samples since the mix began.
+# Samples per block. At the end of each block, the number of samples from each source differs from share · n by at most
+# about one, where n is the number of samples since the mix began.
 BLOCK = 256
 WINDOW = 4  # number of shards whose rows are shuffled together; a reader has only this many shards of a source open
 

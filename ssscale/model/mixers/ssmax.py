@@ -73,9 +73,9 @@ class SSMax(Softmax):
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
     scale: float = (
-        1.0  # where s starts, in a run without init_from or a stage that sets `scale`; `fixed`: the constant s
+        1.0  # start of s: in a run that has no init_from, and in a stage that sets `scale`. `fixed`: the constant s
     )
-    bias: float = 0.0  # where b starts, in a run without init_from or a stage that sets `bias`
+    bias: float = 0.0  # start of b: in a run that has no init_from, and in a stage that sets `bias`
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:
