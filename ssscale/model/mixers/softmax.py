@@ -77,8 +77,8 @@ class Softmax(Mixer):
     def kept_bytes(self, sizes: Sizes) -> float:
         """Returns the bytes kept for the backward pass: the log-sum-exp, and the rotated copies of q and k.
 
-        Whatever the mixer, the memory estimate itself counts one copy of v. With rotation under Ulysses alone (no ring), v is not
-        copied, so the estimate's copy of v is subtracted here.
+        Whatever the mixer, the memory estimate itself counts one copy of v. With rotation under Ulysses alone (no ring), v is
+        not copied, so this copy is subtracted here.
         """
         copies = sizes.q + sizes.kv if sizes.rotated else 0.0
         if sizes.ring == 1 and sizes.ulysses > 1 and sizes.rotated:
