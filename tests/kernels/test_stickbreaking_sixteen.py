@@ -122,7 +122,12 @@ SLOW = [
 
 @pytest.mark.parametrize(("operands", "head_dim"), [("scaled", 32), ("scaled", 64), ("scaled", 128), *SLOW])
 @pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
-def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
+def test_compiles_for_hopper_without_spilling(which, head_dim, operands, request):
+    if which == "dkv" and operands == "float16" and head_dim > 64:
+        # Under Triton 3.6.0, 15 and 55 accesses at 80 dims, 11 and 5 at 128. 64 rows, 4 warps and a single stage spill, too.
+        request.applymarker(
+            pytest.mark.xfail(strict=True, reason="weights and dz in two fp16 parts exceed the registers")
+        )
     config = forward_config(head_dim) if which == "forward" else getattr(backward_config(head_dim), which)
     program = compiled(which, config, head_dim, operands)
     assert shuffles_reach_their_lanes(program.asm["ttgir"])
