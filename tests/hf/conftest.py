@@ -10,5 +10,5 @@ from tests.hf.jobs import make_tokenizer
 
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 tokens, of which the first bounds documents."""
+    """300 tokens. The first one marks the borders of documents."""
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")

@@ -24,7 +24,7 @@ VOCAB = 300
 
 
 def make_tokenizer(file: Path) -> Path:
-    """Writes a tokenizer of 300 tokens, of which the first bounds documents."""
+    """Writes a tokenizer of 300 tokens. The first one marks the borders of documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

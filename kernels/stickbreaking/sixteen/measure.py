@@ -242,7 +242,7 @@ def warm(which: str) -> None:
     for job in jobs()[index::workers]:
         try:
             job()
-        except Exception as error:
+        except Exception as error:  # one candidate must not end the run
             print(f"does not compile or run: {type(error).__name__} {str(error)[:150]}", flush=True)
     torch.cuda.synchronize()
 
@@ -297,7 +297,7 @@ def print_row(shape: Shape, spent: bool, tuned: tuple[C, B.BackwardConfig]) -> N
                     lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), inputs, 100
                 )
             cells.append((forward, forward + backward))
-        except Exception as error:
+        except Exception as error:  # a backend that this machine lacks is a gap in the table
             print(f"{backend}: {str(error)[:100]}")
             cells.append((float("nan"), float("nan")))
     for modules, configs in (((four_forward, four_backward), None), ((F, B), None), ((F, B), tuned)):
@@ -305,7 +305,7 @@ def print_row(shape: Shape, spent: bool, tuned: tuple[C, B.BackwardConfig]) -> N
             first = {} if configs is None else {"config": configs[0]}
             forward = graph_ms([forward_call(shape, s, modules[0], **first) for s in sets], 100)
             cells.append((forward, graph_ms([both_call(shape, s, *modules, configs) for s in sets], 100)))
-        except Exception as error:
+        except Exception as error:  # the other column is still worth its time
             print(f"{modules[0].__name__}: {str(error)[:100]}")
             cells.append((float("nan"), float("nan")))
     times = " | ".join(f"{a:.3f} / {b:.3f}" for a, b in cells)

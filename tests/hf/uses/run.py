@@ -30,7 +30,7 @@ def outcome(use: Use, subject: Subject) -> str:
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             sentence = use.run(subject)
-    except Exception as error:
+    except Exception as error:  # whatever it is, it becomes the cell of the table
         lines = traceback.format_exc().splitlines()
         where = [line.strip() for line in lines if "tests/hf" in line or "_ssscale.py" in line]
         return f"FAILED: {type(error).__name__}: {str(error)[:600]} ({' < '.join(where[::-1][:3])})"

@@ -101,7 +101,7 @@ def refused(action: Callable[[], Any], *words: str) -> str:
     """Returns the sentence of the error that the action raises. Fails if it has not these words."""
     try:
         action()
-    except Exception as error:
+    except Exception as error:  # any error of transformers; its sentence is what is compared
         name, text = type(error).__name__, " ".join(str(error).split())
     else:
         raise AssertionError("nothing was refused")
