@@ -1,11 +1,13 @@
 """Faults of a run: the record in events.jsonl, and the message after running out of GPU memory."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ssscale.errors import OUT_OF_MEMORY, Stop
 from ssscale.train.appender import Appender
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from ssscale.train.peers import Where
 
 GIB = 2**30
+NCCL_MEMORY = re.compile(
+    "out of memory|Failed to CUDA [cm]alloc"
+)  # what NCCL writes where torch raises OutOfMemoryError
 
 
 class Rollback(Exception):  # noqa: N818 - an order, not a mistake
@@ -30,8 +35,12 @@ def write_event(events: Appender, event: dict[str, Any]) -> None:
 
 
 def out_of_memory(error: Exception, at: str, where: "Where") -> Stop | None:
-    """Returns the Stop for a CUDA out-of-memory error, or None for any other error. at: the rank and step, for the message."""
-    if not isinstance(error, torch.OutOfMemoryError):
+    """Returns the Stop for a CUDA out-of-memory error of torch or NCCL, or None for any other error.
+
+    at: the rank, step and phase, for the message.
+    """
+    of_nccl = isinstance(error, dist.DistError) and NCCL_MEMORY.search(str(error))
+    if not isinstance(error, torch.OutOfMemoryError) and not of_nccl:
         return None
     now = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     train, parallel, held = where.config.train, where.config.parallel, where.held

@@ -115,7 +115,7 @@ class Peers:
             self._report(str(memory), memory.code)
             return memory
         first = (str(error).splitlines() or [""])[0][:200]
-        if is_lost_connection(error):
+        if is_lost_connection(error) and self.groups.world_size > 1:
             self._report(first, STALLED, lost=True)
             self._write_traceback(error)
             return self._lost(error, at, first, where)

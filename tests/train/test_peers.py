@@ -1,0 +1,36 @@
+"""Which errors of a rank's connections mean that another rank is gone, and which do not."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from ssscale.config import load_config
+from ssscale.errors import OUT_OF_MEMORY
+from ssscale.train.faults import out_of_memory
+from ssscale.train.peers import Peers, Where
+
+
+def where() -> Where:
+    return Where(load_config(["config=tiny_softmax"]), step=3, phase="optimizer", held=0)
+
+
+@pytest.mark.parametrize("last", ["Cuda failure 2 'out of memory'", "Failed to CUDA calloc async 608 bytes"])
+def test_nccl_runs_out_of_memory(last: str) -> None:
+    """NCCL allocates buffers at the first exchange. Its error is not one about another rank."""
+    stop = out_of_memory(
+        dist.DistBackendError(f"NCCL error, unhandled cuda error\nLast error:\n{last}"), "rank 0", where()
+    )
+    assert stop is not None
+    assert stop.code == OUT_OF_MEMORY
+    assert "use train.microbatch below" in str(stop)
+    assert out_of_memory(dist.DistBackendError("NCCL error, Connection reset"), "rank 0", where()) is None
+
+
+def test_one_rank_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of NCCL in a run of one process cannot mean that another rank is gone."""
+    monkeypatch.setattr("ssscale.train.peers.from_main", lambda text, groups: text)
+    peers = Peers(tmp_path, SimpleNamespace(rank=0, world_size=1))  # type: ignore[arg-type]
+    with pytest.raises(dist.DistBackendError), peers.telling(where):
+        raise dist.DistBackendError("NCCL error, unhandled cuda error")
