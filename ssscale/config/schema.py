@@ -255,7 +255,7 @@ class TrainConfig:
     max_steps: int | None = None  # stop after this many steps even within a stage; 0 only saves the initial checkpoint
     seed: int = 0  # seed of the initial weights
     precision: Precision = Precision.auto  # auto: bf16 with fp32 master weights on a GPU, fp32 on a CPU
-    compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU or with ZeRO-3 (docs/guide/model.md)
+    compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU or with ZeRO-3 (docs/guide/training.md)
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
     z_loss: float = 0.0  # weight of ln²Z, the squared logsumexp of the logits (arXiv:2204.02311, Section 5)
     log_every: int = 10  # steps between records of metrics
