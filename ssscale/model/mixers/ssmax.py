@@ -72,8 +72,8 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # s at the start of a run without init_from, or of a stage that sets it. `fixed`: s throughout
-    bias: float = 0.0  # b at the start of a run without init_from, or of a stage that sets it
+    scale: float = 1.0  # start value of s, for a new model and for a stage that sets this key. `fixed`: the constant s
+    bias: float = 0.0  # start value of b, for a new model and for a stage that sets this key
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:

@@ -58,7 +58,7 @@ def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     every = [torch.empty_like(mine) for _ in range(groups.world_size)]
     dist.all_gather(every, mine)
     for number, name in enumerate(names):
-        found: dict[int, dict[int, int]] = {}  # owner (`Engine.copies`) → rank → sum; ranks of one owner must agree
+        found: dict[int, dict[int, int]] = {}  # rank → sum, for each group of ranks that hold copies of the same tensor
         for rank, (theirs, theirs_of) in enumerate(torch.stack(every)[:, :, number].tolist()):
             found.setdefault(theirs_of, {})[rank] = theirs
         for copies in found.values():
