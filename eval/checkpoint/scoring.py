@@ -13,7 +13,7 @@ from jinja2.exceptions import UndefinedError
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 
-from eval.checkpoint.chance import WRITTEN, against_chance, interval
+from eval.checkpoint.chance import SHARES, WRITTEN, against_chance, interval
 from eval.checkpoint.harness import PackedLM
 from eval.checkpoint.lm_eval_patches import templates_end_with, without_environment
 from eval.checkpoint.own_tasks import first_line, is_own
@@ -244,7 +244,7 @@ def _scored(task: str, output: dict[str, Any], limit: int | None, length: int) -
     result = make_result(
         task,
         metrics,
-        chance=fmean(1 / count for count in choices) if multiple_choice else guessing(task),
+        chance=fmean(1 / count for count in choices) if multiple_choice else guessing(task, first_metric(metrics)),
         items=len({sample["doc_id"] for sample in samples}),  # a document occurs once per filter of the task
         num_fewshot=output["n-shot"][task] or in_documents,
         limit=limit,
@@ -253,16 +253,24 @@ def _scored(task: str, output: dict[str, Any], limit: int | None, length: int) -
     return Scored(result, samples, metrics)
 
 
-def guessing(task: str) -> float | None:
-    """Return the score of guessing on a task that is not multiple choice. RULER's tasks are TASK@LENGTH."""
+def guessing(task: str, metric: str) -> float | None:
+    """Return the score of guessing on a task that is not multiple choice, or None. RULER's tasks are TASK@LENGTH.
+
+    A metric such as perplexity has none.
+    """
     found = WRITTEN.get(task.partition("@")[0])
-    return None if found is None else found.rate
+    return found.rate if found and metric.partition(",")[0] in (*SHARES, "string_match") else None
+
+
+def first_metric(metrics: dict[str, Any]) -> str:
+    """Return the first metric with its filter, as `acc,none`."""
+    return next(key for key in metrics if "," in key and "_stderr" not in key)
 
 
 def make_result(task: str, metrics: dict[str, Any], **more: Any) -> TaskResult:
     """Make a TaskResult whose metric is the first one in `metrics`. more: the other fields."""
     values = {key: value for key, value in metrics.items() if "," in key}
-    metric = next(key for key in values if "_stderr" not in key)
+    metric = first_metric(values)
     name, kind = metric.split(",")
     stderr = values.get(f"{name}_stderr,{kind}")
     return TaskResult(

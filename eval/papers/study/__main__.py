@@ -34,7 +34,8 @@ from pathlib import Path
 from eval.checkpoint.command import sentences, whole_numbers
 from eval.papers.study.jobs import Job, Place
 from eval.papers.study.rates import choose
-from eval.papers.study.runner import ROOT, Runner, gpus_here, plan
+from eval.papers.study.runner import ROOT, Runner, gpus_here
+from eval.papers.study.schedule import plan
 from eval.papers.study.sizes import SIZES
 from eval.papers.study.studies import STUDIES, Study
 from ssscale.errors import UserError

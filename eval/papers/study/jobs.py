@@ -22,6 +22,7 @@ class Step:
     minutes: alone on one H200, the start included.
     folder: where the marker of the finished step lies. Steps of several jobs with the same marker run once.
     codes: exit codes with which the step has ended well.
+    alone: whether nothing else may run on its GPU meanwhile, because its time is a result.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Step:
     minutes: float
     folder: Path
     codes: tuple[int, ...] = (0,)
+    alone: bool = False
 
     @property
     def marker(self) -> Path:
@@ -92,6 +94,7 @@ class Job:
 
     reads_test: whether a step reads test documents, which needs a chosen learning rate.
     measure: returns the content of the JSON file besides what every job records.
+    group: of jobs that measure one model, which is deleted after the last of them. They start in one stay.
     """
 
     study: str
@@ -103,6 +106,7 @@ class Job:
     measure: Callable[[], dict[str, Any]] = field(compare=False)
     rate: float | None = None
     reads_test: bool = False
+    group: str | None = None
 
     @property
     def label(self) -> str:
@@ -120,8 +124,8 @@ class Job:
 
     @property
     def begun(self) -> bool:
-        """Whether one of its steps was stopped."""
-        return any(step.paused.is_file() for step in self.left)
+        """Whether one of its steps was stopped, or its model is there and nowhere else."""
+        return any(step.paused.is_file() for step in self.left) or any(step.alone and step.done for step in self.steps)
 
     def identity(self, place: Place) -> dict[str, Any]:
         """What a JSON file must share with the job that would make it."""

@@ -45,8 +45,10 @@ def test_against_chance():
 
 def test_every_task_but_wikitext_has_a_chance():
     assert set(FILES) - CHOICES - set(WRITTEN) == {"wikitext"}
-    assert guessing("niah_single_1@4096") == 0
-    assert guessing("ruler_qa_squad@4096") is None
+    assert guessing("niah_single_1@4096", "string_match,none") == 0
+    assert guessing("ruler_qa_squad@4096", "string_match,none") is None
+    assert guessing("lambada_openai", "acc,none") == 0.017
+    assert guessing("lambada_openai", "perplexity,none") is None
     assert all(entry.source and 0 <= entry.rate < 0.05 for entry in WRITTEN.values())
 
 
