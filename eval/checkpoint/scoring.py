@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -58,6 +58,11 @@ class TaskResult:
     def against_chance(self) -> str:
         """Whether the interval excludes chance: above, below, no, or "" if one of both is not known."""
         return against_chance(self.interval, self.chance)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "TaskResult":
+        """Return the result that `to_json` gave."""
+        return cls(**{entry.name: found[entry.name] for entry in fields(cls)})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"interval": self.interval, "against_chance": self.against_chance}
