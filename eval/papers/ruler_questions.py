@@ -113,7 +113,8 @@ def draw(kind: str, sources: Sources, rng: random.Random) -> str:
 
 def fill(sources: Sources, unit: Callable[[], str], tokens: int) -> list[str]:
     """Return units of text that have about `tokens` tokens in all, at least one."""
-    found, left = [], tokens
+    found: list[str] = []
+    left = tokens
     while not found or left > 0:
         found.append(unit())
         left -= sources.count(found[-1]) + 1

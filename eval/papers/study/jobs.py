@@ -12,6 +12,7 @@ from ssscale.errors import UserError
 
 TRAIN_GIB = 27.0  # of a microbatch of 65,536 tokens at 50m, by launch/estimate.py, and CUDA's context
 AGAIN = 0.5  # minutes to start, to load and to compile once more
+WIDE_GIB = 34.0  # the same at 162m
 READ_GIB = 30.0  # of 65,536 tokens with all their logits
 
 
@@ -66,6 +67,7 @@ class Place:
     out: Path
     questions: tuple[Path, ...] = ()
     wikitext: Path | None = None
+    eval_data: Path | None = None
 
     @property
     def test(self) -> Path:
@@ -82,6 +84,7 @@ class Place:
         names = [(self.text, "TEXT"), (self.work, "WORK"), (self.out, "OUT")]
         names += [(file.parent, "QUESTIONS") for file in self.questions]
         names += [(self.wikitext.parent, "WIKITEXT")] if self.wikitext else []
+        names += [(self.eval_data, "EVAL")] if self.eval_data else []
         line = shlex.join(["python", *command])
         for folder, name in sorted(names, key=lambda pair: -len(str(pair[0]))):
             line = line.replace(str(folder), name)
@@ -94,6 +97,8 @@ class Job:
 
     reads_test: whether a step reads test documents, which needs a chosen learning rate.
     measure: returns the content of the JSON file besides what every job records.
+    gib, share: the memory it takes, in GiB and in addition as a share of the GPU's.
+    method: whose learning rate the job tries or has.
     group: of jobs that measure one model, which is deleted after the last of them. They start in one stay.
     """
 
@@ -107,6 +112,8 @@ class Job:
     rate: float | None = None
     reads_test: bool = False
     group: str | None = None
+    share: float = 0.0
+    method: str | None = None
 
     @property
     def label(self) -> str:

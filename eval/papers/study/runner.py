@@ -189,7 +189,7 @@ class Runner:
         for job in waiting:
             gpu = min(self.gpus, key=lambda gpu: len(self._on(gpu)))
             there = self._on(gpu)
-            fits = sum(other.job.gib for other in there) + job.gib <= MEMORY * gpu.gib
+            fits = sum(_memory(some, gpu) for some in (job, *(other.job for other in there))) <= MEMORY * gpu.gib
             if self.stopped or len(there) >= self.per_gpu or (there and not fits):
                 later.append(job)
             elif not (job.begun or self._in_time([job, *_mates(job, waiting)], there)):
@@ -316,6 +316,10 @@ class Runner:
             if (folder / "checkpoints").is_dir():
                 shutil.rmtree(folder)
                 self.say(f"{job.label}: its model {folder.name} is deleted")
+
+
+def _memory(job: Job, gpu: Gpu) -> float:
+    return job.gib + (job.share * gpu.gib if job.share else 0.0)
 
 
 def _mates(job: Job, waiting: Sequence[Job]) -> list[Job]:
