@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from eval.checkpoint.drawing import axes_of
 from eval.papers.figures import ruler
 from eval.papers.figures.length import smoothed
-from eval.papers.figures.studies import Results, band, load, losses, name_of, needles, seeds_of, style
+from eval.papers.figures.studies import Results, band, load, losses, needles, seeds_of, style
 from ssscale.errors import UserError
 
+CORES = {"softmax": "softmax", "ssmax": "SSMax", "sb": "stick-breaking"}
 KINDS = {"plain": "", "base": ", 50 × base"}  # of the loss by position
 
 
@@ -55,7 +56,7 @@ def to_loss(folder: Path) -> Figure:
         took = [at[1] for result in some if (at := reached(result["to_loss"], target))]
         for number, result in enumerate(some):
             curve = np.array(result["to_loss"])
-            label = f"{name_of(job)}: {np.mean(took):.0f} s" if not number else None
+            label = f"{CORES[job]}: {np.mean(took):.0f} s" if not number else None
             axes.plot(curve[:, 1], curve[:, 2], **style(index), linewidth=1.8, label=label)
             top = max(top, float(curve[len(curve) // 5, 2]))
     axes.axhline(target, color="0.4", linestyle=":", linewidth=1.2, label=f"target {target:.3f}")
@@ -78,7 +79,7 @@ def positions(folder: Path) -> Figure:
         some = [result["positions"][kind] for result in results[job]]
         curves = np.array([smoothed(np.array(found["mean"])) for found in some])
         x = (np.arange(curves.shape[1]) + 0.5) * some[0]["bin"]
-        band(axes, x, curves, index, name_of(job) + KINDS[kind])
+        band(axes, x, curves, index, CORES[job] + KINDS[kind])
         drawn += curves.mean(0)[x <= some[0]["train_length"]].tolist()
     first = results[every[0][0]][0]["positions"][every[0][1]]
     axes.axvline(first["train_length"], color="0.4", linestyle=":", linewidth=1.2, label="training length")
@@ -94,7 +95,7 @@ def scores(folder: Path) -> Figure:
     results = load(folder, "ruler")
     found: dict[str, list[Any]] = {}
     for job, some in results.items():
-        found[name_of(job.partition("+")[0])] = [
+        found[CORES[job.partition("+")[0]]] = [
             {name: (value, stderr) for name, (value, stderr) in result["ruler"].items()} for result in some
         ]
     return ruler.draw(found)

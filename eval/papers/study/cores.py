@@ -83,7 +83,9 @@ def _jobs(study: Study, core: str, seed: int) -> list[Job]:
     )
     beyond = [steps.BASE] if core in WITH_ROPE else []
     scaled = [steps.NTK, f"model.position.rope.train_length={form.form.length}"] if core in WITH_ROPE else []
-    first = [packed, questions, trained, *_positions(place, form, run, beyond), _tables(place.eval_data, form, run)]
+    skipping = [_skipping(place, form, run)] if core == "sb" else []
+    first = [packed, questions, trained, *skipping, *_positions(place, form, run, beyond)]
+    first.append(_tables(place.eval_data, form, run))
     tuned = run.with_name(f"{run.name}_ruler")
     second = [
         packed,
@@ -113,6 +115,20 @@ def _questions(place: Place, form: Cores) -> Step:
     command += ["--tokenizer", str(place.text / "tokenizer.json"), "--out", str(place.work / "data" / "ruler.json")]
     command += ["--samples", str(form.questions), "--length", str(form.tune_length)]
     return Step("questions", tuple(command), 0.5, place.work / "data")
+
+
+def _skipping(place: Place, form: Cores, run: Path) -> Step:
+    """Times evaluation with and without skipping, alone on the GPU."""
+    command = (
+        "-m",
+        "eval.benchmarks.forward_skipping",
+        str(run),
+        "--texts",
+        str(place.test),
+        "--lengths",
+        form.skip_lengths,
+    )
+    return Step("skipping", command, 1.5, run, alone=True)
 
 
 def _positions(place: Place, form: Cores, run: Path, beyond: list[str]) -> list[Step]:
@@ -171,11 +187,12 @@ def _ruler(place: Place, eval_data: Path, form: Cores, tuned: Path, scaled: list
 
 
 def _measured(run: Path) -> dict[str, Any]:
-    positions = measure.positions(run)
+    skipped = {"skipping": measure.skipping(run)} if any((run / "eval").glob("skipping-*.json")) else {}
     return {
+        **skipped,
         "training": measure.training(run),
         "to_loss": measure.to_loss(run),
-        "positions": positions,
+        "positions": measure.positions(run),
         "tables": measure.tables(run),
     }
 

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from eval.checkpoint.chance import against_chance, interval
-from eval.papers.figures.cores import reached, target_of
+from eval.papers.figures.cores import CORES, reached, target_of
 from eval.papers.figures.ruler import by_length
-from eval.papers.figures.studies import Results, name_of
+from eval.papers.figures.studies import Results
 from eval.papers.study.claims import Claim, Measure, training_loss, values
 
-CORES = ("softmax", "ssmax", "sb")
 TIMES = (1, 4, 10)  # the training length
 PANELS = (("all", "all tasks"), ("needles", "needles"), ("tracking", "variable tracking"))
 
@@ -72,6 +71,15 @@ def metric(task: str, name: str) -> Measure:
     return measure
 
 
+def skipping(which: str, length: int = 16_384) -> Measure:
+    """Return the seconds of an evaluation `with` or `without` skipping."""
+
+    def measure(result: dict[str, Any]) -> float | None:
+        return result.get("skipping", {}).get(str(length), {}).get("seconds", {}).get(which)
+
+    return measure
+
+
 def accuracy(result: dict[str, Any]) -> float | None:
     """Return the mean accuracy of the multiple-choice tasks of Table 2."""
     tasks = [task for task, found in result.get("tables", {}).items() if found["chance"] and "mmlu" not in task]
@@ -105,6 +113,8 @@ def claims(results: Results) -> list[Claim]:
         Claim(f"{sb}, Figure 5", "sb is below softmax in long contexts", beyond, ("sb", far), ("softmax", far)),
         *(Claim(f"{ssmax}, Figure 6", "ssmax finds more numbers than softmax", f"share at {times} training lengths",
                 ("softmax+ruler", found_at(i)), ("ssmax+ruler", found_at(i))) for i, times in enumerate(TIMES)),
+        Claim(f"{sb}, 4", "skipping makes evaluation faster", "seconds for the same texts of 16,384 tokens",
+              ("sb", skipping("with")), ("sb", skipping("without"))),
         *(Claim(f"{sb}, Figure 6", f"{higher} with NTK scaling", f"RULER, {what}, beyond the training length",
                 ("softmax+ruler", ruler_at(panel, None)), ("sb+ruler", ruler_at(panel, None)))
           for panel, what in PANELS),
@@ -133,6 +143,8 @@ def summary(results: Results) -> str:
     lengths = sorted({int(n.partition("@")[2]) for some in results.values() for r in some for n in r.get("ruler", {})})
     if lengths:
         parts.append(_scores(results, lengths))
+    if skipped := next((result["skipping"] for result in results.get("sb", []) if "skipping" in result), None):
+        parts.append(_skipped(skipped))
     if tables := _tables(results):
         parts.append(tables)
     return "\n\n".join(parts)
@@ -166,7 +178,7 @@ def _overview(results: Results, target: float) -> str:
         cells += [_mean(results, core, rate, ",.0f"), _mean(results, core, last)]
         cells += [_mean(results, core, positions_at(times)) for times in TIMES]
         cells += [_mean(results, f"{core}+ruler", found_at(index), ".2f") for index in range(len(TIMES))]
-        lines.append(f"| {name_of(core)} | {' | '.join(cells)} |")
+        lines.append(f"| {CORES[core]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -180,7 +192,19 @@ def _scores(results: Results, lengths: list[int]) -> str:
             for panel in ("all", "needles", "tracking")
             for n in lengths
         ]
-        lines.append(f"| {name_of(core)} | {' | '.join(cells)} |")
+        lines.append(f"| {CORES[core]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _skipped(found: Mapping[str, Any]) -> str:
+    lines = [
+        "| evaluation of stick-breaking, text length | seconds with skipping | without | faster, percent |",
+        "|---|---|---|---|",
+    ]
+    for length, entry in found.items():
+        took = entry["seconds"]
+        faster = 100 * (took["without"] / took["with"] - 1)
+        lines.append(f"| {int(length):,} | {took['with']:.2f} | {took['without']:.2f} | {faster:.1f} |")
     return "\n".join(lines)
 
 
@@ -190,7 +214,7 @@ def _tables(results: Results) -> str:
     tasks = list(dict.fromkeys(task for tables in of.values() for task in tables))
     if not tasks:
         return ""
-    lines = [f"| task | metric | chance | {' | '.join(map(name_of, of))} |", "|---" * (len(of) + 3) + "|"]
+    lines = [f"| task | metric | chance | {' | '.join(CORES[core] for core in of)} |", "|---" * (len(of) + 3) + "|"]
     for task in tasks:
         first = next(tables[task] for tables in of.values() if task in tables)
         name = (

@@ -113,6 +113,11 @@ def ruler(run: Path) -> dict[str, list[float | None]]:
     return found
 
 
+def skipping(run: Path) -> dict[str, Any]:
+    """Return {length: seconds of an evaluation and bits per byte, with and without skipping}."""
+    return dict(read(sorted((run / "eval").glob("skipping-*.json"))[-1])["lengths"])
+
+
 def cells(run: Path) -> dict[str, Any]:
     """Return the cells of retrieval by length and depth."""
     (result,) = of_runs([run], "needle")
