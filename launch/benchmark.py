@@ -34,9 +34,9 @@ COMMAND = Command(
         Option("plain", bool, "also run plain torch (true with one GPU)"),
         Option("gpus", int, "GPUs, one process each", default=1, at_least=1),
         Option(
-            "softmax_backend",
+            "backend",
             str,
-            "kernels of softmax and SSMax, one run each: auto, cudnn, flash (FlashAttention-2)",
+            "kernels of mixers that have a choice, one run each: auto, cudnn, flash (FlashAttention-2)",
             default="auto",
             metavar="NAME,...",
         ),
@@ -117,9 +117,9 @@ def kernels_of(name: str, backends: list[str]) -> list[tuple[str, list[str]]]:
 
 def checked(options: dict[str, Any], extra: list[str]) -> list[str]:
     """Returns the backends to run. Raises UserError for mistakes in the options."""
-    backends = [name.strip() for name in options["softmax_backend"].split(",")]
+    backends = [name.strip() for name in options["backend"].split(",")]
     if unknown := [name for name in backends if name not in BACKENDS]:
-        raise UserError(f"softmax_backend={unknown[0]}: use {', '.join(BACKENDS)}")
+        raise UserError(f"backend={unknown[0]}: use {', '.join(BACKENDS)}")
     if options.get("plain") and options["gpus"] > 1:
         raise UserError("plain=true: plain torch takes one GPU; set gpus=1")
     for name in options["configs"].split(","):

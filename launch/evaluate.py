@@ -249,17 +249,13 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
         needed = settings.valid or "cloze" in settings.names
         held_out = open_data(config, "valid", settings.data) if needed else None
         tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
-    about: dict[str, Any] = {
-        "checkpoint": str(checkpoint),
-        "parameters": model.num_parameters(),
-        "prefix": "BOS before every document",
-    } | ({"changes": changes} if changes else {})
+    about: dict[str, Any] = {"checkpoint": str(checkpoint), "parameters": model.num_parameters()}
+    about |= {"prefix": "BOS before every document"} | ({"changes": changes} if changes else {})
     done = read_results(file).get("tasks", {}) if settings.missing else {}
     ruler = planned(config, tokenizer, settings, console) if settings.ruler else None
     results = about | {"settings": settings.keyed}
-    outcome = Outcome()
-    if names := [name for name in settings.names if name not in done]:
-        left = replace(settings, names=names)
+    outcome, left = Outcome(), replace(settings, names=[name for name in settings.names if name not in done])
+    if left.names:
         outcome = evaluate_tasks(model, config, tokenizer, held_out, left, file, results, console)
     if ruler is not None:
         from eval.checkpoint.ruler.run import evaluate_ruler, ruler_table

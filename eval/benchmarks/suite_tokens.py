@@ -1,11 +1,11 @@
 """Counts what an evaluation computes, without a trained model or a GPU: requests, tokens and passes of each task.
 
     python -m eval.benchmarks.suite_tokens --tokenizer tokenizer.json [--tasks NAME,...] [--eval-data data/eval]
-        [--length 2048] [--tokens 131072] [--cached 1000000]
+        [--length 2048] [--tokens 131072] [--rows 34000] [--cached 1000000]
 
-Requests are made, grouped and packed as by launch/evaluate.py, and every pass is counted instead of computed. --tokens and
---cached bound the tokens of a pass and of the cache during generation; the defaults are those of a 162M model on an H200. A
-shared context counts once.
+Requests are made, grouped and packed as by launch/evaluate.py, and every pass is counted instead of computed. --tokens,
+--rows and --cached bound the tokens of a pass, its rows of logits, and the cache during generation; the defaults are those
+of a 162M model on an H200. A shared context counts once.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from ssscale.parallel.groups import initialize
 class CountingLM(PackedLM):
     """Counts passes and tokens. Answers are random."""
 
-    def __init__(self, tokenizer: TextTokenizer, length: int, tokens: int, cached: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, length: int, tokens: int, rows: int, cached: int) -> None:
         sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "num_heads": 1}
         model = ModelConfig(**sizes, vocab_size=tokenizer.vocab_size, tie_embeddings=True)
         super().__init__(Decoder(model, initialize(), length), tokenizer, length, batch_tokens=tokens)
-        self.cached_tokens = cached
+        self.batch_rows, self.cached_tokens = rows, cached
         self.requests = self.passes = self.counted = self.steps = 0
 
     def _score(self, questions: list[Question], answers: list[np.ndarray]) -> Scores:
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--eval-data", default="data/eval")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the longest text")
     parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--rows", type=int, default=34_000)
     parser.add_argument("--cached", type=int, default=1_000_000)
     options = parser.parse_args()
     prepare()
@@ -93,7 +94,7 @@ def main() -> None:
         if not tasks:
             raise UserError(f"--eval-data={options.eval_data} has the data of none of the tasks {', '.join(FILES)}")
         tokenizer = TextTokenizer(str(options.tokenizer), info.bos_id, info.eos_id)
-        lm = CountingLM(tokenizer, options.length, options.tokens, options.cached)
+        lm = CountingLM(tokenizer, options.length, options.tokens, options.rows, options.cached)
         print("| task | items | requests | tokens | passes | decoding steps | CPU s |\n|---|---|---|---|---|---|---|")
         for task in tasks:
             found = count(lm, task, options.eval_data)

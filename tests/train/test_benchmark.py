@@ -31,7 +31,7 @@ def test_every_core_and_kernel(seen, tmp_path, capsys):
     """Softmax and SSMax run with each kernel, stick-breaking with its own. Days are of eight GPUs."""
     out = tmp_path / "speed.json"
     options = [f"data={tmp_path}", "accumulation=16", "steps=8", "gpus=4", f"out={out}"]
-    main(["configs=1b_softmax,1b_ssmax,1b_sb,3b_softmax", "softmax_backend=flash,cudnn", *options, "train.seed=3"])
+    main(["configs=1b_softmax,1b_ssmax,1b_sb,3b_softmax", "backend=flash,cudnn", *options, "train.seed=3"])
     assert [(name, extra[:-1]) for name, _, extra in seen] == [
         ("1b_softmax", ["model.mixer.softmax.backend=flash"]),
         ("1b_softmax", ["model.mixer.softmax.backend=cudnn"]),
@@ -56,7 +56,7 @@ def test_plain_torch_takes_one_gpu(seen, tmp_path, capsys):
     assert "| plain torch 1b | cudnn | 1 | 50,000 |" in out
     assert "| 1b_sb | own | 1 | 400,000 | 276.48 | 16.27 | 8.000 |" in out
     for wrong, said in (
-        (["softmax_backend=fa3"], "softmax_backend=fa3: use auto, cudnn, flash"),
+        (["backend=fa3"], "backend=fa3: use auto, cudnn, flash"),
         (["gpus=2", "plain=true"], "plain torch takes one GPU"),
         (["data=/nowhere"], "data=/nowhere: there is no such folder"),
     ):

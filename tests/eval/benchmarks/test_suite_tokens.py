@@ -20,7 +20,7 @@ def test_counts(tmp_path, tokenizer, valid, groups, monkeypatch, capsys):
     call(monkeypatch, *options, "--tasks", "piqa,gsm8k")
     piqa, gsm8k = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
     assert piqa[1:3] == [str(ITEMS), str(2 * ITEMS)]
-    lm = suite_tokens.CountingLM(tokenizer, 512, 4096, 10**6)
+    lm = suite_tokens.CountingLM(tokenizer, 512, 4096, 4096, 10**6)
     found = suite_tokens.count(lm, "piqa", str(tmp_path))
     from eval.checkpoint.suite import find_tasks
 
