@@ -63,6 +63,12 @@ SERVED = {
     "softmax": tiny("softmax"),
     "softmax-linear": tiny("softmax", scaled("linear", factor=2.5)),
     "softmax-ntk": tiny("softmax", scaled("ntk", factor=4.0)),
+    "softmax-llama3": tiny(
+        "softmax", scaled("llama3", factor=4.0, train_length=24, low_freq_factor=0.5, high_freq_factor=2.0)
+    ),
+    "softmax-bias": tiny("softmax", qkv_bias=True, num_kv_heads=1),  # fewer key heads than tensor-parallel ranks
+    "ssmax-bias-norm": ssmax("learned", qkv_bias=True, qk_norm=True),
+    "stickbreaking-norm": tiny("stickbreaking", qk_norm=True),
     "softmax-nope": tiny("softmax", position_config("nope"), tie_embeddings=True),
     "softmax-window": tiny("softmax", position_config("rope", window=WINDOW)),
     "softmax-alibi": tiny("softmax", position_config("alibi"), num_heads=6),  # no power of two

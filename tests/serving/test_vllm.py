@@ -109,7 +109,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, way: str, expected: 
             assert (text, cached) == (wanted[0], 0)
 
 
-@pytest.mark.parametrize("name", ["hybrid-alibi", "hybrid-pn-window"])
+@pytest.mark.parametrize("name", ["hybrid-alibi", "hybrid-pn-window", "softmax-bias", "ssmax-bias-norm"])
 def test_two_tensor_parallel_ranks_give_the_same_tokens(
     name: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
