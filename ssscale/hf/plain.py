@@ -23,7 +23,8 @@ class Family:
     """A class of transformers, and what it has beside Llama's.
 
     multipliers: the four multipliers of width transfer. window: a sliding window in all layers. qkv_bias, qk_norm: as the
-    keys of `model`; the family has no models without them.
+    keys of `model`; the family has no models without them. head_dim: whether its configuration has this key. Without it,
+    transformers still reads the key, and other programs do not.
     """
 
     architecture: str
@@ -31,13 +32,14 @@ class Family:
     window: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    head_dim: bool = True
 
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", window=True),
     "granite": Family("GraniteForCausalLM", multipliers=True),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
 }
 # What related families have and this decoder does not.
@@ -104,6 +106,8 @@ def _mismatch(model: ModelConfig, name: str) -> str | None:
             return f"has no model.{key}, which this model sets"
         if getattr(family, key) and not getattr(model, key):
             return f"needs model.{key}=true, and this model has {key}=false"
+    if not family.head_dim and model.head_size * model.num_heads != model.hidden_size:
+        return f"has heads of hidden_size / num_heads dimensions, and this model has model.head_dim={model.head_dim}"
     return None
 
 

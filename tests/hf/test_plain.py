@@ -141,6 +141,11 @@ def test_stock_transformers_gives_the_same_logits_and_back(
             "format=qwen3 has no model.qkv_bias, which this model sets: use format=ssscale",
         ),
         (
+            replace(PLAIN, qkv_bias=True, head_dim=12),
+            "qwen2",
+            "format=qwen2 has heads of hidden_size / num_heads dimensions, and this model has model.head_dim=12: use",
+        ),
+        (
             PLAIN,
             "qwen2",
             "format=qwen2 needs model.qkv_bias=true, and this model has qkv_bias=false: use format=llama or format=mistral",
