@@ -88,7 +88,7 @@ def models() -> dict[str, ModelConfig]:
     sticks = make_model("stickbreaking", remainder=True)
     found["hybrid-rope"] = replace(sticks, mixers=["stickbreaking", "ssmax"], position=position_config("rope"))
     found["softmax-rope-bias"] = replace(MODELS["softmax"], qkv_bias=True)
-    found["ssmax-rope-bias_norm"] = replace(MODELS["ssmax"], qkv_bias=True, qk_norm=True, head_dim=10)
+    found["ssmax-rope-bias_norm"] = replace(MODELS["ssmax"], qkv_bias=True, qk_norm=True, head_dim=16)
     found["stickbreaking-nope-norm"] = replace(MODELS["stickbreaking"], qk_norm=True)
     found["hybrid-alibi-window"] = replace(
         sticks, mixers=["softmax", "stickbreaking"], position=position_config("alibi", window=WINDOW)
