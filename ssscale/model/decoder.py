@@ -147,7 +147,8 @@ class Attention(nn.Module):
 
     def _project(self, x: Tensor) -> Tensor:
         """Returns q, k and v, one after the other: [T, N + 2K, H]."""
-        own, qkv = self.projection_weights, self.qkv(x)[0].unflatten(-1, (-1, self.head_size))
+        qkv = self.qkv(x)[0].unflatten(-1, (-1, self.head_size))
+        own = self.projection_weights
         if "q_bias" in own:
             biases = torch.cat([own.take(f"{name}_bias") for name in ("q", "k", "v")])
             qkv = qkv + biases.view(-1, self.head_size)

@@ -157,8 +157,8 @@ SLIDING = ["sliding_attention"]
     [
         ({"model_type": "smollm3"}, "it has layers without rotary positions (no_rope_layers)"),
         ({"model_type": "ministral"}, "it has windows in some layers only (layer_types)"),
-        ({"model_type": "gpt_oss"}, "it has experts, and attention sinks"),
-        ({"model_type": "qwen3_moe"}, "it has experts"),
+        ({"model_type": "gpt_oss"}, "it has experts (num_local_experts), attention sinks, and windows"),
+        ({"model_type": "qwen3_moe"}, "it has experts (num_experts)"),
         ({"model_type": "bert"}, "model_type 'bert', not 'ssscale', 'llama', 'mistral', 'granite', 'qwen2', 'qwen3'"),
         ({"attention_bias": True}, "attention_bias=true adds a bias to the output projection too"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=true adds a bias to the output projection"),
