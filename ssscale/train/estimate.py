@@ -148,8 +148,9 @@ def activation_bytes_per_token(config: Config) -> float:
     w bytes per element, N query and K key/value heads of H dimensions, hidden size D, ffn size F, by `train.recompute`:
 
     none:      L · w·(4D + (N + 2K)·H + N·H + 3F): inputs and outputs of both norms; q, k, v as one matrix; the output of
-               the mixer; gate, up and their product. Also what the mixer keeps besides (`Mixer.kept_bytes`), and w·F per
-               layer without torch.compile.
+               the mixer; gate, up and their product. Also what the mixer keeps besides (`Mixer.kept_bytes`), w·F per layer
+               without torch.compile, and with `qk_norm` w·(N + 2K)·H + 4·(N + K): q, k and v before the norms of q and
+               k, and the inverse roots of these norms.
     selective: L · w·(2D + (2N + 2K)·H + 2F): the input of the block, matrix products and the output of the mixer. Also
                what the mixer of each layer keeps besides, w·D per layer (the last product) without torch.compile, and one
                block of `none`.
@@ -163,6 +164,7 @@ def activation_bytes_per_token(config: Config) -> float:
     q = model.num_heads * model.head_size / tensor
     kv = model.kv_heads * model.head_size / tensor
     f = model.ffn_hidden_size / tensor
+    norms = w * (q + 2 * kv) + 4 * (model.num_heads + model.kv_heads) / tensor if model.qk_norm else 0.0
     mixed = [
         mixer.kept_bytes(
             Sizes(
@@ -177,7 +179,7 @@ def activation_bytes_per_token(config: Config) -> float:
         )
         for mixer in model.layer_mixers
     ]
-    block = w * (4 * d + 2 * q + 2 * kv + 3 * f)
+    block = w * (4 * d + 2 * q + 2 * kv + 3 * f) + norms
     if config.compile_on_gpu is Compile.none:
         block += w * f
     ends = 2 * w * d  # the last norm's input and output

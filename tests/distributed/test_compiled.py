@@ -48,6 +48,7 @@ def differences(
     ("core", "tensor", "sequence", "ulysses", "ring", "recompute"),
     [
         ("ssmax", 2, True, 1, 1, Recompute.none),
+        ("ssmax_norm", 2, True, 1, 1, Recompute.none),
         ("stickbreaking", 2, False, 1, 1, Recompute.none),
         ("stickbreaking", 2, True, 1, 1, Recompute.full),
         ("softmax", 1, False, 1, 2, Recompute.none),
