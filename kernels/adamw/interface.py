@@ -59,7 +59,7 @@ class FlatAdamW:
         for gradient, segment in zip(gradients, self.segments, strict=True):
             check_flat("gradient", gradient, segment.master)
             if gradient.dtype != gradients[0].dtype or gradient.dtype not in (torch.float32, torch.bfloat16):
-                raise ValueError(f"all gradients must be float32 or all bfloat16, not {gradient.dtype}")
+                raise ValueError(f"gradients must be all float32 or all bfloat16, not {gradient.dtype}")
 
 
 def clip_factor(total: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:

@@ -104,6 +104,29 @@ def run(name):
     return result
 
 
+def run_far(dtype):
+    """Elements beyond the 2^31st of a segment. The tables say that it began 2^31 elements before the memory that it has."""
+    (memory,) = make((100,), dtype, True)
+    gradient = memory["gradient"].inside
+    segment = Segment(*(memory[key].inside for key in Segment.TENSORS))
+    state = [x.clone() for x in (segment.master, segment.exp_avg, segment.exp_avg_sq)]
+    path, far = TritonPath([segment], TILING), 2**31
+    path.first_chunk -= far // TILING.chunk
+    path.sizes += far
+    path.addresses -= far * torch.tensor([[4], [4], [4], [2]])
+    table = path._gradients([gradient])
+    table -= far * gradient.element_size()
+    norm, factor = clip_factor(path.sum_of_squares([gradient]), 1.0)
+    path.update([gradient], SETTINGS[:1], factor)
+    same = adamw_reference(*state, gradient, SETTINGS[0], factor)
+    ours = (segment.master, segment.exp_avg, segment.exp_avg_sq)
+    assert all(x.untouched() for x in memory.values()), "wrote outside the segment"
+    return {
+        "norm_error": abs(norm.item() / gradient.double().norm().item() - 1),
+        "same_bits": all(torch.equal(a, b) for a, b in zip(ours, same)),
+    }
+
+
 def with_torch(state, gradient, settings, factor):
     """torch's fused AdamW, on the clipped gradient."""
     state = [x.clone() for x in state]
@@ -117,3 +140,5 @@ def with_torch(state, gradient, settings, factor):
 if __name__ == "__main__":
     for name in CASES:
         print(json.dumps({"case": name} | run(name)), flush=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        print(json.dumps({"case": f"far {dtype}"} | run_far(dtype)), flush=True)

@@ -17,21 +17,23 @@ from ssscale.train.save import save_checkpoint
 from tests.distributed.jobs import LENGTH, ROWS, regroup, train_step
 
 TRAIN = "tests.train.update_jobs:train"
+REFUSAL = "tests.train.update_jobs:refusal"
 
 
 def make(
-    model: ModelConfig, one_pass: bool, tensor: int, microbatch: int, clip: float, load: str | None
+    model: ModelConfig, one_pass: bool, tensor: int, clip: float, load: str | None, bf16: bool = True
 ) -> tuple[DeepSpeedEngine, Groups]:
     groups = regroup(tensor)
     config = Config(
         model=model,
         data=DataConfig(length=LENGTH),
-        # Every group of weights has its own learning rate or weight decay.
+        # Matrices and vectors differ in learning rate and in weight decay.
         optimizer=replace(optimizer_config("adamw", one_pass=one_pass), clip=clip, vector_lr_multiplier=3.0),
-        train=TrainConfig(batch_size=ROWS, microbatch=microbatch),
+        train=TrainConfig(batch_size=ROWS, microbatch=1),
         parallel=ParallelConfig(tensor=tensor, sequence=tensor > 1),
     )
-    decoder = Decoder(model, groups, LENGTH, sequence_parallel=tensor > 1, dtype=torch.bfloat16)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    decoder = Decoder(model, groups, LENGTH, sequence_parallel=tensor > 1, dtype=dtype)
     if load is None:
         initialize_weights(decoder, model, groups, seed=3)
         return DeepSpeedEngine(decoder, config, groups), groups
@@ -45,53 +47,53 @@ def make(
 def train(
     model: ModelConfig,
     one_pass: bool,
+    microbatches: tuple[int, ...],
     tensor: int = 1,
-    microbatches: tuple[int, ...] = (1, 1, 1),
     clip: float = 0.5,
     broken: int | None = None,
     unused: str | None = None,
+    fp32_reduction: bool = False,
+    first_step: int = 0,
     load: str | None = None,
     save: str | None = None,
-    first_step: int = 0,
 ) -> dict[str, Any]:
-    """Trains one step per entry of `microbatches` (rows per microbatch).
+    """Trains one step per entry of `microbatches`, the rows of each microbatch in it.
 
-    broken: step in which a weight of the last rank becomes Inf for the forward pass. unused: a weight that gets no gradient.
-    Returns losses, norms, which steps were skipped, the state by weight, the bf16 weights, and bytes of fp32 sums.
+    broken: step in which a gradient of the last rank is NaN. unused: a weight that gets no gradient. fp32_reduction: whether
+    DeepSpeed leaves fp32 sums as they are, which it otherwise rounds to bf16.
+    Returns losses, norms, the state and the bf16 weights by name, and the bytes of fp32 sums after each step.
     """
-    engine, groups = make(model, one_pass, tensor, microbatches[0], clip, load)
+    engine, groups = make(model, one_pass, tensor, clip, load)
+    if fp32_reduction:
+        engine.engine.communication_data_type = torch.float32
     weights = dict(engine.module.named_parameters())
     if unused is not None:
         weights[unused].requires_grad_(False)
-    results, skipped, sums = [], [], []
+    results, sums = [], []
     for step, microbatch in enumerate(microbatches, first_step):
         engine.set_batch_size(ROWS, microbatch)
-        weight = weights["norm.weight"]
-        kept = weight.detach().clone()
-        if step == broken and groups.rank == groups.world_size - 1:
-            weight.data.fill_(torch.inf)
-        step_result = []
-        engine_step = engine.step
-
-        def stepped(lr: float, kept: torch.Tensor = kept, weight: torch.Tensor = weight) -> Any:
-            weight.data.copy_(kept)
-            step_result.append(engine_step(lr))  # noqa: B023
-            return step_result[-1]
-
-        engine.step = stepped  # type: ignore[method-assign]
+        factor = torch.nan if step == broken and groups.rank == groups.world_size - 1 else 1.0
+        handle = weights["norm.weight"].register_hook(lambda gradient, factor=factor: gradient * factor)
         results.append(train_step(engine, groups, step, microbatch, 0.01))
-        engine.step = engine_step  # type: ignore[method-assign]
-        skipped.append(step_result[0].skipped)
+        handle.remove()
         buffers = engine.engine.optimizer.fp32_groups_gradients_flat
         sums.append(sum(buffer.untyped_storage().nbytes() for buffer in buffers))
     if save is not None:
-        state = TrainState(step=first_step + len(microbatches), applied_steps=first_step + len(microbatches))
-        save_checkpoint(Path(save), engine, groups, state)
+        done = first_step + len(microbatches)
+        save_checkpoint(Path(save), engine, groups, TrainState(step=done, applied_steps=done))
     return {
         "losses": [loss for loss, _ in results],
         "norms": [norm for _, norm in results],
-        "skipped": skipped,
         "sums": sums,
         "state": {f"{f.state} {f.name} {f.start}": f.tensor.clone() for f in engine.fragments()},
         "weights": {name: weight.detach().float() for name, weight in engine.module.named_parameters()},
     }
+
+
+def refusal(model: ModelConfig) -> str:
+    """The sentence for weights in fp32."""
+    try:
+        make(model, True, 1, 1.0, None, bf16=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
