@@ -31,6 +31,8 @@ COMMAND = Command(
         Option("steps", str, "steps of each of these runs", default="100,8", metavar="N,..."),
         Option("folder", str, "folder of the runs", default="runs", metavar="FOLDER"),
         Option("plain", bool, "also run plain torch", default=True),
+        Option("masters", bool, "also run plain torch with fp32 master weights and clipping", default=False),
+        Option("also", str, "keys of a second run of each config, to compare", default="", metavar="KEY=VALUE,..."),
     ),
     keys=EVERY_KEY,
 )
@@ -39,6 +41,12 @@ COLUMNS = ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_s
 
 def folder_of(name: str, options: dict[str, Any], accumulation: int) -> Path:
     return Path(options["folder"]) / f"benchmark_{name}_{accumulation}"
+
+
+def variants(also: str) -> list[tuple[str, list[str]]]:
+    """The runs of each config: (what its row says besides the name, further keys)."""
+    keys = also.split(",") if also else []
+    return [("", []), *([(f" {also}", keys)] if keys else [])]
 
 
 def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str]) -> dict[str, float]:
@@ -76,7 +84,7 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
     return result | {"first_step_s": float(first[0].split()[3])}
 
 
-def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict[str, float]:
+def run_plain(name: str, microbatch: int, accumulation: int, steps: int, masters: bool = False) -> dict[str, float]:
     command = [
         sys.executable,
         "-m",
@@ -85,6 +93,7 @@ def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict
         str(microbatch),
         str(accumulation),
         str(steps),
+        *(["masters"] if masters else []),
     ]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -99,7 +108,8 @@ def main(argv: list[str]) -> None:
     options, extra = COMMAND.parse(argv)
     accumulations, steps = (whole_numbers(options[key], key) for key in ("accumulation", "steps"))
     for name in options["configs"].split(","):
-        load_config([f"config={name}", *extra], options=COMMAND.names)
+        for _, keys in variants(options["also"]):
+            load_config([f"config={name}", *extra, *keys], options=COMMAND.names)
     if not Path(options["data"]).is_dir():
         raise UserError(f"data={options['data']}: there is no such folder")
     rows, plain = [], {}
@@ -110,10 +120,15 @@ def main(argv: list[str]) -> None:
                 arguments = (options["microbatch"], accumulation, min(count, 15))
                 plain[shape, accumulation] = run_plain(name, *arguments)
                 rows.append((f"plain torch {shape}", accumulation, plain[shape, accumulation], 1.0))
-            result = run_stack(name, options, accumulation, count, extra)
+                if options["masters"]:
+                    found = run_plain(name, *arguments, masters=True)
+                    ratio = found["tokens_per_second"] / plain[shape, accumulation]["tokens_per_second"]
+                    rows.append((f"plain torch {shape}, fp32 masters, clipping", accumulation, found, ratio))
             peer = plain.get((shape, accumulation), {}).get("tokens_per_second")
-            ratio = result["tokens_per_second"] / peer if result and peer else float("nan")
-            rows.append((name, accumulation, result, ratio))
+            for label, keys in variants(options["also"]):
+                result = run_stack(name, options, accumulation, count, [*extra, *keys])
+                ratio = result["tokens_per_second"] / peer if result and peer else float("nan")
+                rows.append((name + label, accumulation, result, ratio))
     print("| run | accumulation | tokens/s | of plain torch | MFU | MFU causal half | peak GiB | first step s |")
     print("|---|---|---|---|---|---|---|---|")
     for label, accumulation, result, ratio in rows:

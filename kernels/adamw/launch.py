@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from ssscale_kernels.upload import upload
 from torch import Tensor
 
 from .kernels import squares_kernel, total_kernel, update_kernel
 from .segment import Segment
-from .settings import Settings, constants as constants_of
+from .settings import Settings, constants
 
 ALIGNMENT = 16  # bytes of a vector access
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}  # of gradients
@@ -66,13 +65,13 @@ class TritonPath:
     def sum_of_squares(self, gradients: Sequence[Tensor]) -> Tensor:
         total = torch.empty((), dtype=torch.float32, device=self.device)
         tables = (self.sizes, self.segment_of, self.first_chunk, self.counted)
-        constants = self._constants(gradients, self.tiling.squares_block)
-        squares_kernel[(self.num_chunks,)](self._gradients(gradients), *tables, self.sums, **constants)
+        options = self._options(gradients, self.tiling.squares_block)
+        squares_kernel[(self.num_chunks,)](self._gradients(gradients), *tables, self.sums, **options)
         total_kernel[(1,)](self.sums, total, self.num_chunks, WIDTH=TOTAL_WIDTH, num_warps=TOTAL_WARPS)
         return total
 
     def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor) -> None:
-        values = upload(torch.tensor([constants_of(group) for group in settings], dtype=torch.float64), self.device)
+        values = upload(torch.tensor([constants(group) for group in settings], dtype=torch.float64), self.device)
         tables = (self.sizes, self.segment_of, self.first_chunk, self.group_of)
         update_kernel[(self.num_chunks,)](
             self.addresses,
@@ -81,7 +80,7 @@ class TritonPath:
             values,
             factor,
             self.num_segments,
-            **self._constants(gradients, self.tiling.block),
+            **self._options(gradients, self.tiling.block),
         )
 
     def _gradients(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -92,7 +91,7 @@ class TritonPath:
             self.gradient_addresses = addresses
         return self.gradients
 
-    def _constants(self, gradients: Sequence[Tensor], block: int) -> dict[str, Any]:
+    def _options(self, gradients: Sequence[Tensor], block: int) -> dict[str, Any]:
         aligned = self.aligned and all(gradient.data_ptr() % ALIGNMENT == 0 for gradient in gradients)
         return {
             "GRADIENT": TYPES[gradients[0].dtype],

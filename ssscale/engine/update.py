@@ -79,7 +79,10 @@ class OnePassUpdate:
         """
         if weight.grad is None:
             return
-        seen, total = self.optimizer.fp32_groups_has_gradients[group], self.optimizer.fp32_groups_gradients[group][index]
+        seen, total = (
+            self.optimizer.fp32_groups_has_gradients[group],
+            self.optimizer.fp32_groups_gradients[group][index],
+        )
         gradient = weight.grad.view(total.shape)
         if self.direct:
             assert not seen[index], "a weight got two gradients in a step with one microbatch"
@@ -152,10 +155,15 @@ class OnePassUpdate:
     def _segment(self, piece: Piece) -> Segment:
         flat = self.optimizer.fp32_groups_flat_partition[piece.group]
         weight, state = self.optimizer.bf16_groups[piece.group][piece.index], self.optimizer.state[flat]
-        held = [x.detach().narrow(0, piece.offset, piece.size) for x in (flat, state["exp_avg"], state["exp_avg_sq"])]
-        rounded = weight.detach().view(-1).narrow(0, piece.start, piece.size)
-        counted = split_dim(weight) is not None or self.groups.tensor_rank == 0
-        return Segment(*held, rounded, group=piece.group, counted=counted)
+        here = slice(piece.offset, piece.offset + piece.size)
+        return Segment(
+            master=flat.detach()[here],
+            exp_avg=state["exp_avg"][here],
+            exp_avg_sq=state["exp_avg_sq"][here],
+            rounded=weight.detach().view(-1)[piece.start : piece.start + piece.size],
+            group=piece.group,
+            counted=split_dim(weight) is not None or self.groups.tensor_rank == 0,
+        )
 
     def _gradients(self) -> list[Tensor]:
         whole = self.optimizer.fp32_groups_gradients
@@ -165,10 +173,11 @@ class OnePassUpdate:
         ]
 
     def _settings(self) -> list[Settings]:
-        return [
-            Settings(group["lr"], *group["betas"], group["eps"], group["weight_decay"], steps + 1)
-            for group, steps in zip(self.optimizer.param_groups, self._steps, strict=True)
-        ]
+        settings = []
+        for group, steps in zip(self.optimizer.param_groups, self._steps, strict=True):
+            beta1, beta2 = group["betas"]
+            settings.append(Settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], steps + 1))
+        return settings
 
     def _gather(self) -> None:
         from deepspeed.runtime.utils import all_gather_dp_groups

@@ -46,7 +46,9 @@ class AdamW(Optimizer):
                 "gradients elsewhere"
             )
         if self.one_pass and config.train.precision == "fp32":
-            raise UserError("optimizer.adamw.one_pass needs train.precision=bf16, not fp32: it also rounds weights to bf16")
+            raise UserError(
+                "optimizer.adamw.one_pass needs train.precision=bf16, not fp32: it also rounds weights to bf16"
+            )
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch

@@ -9,7 +9,9 @@ import torch
 from ssscale_kernels.adamw import Segment, Settings, adamw_reference, clip_factor
 from ssscale_kernels.adamw.launch import Tiling, TritonPath
 
-TILING = Tiling(chunk=64, block=32, squares_block=16, num_warps=1)  # several chunks per segment, several blocks per chunk
+TILING = Tiling(
+    chunk=64, block=32, squares_block=16, num_warps=1
+)  # several chunks per segment, several blocks per chunk
 GUARD = 7  # elements before and after each segment, which must keep their value
 SETTINGS = (
     Settings(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1),

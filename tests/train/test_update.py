@@ -92,6 +92,14 @@ def test_a_run_may_switch_it_at_a_checkpoint(pool1: Pool, tmp_path: Path, first:
     assert_same(straight | {"losses": []}, resumed | {"losses": []})
 
 
+def test_a_used_engine_takes_a_restored_state(pool1: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    pool1.run(TRAIN, model=MODEL, one_pass=True, microbatches=(4, 4), save=folder)
+    arguments = {"model": MODEL, "microbatches": (4,), "first_step": 2, "load": folder}
+    (fresh,), (used,) = (pool1.run(TRAIN, one_pass=True, again=again, **arguments) for again in (False, True))
+    assert_same(fresh, used)
+
+
 def test_what_it_cannot_update_is_refused(pool1: Pool) -> None:
     keys = ["config=tiny_ssmax", "optimizer.adamw.one_pass=true"]
     validate(load_config([*keys, "train.precision=bf16"]))

@@ -56,16 +56,24 @@ def train(
     first_step: int = 0,
     load: str | None = None,
     save: str | None = None,
+    again: bool = False,
 ) -> dict[str, Any]:
     """Trains one step per entry of `microbatches`, the rows of each microbatch in it.
 
     broken: step in which a gradient of the last rank is NaN. unused: a weight that gets no gradient. fp32_reduction: whether
-    DeepSpeed leaves fp32 sums as they are, which it otherwise rounds to bf16.
+    DeepSpeed leaves fp32 sums as they are, which it otherwise rounds to bf16. again: whether the engine has trained a step
+    before its state is restored from `load`.
     Returns losses, norms, the state and the bf16 weights by name, and the bytes of fp32 sums after each step.
     """
     engine, groups = make(model, one_pass, tensor, clip, load)
     if fp32_reduction:
         engine.engine.communication_data_type = torch.float32
+    if again:
+        train_step(engine, groups, 0, 1, 0.01)
+        assert load is not None
+        reader = CheckpointReader(list_checkpoints(Path(load))[-1])
+        load_weights(reader, engine.module, groups)
+        load_training_state(reader, engine, groups)
     weights = dict(engine.module.named_parameters())
     if unused is not None:
         weights[unused].requires_grad_(False)
