@@ -60,7 +60,7 @@ def train(
 ) -> dict[str, Any]:
     """Trains one step per entry of `microbatches`, the rows of each microbatch in it.
 
-    broken: step in which a gradient of the last rank is NaN. unused: a weight that gets no gradient. fp32_reduction: whether
+    broken: step in which a gradient of the last rank is NaN. unused: a weight that gets no gradient after the first step. fp32_reduction: whether
     DeepSpeed leaves fp32 sums as they are, which it otherwise rounds to bf16. again: whether the engine has trained a step
     before its state is restored from `load`.
     Returns losses, norms, the state and the bf16 weights by name, and the bytes of fp32 sums after each step.
@@ -75,11 +75,11 @@ def train(
         load_weights(reader, engine.module, groups)
         load_training_state(reader, engine, groups)
     weights = dict(engine.module.named_parameters())
-    if unused is not None:
-        weights[unused].requires_grad_(False)
     results, sums = [], []
     for step, microbatch in enumerate(microbatches, first_step):
         engine.set_batch_size(ROWS, microbatch)
+        if unused is not None and step > first_step:
+            weights[unused].requires_grad_(False)
         factor = torch.nan if step == broken and groups.rank == groups.world_size - 1 else 1.0
         handle = weights["norm.weight"].register_hook(lambda gradient, factor=factor: gradient * factor)
         results.append(train_step(engine, groups, step, microbatch, 0.01))
