@@ -79,10 +79,8 @@ class OnePassUpdate:
         """
         if weight.grad is None:
             return
-        seen, total = (
-            self.optimizer.fp32_groups_has_gradients[group],
-            self.optimizer.fp32_groups_gradients[group][index],
-        )
+        seen = self.optimizer.fp32_groups_has_gradients[group]
+        total = self.optimizer.fp32_groups_gradients[group][index]
         gradient = weight.grad.view(total.shape)
         if self.direct:
             assert not seen[index], "a weight got two gradients in a step with one microbatch"
@@ -94,11 +92,8 @@ class OnePassUpdate:
         seen[index] = True
 
     @torch.no_grad()
-    def to_reduce(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Returns the gradients that replicas must reduce, in place. Those of weights that got none become 0.
-
-        A single replica reduces nothing. DeepSpeed's own step rounds even its fp32 sums to bf16 here.
-        """
+    def zero_missing(self) -> None:
+        """Makes the gradients of weights that got none 0. Called after the last backward pass of a step."""
         optimizer = self.optimizer
         for i, seen in enumerate(optimizer.fp32_groups_has_gradients):
             for j in (j for j, found in enumerate(seen) if not found):
@@ -106,9 +101,18 @@ class OnePassUpdate:
                     self._taken[i, j] = torch.zeros_like(optimizer.bf16_groups[i][j]).view(-1)
                 else:
                     optimizer.fp32_groups_gradients[i][j].zero_()
+
+    def to_reduce(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Returns the gradients that DeepSpeed reduces over the replicas in place, and an empty group of experts.
+
+        A single replica reduces nothing. DeepSpeed's own step rounds even its fp32 sums to bf16 here.
+        """
+        self.zero_missing()
         if self.groups.replica_size == 1:
             return [], {}
-        return [self._taken[key] for key in sorted(self._taken)] if self.direct else optimizer.non_expert_gradients, {}
+        return [
+            self._taken[key] for key in sorted(self._taken)
+        ] if self.direct else self.optimizer.non_expert_gradients, {}
 
     @torch.no_grad()
     def step(self) -> None:
