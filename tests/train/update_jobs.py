@@ -60,9 +60,9 @@ def train(
 ) -> dict[str, Any]:
     """Trains one step per entry of `microbatches`, the rows of each microbatch in it.
 
-    broken: step in which a gradient of the last rank is NaN. unused: a weight that gets no gradient after the first step. fp32_reduction: whether
-    DeepSpeed leaves fp32 sums as they are, which it otherwise rounds to bf16. again: whether the engine has trained a step
-    before its state is restored from `load`.
+    broken: step in which a gradient of the last rank is NaN. unused: a weight that gets no gradient after the first step.
+    fp32_reduction: whether DeepSpeed leaves fp32 sums as they are, which it otherwise rounds to bf16. again: whether the
+    engine has trained a step before its state is restored from `load`.
     Returns losses, norms, the state and the bf16 weights by name, and the bytes of fp32 sums after each step.
     """
     engine, groups = make(model, one_pass, tensor, clip, load)
