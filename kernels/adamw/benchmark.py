@@ -43,9 +43,12 @@ def state_of(s: Segment) -> tuple[Tensor, Tensor, Tensor]:
     return s.master.clone(), s.exp_avg.clone(), s.exp_avg_sq.clone()
 
 
-def ulps(a: Tensor, b: Tensor) -> int:
-    """The largest distance of a from b in units in the last place of float32, for values of the same sign."""
-    return int((a.view(torch.int32).long() - b.view(torch.int32).long()).abs().max())
+def ulps(a: Tensor, b: Tensor, old: Tensor) -> float:
+    """The largest distance of a from b, in units in the last place of the larger one of a and of what it was before.
+
+    A moment may be much smaller than the two products whose sum it is. Its own last place would then say little.
+    """
+    return float(((a.double() - b.double()).abs() / torch.maximum(a.abs(), old.abs()).double()).max()) * 2**23
 
 
 def torch_update(state: Sequence[Tensor], gradient: Tensor, settings: Settings, factor: Tensor) -> None:
@@ -80,18 +83,19 @@ def check(dtype: torch.dtype, offset: int) -> bool:
     optimizer.update(gradients, [SETTINGS], clip_factor(torch.full_like(total, torch.inf), 1.0)[1])
     same = all(torch.equal(s.master, state[0]) for s, state in zip(held, before, strict=True))
     optimizer.update(gradients, [SETTINGS], factor)
-    ours, theirs, different = 0, 0, 0
+    ours, theirs, different = 0.0, 0.0, 0
     for s, state, gradient in zip(held, before, gradients, strict=True):
         wanted = adamw_reference(*state, gradient, SETTINGS, factor)
+        old = [x.clone() for x in state]
         torch_update(state, gradient, SETTINGS, factor)
-        for a, r, t in zip((s.master, s.exp_avg, s.exp_avg_sq), wanted, state, strict=True):
-            ours, theirs = max(ours, ulps(a, r)), max(theirs, ulps(a, t))
+        for a, r, t, o in zip((s.master, s.exp_avg, s.exp_avg_sq), wanted, state, old, strict=True):
+            ours, theirs = max(ours, ulps(a, r, o)), max(theirs, ulps(a, t, o))
             different += int((a != t).sum())
         same &= torch.equal(s.rounded, s.master.bfloat16())
-    good = same and torch.equal(total, again) and abs(float(total) / exact - 1) < 1e-6 and ours <= 1 and theirs <= 2
+    good = same and torch.equal(total, again) and abs(float(total) / exact - 1) < 1e-6 and ours <= 1 and theirs <= 4
     print(
-        f"# {dtype}, offset {offset}: {ours} ulp from the reference, {theirs} from torch's fused AdamW, which differs in "
-        f"{different:,} of {3 * sum(SIZES):,} values: {'good' if good else 'WRONG'}",
+        f"# {dtype}, offset {offset}: {ours:.2f} ulp from the reference, {theirs:.2f} from torch's fused AdamW, which differs "
+        f"in {different:,} of {3 * sum(SIZES):,} values: {'good' if good else 'WRONG'}",
         flush=True,
     )
     return good
@@ -109,9 +113,10 @@ def check_far() -> bool:
     wanted = adamw_reference(*state, gradient[last], SETTINGS, factor)
     optimizer = FlatAdamW([whole])
     optimizer.update([gradient], [SETTINGS], factor)
-    exact = sum(float(part.double().square().sum()) for part in gradient.split(2**28))
+    exact = sum(float(piece.double().square().sum()) for piece in gradient.split(2**28))
     good = (
-        ulps(whole.master[last], wanted[0]) <= 1 and abs(float(optimizer.sum_of_squares([gradient])) / exact - 1) < 1e-6
+        ulps(whole.master[last], wanted[0], state[0]) <= 1
+        and abs(float(optimizer.sum_of_squares([gradient])) / exact - 1) < 1e-6
     )
     print(f"# {FAR:,} elements: {'good' if good else 'WRONG'}", flush=True)
     return good
