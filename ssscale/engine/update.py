@@ -110,9 +110,8 @@ class OnePassUpdate:
         self.zero_missing()
         if self.groups.replica_size == 1:
             return [], {}
-        return [
-            self._taken[key] for key in sorted(self._taken)
-        ] if self.direct else self.optimizer.non_expert_gradients, {}
+        taken = [self._taken[key] for key in sorted(self._taken)]
+        return taken if self.direct else self.optimizer.non_expert_gradients, {}
 
     @torch.no_grad()
     def step(self) -> None:
