@@ -31,6 +31,7 @@ def assert_same(before: Result, after: Result) -> None:
         differ = [name for name in before[key] if not torch.equal(before[key][name], after[key][name])]
         assert not differ, (key, differ)
     assert before["losses"] == after["losses"]
+    assert before["steps"] == after["steps"]
 
 
 def test_one_microbatch_gives_the_same_bits_without_fp32_sums(pool1: Pool) -> None:

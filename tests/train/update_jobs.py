@@ -63,7 +63,7 @@ def train(
     broken: step in which a gradient of the last rank is NaN. unused: a weight that gets no gradient after the first step.
     fp32_reduction: whether DeepSpeed leaves fp32 sums as they are, which it otherwise rounds to bf16. again: whether the
     engine has trained a step before its state is restored from `load`.
-    Returns losses, norms, the state and the bf16 weights by name, and the bytes of fp32 sums after each step.
+    Returns losses, norms, the state and the bf16 weights by name, updates by group, and the bytes of fp32 sums after each step.
     """
     engine, groups = make(model, one_pass, tensor, clip, load)
     if fp32_reduction:
@@ -94,6 +94,7 @@ def train(
         "norms": [norm for _, norm in results],
         "sums": sums,
         "state": {f"{f.state} {f.name} {f.start}": f.tensor.clone() for f in engine.fragments()},
+        "steps": [float(state["step"]) for state in engine.optimizer.state.values()],
         "weights": {name: weight.detach().float() for name, weight in engine.module.named_parameters()},
     }
 
