@@ -41,6 +41,8 @@ COMMAND = Command(
             metavar="NAME,...",
         ),
         Option("out", str, "a JSON file for the results", metavar="FILE"),
+        Option("masters", bool, "also run plain torch with fp32 master weights and clipping", default=False),
+        Option("also", str, "keys of a second run of each config, to compare", default="", metavar="KEY=VALUE,..."),
     ),
     keys=EVERY_KEY,
 )
@@ -51,6 +53,12 @@ COLUMNS = ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_s
 
 def folder_of(name: str, options: dict[str, Any], accumulation: int) -> Path:
     return Path(options["folder"]) / f"benchmark_{name}_{accumulation}"
+
+
+def variants(also: str) -> list[tuple[str, list[str]]]:
+    """The runs of each config: (what its row says besides the name, further keys)."""
+    keys = also.split(",") if also else []
+    return [("", []), *([(f" {also}", keys)] if keys else [])]
 
 
 def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str]) -> dict[str, float]:
@@ -89,7 +97,7 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
     return result | {"first_step_s": float(first[0].split()[3])}
 
 
-def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict[str, float]:
+def run_plain(name: str, microbatch: int, accumulation: int, steps: int, masters: bool = False) -> dict[str, float]:
     command = [
         sys.executable,
         "-m",
@@ -98,6 +106,7 @@ def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict
         str(microbatch),
         str(accumulation),
         str(steps),
+        *(["masters"] if masters else []),
     ]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -123,20 +132,23 @@ def checked(options: dict[str, Any], extra: list[str]) -> list[str]:
     if options.get("plain") and options["gpus"] > 1:
         raise UserError("plain=true: plain torch takes one GPU; set gpus=1")
     for name in options["configs"].split(","):
-        load_config([f"config={name}", *extra], options=COMMAND.names)
+        for _, keys in variants(options["also"]):
+            load_config([f"config={name}", *extra, *keys], options=COMMAND.names)
     if not Path(options["data"]).is_dir():
         raise UserError(f"data={options['data']}: there is no such folder")
     return backends
 
 
-def row(label: str, kernel: str, accumulation: int, found: dict[str, float], gpus: int, ratio: float) -> dict[str, Any]:
+def row(
+    label: str, kernel: str, accumulation: int, found: dict[str, float], gpus: int, of_plain: float
+) -> dict[str, Any]:
     """Returns a result. Rates are those of one GPU; billions of tokens per day are of eight."""
     from eval.benchmarks.published import PUBLISHED
 
     rate = found.get("tokens_per_second", float("nan")) / gpus
     about = {"run": label, "kernel": kernel, "accumulation": accumulation, "gpus": gpus}
     billions = {"tokens_per_second_per_gpu": rate, "billion_tokens_per_day": rate * NODE * DAY / 1e9}
-    return about | billions | {"published": PUBLISHED.get(label), "of_plain": ratio} | found
+    return about | billions | {"published": PUBLISHED.get(label), "of_plain": of_plain} | found
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -152,6 +164,22 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"| {found['run']} | {found['kernel']} | {found['accumulation']} | {cells} |", flush=True)
 
 
+def run_peers(name: str, accumulation: int, steps: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of plain torch, the first of which the ratios are to."""
+    shape, arguments = name.split("_")[0], (options["microbatch"], accumulation, min(steps, 15))
+    found = run_plain(name, *arguments)
+    rows = [row(f"plain torch {shape}", "cudnn", accumulation, found, 1, 1.0)]
+    if options["masters"]:
+        masters = run_plain(name, *arguments, masters=True)
+        label = f"plain torch {shape}, fp32 masters, clipping"
+        rows.append(row(label, "cudnn", accumulation, masters, 1, ratio(masters, found)))
+    return rows
+
+
+def ratio(found: dict[str, float], peer: dict[str, float]) -> float:
+    return found["tokens_per_second"] / peer["tokens_per_second"] if found and peer else float("nan")
+
+
 def main(argv: list[str]) -> None:
     from eval.checkpoint.command import whole_numbers, write
 
@@ -164,16 +192,16 @@ def main(argv: list[str]) -> None:
         shape = name.split("_")[0]
         for accumulation, count in zip(accumulations, steps):
             if (shape, accumulation) not in plain and options.get("plain", gpus == 1):
-                arguments = (options["microbatch"], accumulation, min(count, 15))
-                plain[shape, accumulation] = run_plain(name, *arguments)
-                rows.append(row(f"plain torch {shape}", "cudnn", accumulation, plain[shape, accumulation], 1, 1.0))
+                peers = run_peers(name, accumulation, count, options)
+                plain[shape, accumulation] = peers[0] if "tokens_per_second" in peers[0] else {}
+                rows += peers
+            peer = plain.get((shape, accumulation), {})
             for kernel, keys in kernels_of(name, backends):
-                result = run_stack(name, options, accumulation, count, [*keys, *extra])
-                peer = plain.get((shape, accumulation), {}).get("tokens_per_second")
-                ratio = result["tokens_per_second"] / peer if result and peer else float("nan")
-                rows.append(row(name, kernel, accumulation, result, gpus, ratio))
-                if "out" in options:
-                    write(Path(options["out"]), {"rows": rows}, indent=1)
+                for label, more in variants(options["also"]):
+                    result = run_stack(name, options, accumulation, count, [*keys, *extra, *more])
+                    rows.append(row(name + label, kernel, accumulation, result, gpus, ratio(result, peer)))
+            if "out" in options:
+                write(Path(options["out"]), {"rows": rows}, indent=1)
     show(rows)
 
 

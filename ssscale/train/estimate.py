@@ -84,6 +84,8 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     | 1 | w·N' | 4·N' + w·(largest matrix, before it is added to the sum) | (4 + o)·N'/D |
     | 2 | w·N' | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
     | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
+
+    With `optimizer.adamw.one_pass`, a step of one microbatch keeps its gradients in bf16: w·N'.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -94,11 +96,14 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     block = parts["matrices"] / model.num_layers / tensor
     largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
     partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
+    summed = 4 * n + width * largest
+    if config.optimizer.chosen.one_pass and train.microbatch_rows * (ranks // parallel.context) == train.batch_size:
+        summed = width * n
     kept = config.optimizer.chosen.state_bytes
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(
         weights=width * (n if stage < 3 else n / ranks + block),
-        gradients=(width * n, 4 * n + width * largest, partitioned, partitioned)[stage],
+        gradients=(width * n, summed, partitioned, partitioned)[stage],
         optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / ranks,
         activations=tokens * activation_bytes_per_token(config)
         + model.place.kept_bytes(model.num_heads / tensor, config.data.length),
