@@ -73,11 +73,19 @@ def units(jobs: Sequence[Job]) -> list[list[Job]]:
     return list(found.values())
 
 
+def tries_rates(job: Job) -> bool:
+    return job.name.startswith("rate-")
+
+
 def stays(jobs: Sequence[Job], minutes: float, per_gpu: int) -> list[list[Job]]:
-    """Divide jobs into stays of `minutes` on one GPU, by the declared minutes. A unit goes into the first with room."""
+    """Divide jobs into stays of `minutes` on one GPU, by the declared minutes. A unit goes into the first with room.
+
+    Jobs that try learning rates have stays of their own, because the choice comes before the other jobs.
+    """
     found: list[list[Job]] = []
     for unit in units(jobs):
-        there = next((stay for stay in found if minutes_of([*stay, *unit], per_gpu) <= minutes), None)
+        rooms = [stay for stay in found if tries_rates(stay[0]) == tries_rates(unit[0])]
+        there = next((stay for stay in rooms if minutes_of([*stay, *unit], per_gpu) <= minutes), None)
         if there is None:
             found.append([*unit])
         else:

@@ -143,7 +143,8 @@ def _ssmax_job(study: Study, method: str, seed: int) -> Job:
         tuned = run.with_name(f"{run.name}_qa")
         return trained | {"by_position": measure.by_position(run), "needle": measure.needle(tuned)}
 
-    return study.job(method, seed, every, measured, rate=rate, method=tried, reads_test=True)
+    group = f"softmax-s{seed}" if method in ("softmax", "ssmax_after") else None  # one training
+    return study.job(method, seed, every, measured, rate=rate, method=tried, reads_test=True, group=group)
 
 
 def _form(study: Study, method: str) -> Training:

@@ -1,6 +1,7 @@
 """Questions of RULER's kinds for fine-tuning: they fit, they can be answered from the text, none is one of RULER's."""
 
 import json
+import random
 import re
 import sys
 from pathlib import Path
@@ -50,6 +51,21 @@ def test_samples_fit_and_fill_the_length(samples, sources):
     assert max(sizes) <= LENGTH
     assert sum(sizes) / len(sizes) > 0.6 * LENGTH
     assert {kind for kind, _ in samples} == set(KINDS)
+
+
+def test_a_sample_that_is_too_long_is_made_again(sources, monkeypatch):
+    asked = []
+
+    def greedy(sources: Sources, rng: random.Random, tokens: int) -> Question:
+        asked.append(tokens)
+        return Question(" the" * tokens, "Which?", "the")
+
+    monkeypatch.setattr(ruler_questions, "KINDS", {"greedy": (greedy, 1)})
+    monkeypatch.setattr(ruler_questions, "LEAST", 1.0)
+    _, found = sample(sources, 1, 0)
+    assert len(asked) > 1
+    assert asked[0] == LENGTH
+    assert sources.tokens(found) <= LENGTH
 
 
 def test_answers_are_in_the_text(samples):
@@ -102,8 +118,6 @@ def test_no_sample_is_one_of_rulers(samples, files, sources):
 
 
 def test_keys_are_never_rulers(sources):
-    import random
-
     rng = random.Random(3)
     some = words()
     assert all(of_ruler(some[rng.randrange(len(some))], sources.rulers) for _ in range(300))

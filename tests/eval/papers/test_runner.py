@@ -17,7 +17,7 @@ from eval.papers.study import runner
 from eval.papers.study.jobs import Job, Place, Step
 from eval.papers.study.rates import choose
 from eval.papers.study.runner import Gpu, Program, Runner
-from eval.papers.study.schedule import minutes_of, plan, shared, slowdown, stays
+from eval.papers.study.schedule import Work, duration, minutes_of, plan, shared, slowdown, stays
 from ssscale.errors import UserError
 
 SAVES = (
@@ -245,6 +245,9 @@ def test_minutes_of_sharing():
     assert shared([2.0, 3.0], 1) == 5
     assert shared([1.0, 1.0, 1.0, 1.0], 2) == pytest.approx(4 / 1.3)
     assert shared([], 3) == 0
+    # A job that waits for a step which another has begun waits for what is left of it.
+    begun, same, own = Work(Path("a"), 2.0, True), Work(Path("a"), 5.0, True), Work(Path("b"), 1.0, False)
+    assert duration([[same, own], [begun]], 3) == duration([[begun], [same, own]], 3) == 3.0
 
 
 def test_a_choice_needs_three_rates_and_stays(tmp_path):

@@ -47,7 +47,7 @@ class InProcess:
                 else:
                     name = (
                         module
-                        if module.startswith("eval.papers.") and module != "eval.papers.mqrar"
+                        if module.startswith(("eval.papers.", "eval.benchmarks.")) and module != "eval.papers.mqrar"
                         else f"{module}.__main__"
                     )
                     import_module(name).main()
@@ -263,6 +263,8 @@ def test_cores(files, eval_data, monkeypatch, capsys):
         assert sorted(seconds) == list(seconds)
         assert {*found[f"{core}-s0"]["tables"]} == {"piqa", "arc_easy"}
         assert {*found[f"{core}+ruler-s0"]["ruler"]} == {"niah_multikey_2@1280"}
+    assert {*found["sb-s0"]["skipping"]} == {"64"}
+    assert "skipping" not in found["softmax-s0"]
     ruler = next(words for words in SEEN if "tasks=niah_multikey_2" in words and "softmax" in words[1])
     assert "model.position.rope.scaling=dynamic_ntk" in ruler
     assert not any(files["work"].glob("cores/*/checkpoints"))
