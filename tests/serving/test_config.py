@@ -34,6 +34,7 @@ NO_EFFECT = {
     # kernels in training
     "mixer.softmax.backend",
     "mixer.ssmax.backend",
+    "mixer.stickbreaking.keys_per_group",
     "mixer.stickbreaking.skip_below",
     # read by dynamic_ntk, which is refused
     "position.rope.train_length",
