@@ -171,29 +171,17 @@ def triton_backward(  # type: ignore[no-untyped-def]
     grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop,
     maxima, max_seqlen_q, max_seqlen_k, scale, keys_per_group,
 ):  # fmt: skip
+    arguments = (
+        grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, row_carry, row_tile, block_stop, maxima,
+        max_seqlen_q, max_seqlen_k, scale,
+    )  # fmt: skip
     if has_16_keys(q.dtype, keys_per_group):
-        from .sixteen.backward import backward
-    else:
-        from .backward import backward
+        from .sixteen import backward as sixteen
 
-    return backward(
-        grad_o,
-        grad_log_rest,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        q_offsets,
-        row_carry,
-        row_tile,
-        block_stop,
-        maxima,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        entering=log_rest_in is not None,
-    )
+        return sixteen.backward(*arguments)
+    from . import backward as four
+
+    return four.backward(*arguments, entering=log_rest_in is not None)
 
 
 @forward_op.register_fake

@@ -53,7 +53,7 @@ def test_skipping_stays_within_its_bound(interpreted, logits, scaled):
 
 
 TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")
-INTEGERS = ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "maxima_ptr")
+INTEGERS = ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "maxima_ptr", "rest_maxima_ptr")
 SCALED = {
     "forward": ("v_ptr",),
     "dq": ("k_ptr", "q_half_ptr", "do_half_ptr"),
@@ -65,7 +65,7 @@ def argument_type(name, operands, which):
     if name in INTEGERS:
         return "*i32"
     if name in TENSORS:
-        half = operands == "float16" or (operands == "scaled" and name in SCALED[which])
+        half = operands == "float16" or name in SCALED[which]
         return "*fp16" if half else "*bf16"
     if name.endswith("_ptr"):
         return "*fp32"
@@ -76,7 +76,8 @@ def argument_type(name, operands, which):
 
 
 def compiled(which: str, config: Config, head_dim: int, operands: str) -> CompiledKernel:
-    """operands: "scaled" (bf16 that half.py makes fp16), "bfloat16" with log_rest_in and its gradient, "float16"."""
+    """operands: "scaled" (bf16 that half.py makes fp16), "log_rest" (scaled, log_rest_in and its gradient), "float16"."""
+    scaled = operands != "float16"
     kernel = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}[which]
     constants = {
         "H": head_dim,
@@ -85,18 +86,18 @@ def compiled(which: str, config: Config, head_dim: int, operands: str) -> Compil
         "KV_GROUP": 1,
         "HAS_OFFSET": False,
         "offset_ptr": None,
-        "HAS_REST": operands == "bfloat16",
-        "HALF": operands == "scaled",
-        "ENTER_K": operands == "scaled",
-        "PARTS": 2 if operands == "float16" else 1,
-        "HOIST": hoists(head_dim, None, operands == "scaled"),
+        "HAS_REST": operands == "log_rest",
+        "HALF": scaled,
+        "ENTER_K": scaled,
+        "PARTS": 1 if scaled else 2,
+        "HOIST": hoists(head_dim, None, scaled),
         "DQ_ROWS": config.row_block,
         "MAX_BLOCKS": 64,
         "ADD": False,
     }
-    if operands != "bfloat16":
-        constants |= {"log_rest_in_ptr": None, "d_rest_ptr": None}
-    if operands != "scaled":
+    if operands != "log_rest":
+        constants |= {"log_rest_in_ptr": None, "d_rest_ptr": None, "rest_maxima_ptr": None}
+    if not scaled:
         constants["maxima_ptr"] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: argument_type(name, operands, which) for name in kernel.arg_names if name not in constants}
@@ -115,7 +116,7 @@ def shuffles_reach_their_lanes(ttgir: str) -> bool:
 
 SLOW = [
     pytest.param(operands, head_dim, marks=pytest.mark.slow)
-    for operands, dims in {"scaled": (16, 80), "bfloat16": (16, 32, 64, 80, 128), "float16": (16, 64, 80, 128)}.items()
+    for operands, dims in {"scaled": (16, 80), "log_rest": (16, 32, 64, 80, 128), "float16": (16, 32, 64, 80, 128)}.items()
     for head_dim in dims
 ]
 

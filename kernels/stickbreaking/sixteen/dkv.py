@@ -6,7 +6,7 @@ import triton.language as tl
 from .. import half
 from .. import tile as common
 from ..forward import COUNTS
-from . import blocks, tile
+from . import blocks, scales, tile
 
 
 @triton.jit
@@ -19,6 +19,8 @@ def _dkv_run(
     dk, dv = state
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
+    # Two parts of weights and dz, and wide accumulators, fill the registers.
+    FULL: tl.constexpr = PARTS == 2 and H > 64
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     for block in tl.range(first, last, num_stages=2 if EXACT else None, disable_licm=not HOIST):
         row = common.each_round(local, block, H)
@@ -37,11 +39,12 @@ def _dkv_run(
         position = tl.minimum(offset + first_row + row, num_keys)
         u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
-        a = tile.weigh(t_, w, after, carry[:, None] - nearer, EXACT)
+        p = tile.factors(w, after, carry[:, None] - nearer, EXACT)
+        a = tile.weigh(t_, p, EXACT)
         dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
         beta = tile.betas(u, t_, w, EXACT)
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
-        dz, _ = tile.logit_gradients(a, da, beta, tile.per_row(behind))
+        dz, _ = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, FULL), beta, tile.per_row(behind))
         dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
     return dk, dv
 
@@ -68,12 +71,12 @@ def _row_blocks(
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
-    offset_ptr, maxima_ptr,
+    offset_ptr, maxima_ptr, rest_maxima_ptr,
     num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr,
-    PARTS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = common.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -99,7 +102,9 @@ def dkv_kernel(
     v = tl.load(v_ptr + token[:, None] * sv_t + kv_head * sv_n + dims[None, :], mask=in_keys, other=0.0)
     dv_scale = 1.0
     if HALF:
-        q_shift, k_shift, v_shift, do_shift, weight_shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        q_shift, k_shift, v_shift, do_shift, weight_shift, dz_shift = scales.shifts(
+            maxima_ptr, rest_maxima_ptr, sequence, BH, HAS_REST
+        )
         v = half.scaled(v, v_shift)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - q_shift)

@@ -1,0 +1,134 @@
+"""Runs the public function on the Triton kernels under the interpreter (interpreted.py), forward and backward by autograd.
+
+Arguments: `KEYS_PER_GROUP/GROUP`, or `MUTATION` for one of MUTATIONS. Prints one JSON object per case. float16 stands for bf16
+as well: with "scaled" operands, it takes bf16's path.
+"""
+
+import json
+import sys
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from ssscale_kernels.stickbreaking import accuracy, half, ops, stickbreaking_attention
+from ssscale_kernels.stickbreaking import merge as merge_results
+from ssscale_kernels.stickbreaking.accuracy import FP16, FP32, Case, Inputs
+from ssscale_kernels.stickbreaking.sixteen import blocks, tile
+
+EPSILON = 2.0**-8
+SMALL = {"heads": (1, 1), "head_dim": 16, "dtype": FP16}
+CASES = {
+    "options": {
+        "plain": Case(**SMALL, lengths=(70,)),
+        "log_rest": Case(**SMALL, use="log_rest", lengths=(70,)),
+        "carried, packed, grouped": Case(FP16, 24, use="carried", heads=(4, 2), lengths=(1, 0, 65, 20)),
+        "remainder, grouped": Case(FP16, 16, use="remainder", heads=(2, 1), lengths=(3, 70)),
+        "offsets": Case(**SMALL, use="carried", lengths=(20, 10), keys=(70, 65), offsets=(50, 70)),
+        "80 dims": Case(FP16, 80, heads=(1, 1), lengths=(66,)),
+        "128 dims": Case(FP16, 128, use="remainder", heads=(1, 1), lengths=(66,)),
+        "float32": Case(FP32, 16, use="remainder", heads=(1, 1), lengths=(66,)),
+    },
+    "logits": {
+        "skipping": Case(**SMALL, lengths=(200,), skip_below=EPSILON),
+        "skipping, remainder": Case(FP16, 16, use="remainder", heads=(2, 1), lengths=(150,), skip_below=EPSILON),
+        "skipping, huge": Case(**SMALL, kind="huge", lengths=(150,), skip_below=EPSILON),
+        "huge": Case(**SMALL, kind="huge", use="carried", lengths=(140,)),
+        "low": Case(**SMALL, kind="low", lengths=(140,)),
+        "one-hot": Case(**SMALL, kind="one-hot", lengths=(140,)),
+        "edge": Case(**SMALL, kind="edge", use="log_rest", lengths=(200,)),
+    },
+    "scaled": {
+        "scaled": Case(FP16, 24, heads=(2, 1), lengths=(70, 1, 65)),
+        "scaled, remainder": Case(FP16, 16, use="remainder", heads=(2, 1), lengths=(70, 20)),
+        "scaled, log_rest": Case(**SMALL, use="log_rest", lengths=(70,)),
+        "scaled, carried": Case(**SMALL, use="carried", lengths=(20, 10), keys=(70, 65), offsets=(50, 70)),
+        "scaled, skipping": Case(**SMALL, lengths=(200,), skip_below=EPSILON),
+    },
+}
+ALL = {name: case for group in CASES.values() for name, case in group.items()}
+
+
+def one_tile_more_dropped(*args: Any, **kwargs: Any) -> Any:
+    stop, exact = load_stop(*args, **kwargs)
+    return stop + 1, exact
+
+
+def flag_missing(*args: Any) -> None:
+    save_stop(*args[:8], False, *args[9:])
+
+
+def lanes_swapped() -> Any:
+    return key_of_column() ^ 16
+
+
+load_stop, save_stop, key_of_column = blocks.load_stop, blocks.save_stop, tile.key_of_column
+# What each changes, and the case that must notice.
+MUTATIONS = {
+    "one tile more dropped in backward": (blocks, "load_stop", one_tile_more_dropped, "skipping"),
+    "flag missing": (blocks, "save_stop", flag_missing, "huge"),
+    "lanes swapped": (tile, "key_of_column", lanes_swapped, "plain"),
+}
+
+
+def fill_with_nan(inputs: Inputs) -> None:
+    """Leaves NaN in memory that the kernels will be given."""
+    for _ in range(3):
+        torch.full_like(inputs.q, float("nan"))
+
+
+def run(name: str, keys_per_group: int) -> dict[str, Any]:
+    case = ALL[name]
+    inputs = accuracy.draw(case, "cpu")
+    with ExitStack() as stack:
+        if name.startswith("scaled"):
+            stack.enter_context(patch.object(half, "converts", lambda q: True))
+        errors = accuracy.compare(inputs, keys_per_group=keys_per_group)
+    return {key: list(error) for key, error in errors.items()}
+
+
+def run_in_two() -> dict[str, Any]:
+    """Nearer keys, then farther ones with log_rest_in, as on a ring: against all keys at once. And its bits, twice."""
+    inputs = accuracy.draw(Case(FP16, 16, heads=(2, 1), lengths=(90,), use="log_rest"), "cpu")
+
+    def in_two(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        call = {"keys_per_group": 16, "skip_below": 0.0}
+        first = stickbreaking_attention(q[:40], k[:40], v[:40], **call)
+        near = stickbreaking_attention(q[40:], k[40:], v[40:], **call)
+        offset = torch.tensor([40], dtype=torch.int32)
+        far = stickbreaking_attention(q[40:], k[:40], v[:40], q_offsets=offset, log_rest_in=near[1], **call)
+        return torch.cat([first[0], near[0] + far[0]]), torch.cat([first[1], far[1]])
+
+    errors = accuracy.compare(inputs, in_two)
+    once, again = (accuracy.differentiate(in_two, inputs) for _ in range(2))
+    same = all(torch.equal(once[key], again[key]) for key in once)
+    return {key: list(error) for key, error in errors.items()} | {"same_bits": same}
+
+
+def run_saved() -> dict[str, Any]:
+    """Shapes, dtypes and bytes of all results of forward for both algebras and dtypes."""
+    found = {}
+    cu = accuracy.starts((5, 0, 66), "cpu")
+    for dtype in (FP16, FP32):
+        q = torch.randn(71, 2, 16).to(dtype)
+        for keys in (4, 16):
+            results = ops.forward_op(q, q[:, :1], q[:, :1], cu, cu, None, None, 66, 66, 0.25, 0.0, keys)
+            found[f"{dtype} {keys}"] = [[list(x.shape), str(x.dtype)] for x in results]
+    return found
+
+
+if __name__ == "__main__":
+    ops.forward_op.register_kernel("cpu")(ops.triton_forward)
+    ops.backward_op.register_kernel("cpu")(ops.triton_backward)
+    argument = sys.argv[1]
+    if argument in MUTATIONS:
+        module, attribute, changed, noticing = MUTATIONS[argument]
+        with patch.object(module, attribute, changed):
+            print(json.dumps({"case": argument} | run(noticing, 16)), flush=True)
+    elif argument == "others":
+        print(json.dumps({"case": "in two"} | run_in_two()), flush=True)
+        print(json.dumps({"case": "saved"} | run_saved()), flush=True)
+    else:
+        keys, group = argument.split("/")
+        for name in CASES[group]:
+            print(json.dumps({"case": f"{keys} {name}"} | run(name, int(keys))), flush=True)
