@@ -176,13 +176,13 @@ def compare(
     return errors
 
 
-def share(error: Error, case: Case) -> float:
+def share(error: Error, case: Case, keys_per_group: int = 4) -> float:
     """Returns an error in units of what is allowed: twice plain torch's, and 1e-5 of the result or of 1.
 
-    One-hot gradients cancel to zero, except for the rounding of terms of size one. bf16 stays bf16 where log_rest has
-    a gradient or a stick from nearer keys is given, so that weights and dz are rounded once more.
+    One-hot gradients cancel to zero, except for the rounding of terms of size one. With 4 keys per group, bf16 stays
+    bf16 where log_rest has a gradient or log_rest_in is given, so that weights and dz are rounded once more.
     """
-    rounded_twice = case.dtype == BF16 and case.use != "o"
+    rounded_twice = case.dtype == BF16 and case.use != "o" and keys_per_group == 4
     return error.beyond / ((4 if rounded_twice else 2) * error.plain + 1e-5 * max(error.size, 1.0))
 
 

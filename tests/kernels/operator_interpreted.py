@@ -1,49 +1,45 @@
 """Runs the public function on the Triton kernels under the interpreter (interpreted.py), forward and backward by autograd.
 
-Arguments: `KEYS_PER_GROUP/GROUP`, or `MUTATION` for one of MUTATIONS. Prints one JSON object per case. float16 stands for bf16
-as well: with "scaled" operands, it takes bf16's path.
+Arguments: KEYS_PER_GROUP/GROUP, "mutations", "others" or "fuzz". Prints one JSON object per case. float16 stands for bf16 as
+well: in "scaled" cases it takes bf16's path.
 """
 
 import json
 import sys
-from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from ssscale_kernels.stickbreaking import accuracy, half, ops, stickbreaking_attention
-from ssscale_kernels.stickbreaking import merge as merge_results
-from ssscale_kernels.stickbreaking.accuracy import FP16, FP32, Case, Inputs
-from ssscale_kernels.stickbreaking.sixteen import blocks, tile
+from ssscale_kernels.stickbreaking import accuracy, fuzz, half, ops, stickbreaking_attention
+from ssscale_kernels.stickbreaking.accuracy import FP16, FP32, Case
+from ssscale_kernels.stickbreaking.sixteen import blocks, scales, tile
 
 EPSILON = 2.0**-8
-SMALL = {"heads": (1, 1), "head_dim": 16, "dtype": FP16}
+SMALL = Case(FP16, 16, heads=(1, 1), lengths=(70,))
+RECTANGLE: dict[str, Any] = {"use": "carried", "lengths": (20, 10), "keys": (70, 65), "offsets": (50, 70)}
 CASES = {
     "options": {
-        "plain": Case(**SMALL, lengths=(70,)),
-        "log_rest": Case(**SMALL, use="log_rest", lengths=(70,)),
+        "log_rest": SMALL._replace(use="log_rest"),
         "carried, packed, grouped": Case(FP16, 24, use="carried", heads=(4, 2), lengths=(1, 0, 65, 20)),
         "remainder, grouped": Case(FP16, 16, use="remainder", heads=(2, 1), lengths=(3, 70)),
-        "offsets": Case(**SMALL, use="carried", lengths=(20, 10), keys=(70, 65), offsets=(50, 70)),
-        "80 dims": Case(FP16, 80, heads=(1, 1), lengths=(66,)),
-        "128 dims": Case(FP16, 128, use="remainder", heads=(1, 1), lengths=(66,)),
+        "offsets": SMALL._replace(**RECTANGLE),
+        "80 dims": SMALL._replace(head_dim=80, lengths=(66,)),
+        "128 dims": SMALL._replace(head_dim=128, use="remainder", lengths=(66,)),
         "float32": Case(FP32, 16, use="remainder", heads=(1, 1), lengths=(66,)),
     },
     "logits": {
-        "skipping": Case(**SMALL, lengths=(200,), skip_below=EPSILON),
-        "skipping, remainder": Case(FP16, 16, use="remainder", heads=(2, 1), lengths=(150,), skip_below=EPSILON),
-        "skipping, huge": Case(**SMALL, kind="huge", lengths=(150,), skip_below=EPSILON),
-        "huge": Case(**SMALL, kind="huge", use="carried", lengths=(140,)),
-        "low": Case(**SMALL, kind="low", lengths=(140,)),
-        "one-hot": Case(**SMALL, kind="one-hot", lengths=(140,)),
-        "edge": Case(**SMALL, kind="edge", use="log_rest", lengths=(200,)),
+        "skipping": SMALL._replace(lengths=(200,), skip_below=EPSILON),
+        "skipping, remainder": Case(FP16, 16, "normal", "remainder", EPSILON, (2, 1), (150,)),
+        "skipping, huge": SMALL._replace(kind="huge", lengths=(150,), skip_below=EPSILON),
+        "huge": SMALL._replace(kind="huge", use="carried", lengths=(140,)),
+        "edge": SMALL._replace(kind="edge", use="log_rest", lengths=(140,)),
     },
     "scaled": {
         "scaled": Case(FP16, 24, heads=(2, 1), lengths=(70, 1, 65)),
         "scaled, remainder": Case(FP16, 16, use="remainder", heads=(2, 1), lengths=(70, 20)),
-        "scaled, log_rest": Case(**SMALL, use="log_rest", lengths=(70,)),
-        "scaled, carried": Case(**SMALL, use="carried", lengths=(20, 10), keys=(70, 65), offsets=(50, 70)),
-        "scaled, skipping": Case(**SMALL, lengths=(200,), skip_below=EPSILON),
+        "scaled, steep log_rest": SMALL._replace(use="log_rest"),
+        "scaled, carried": SMALL._replace(**RECTANGLE),
+        "scaled, skipping": SMALL._replace(lengths=(200,), skip_below=EPSILON),
     },
 }
 ALL = {name: case for group in CASES.values() for name, case in group.items()}
@@ -62,27 +58,26 @@ def lanes_swapped() -> Any:
     return key_of_column() ^ 16
 
 
+def gradient_of_log_rest_ignored(maxima_ptr: Any, rest_maxima_ptr: Any, sequence: Any, dims: Any, rest: Any) -> Any:
+    return half.shifts(maxima_ptr, sequence, dims)
+
+
 load_stop, save_stop, key_of_column = blocks.load_stop, blocks.save_stop, tile.key_of_column
 # What each changes, and the case that must notice.
 MUTATIONS = {
     "one tile more dropped in backward": (blocks, "load_stop", one_tile_more_dropped, "skipping"),
     "flag missing": (blocks, "save_stop", flag_missing, "huge"),
-    "lanes swapped": (tile, "key_of_column", lanes_swapped, "plain"),
+    "lanes swapped": (tile, "key_of_column", lanes_swapped, "log_rest"),
+    "scale too large": (scales, "shifts", gradient_of_log_rest_ignored, "scaled, steep log_rest"),
 }
 
 
-def fill_with_nan(inputs: Inputs) -> None:
-    """Leaves NaN in memory that the kernels will be given."""
-    for _ in range(3):
-        torch.full_like(inputs.q, float("nan"))
-
-
 def run(name: str, keys_per_group: int) -> dict[str, Any]:
-    case = ALL[name]
-    inputs = accuracy.draw(case, "cpu")
-    with ExitStack() as stack:
-        if name.startswith("scaled"):
-            stack.enter_context(patch.object(half, "converts", lambda q: True))
+    inputs = accuracy.draw(ALL[name], "cpu")
+    if "steep" in name:
+        assert inputs.grad_rest is not None
+        inputs = inputs._replace(grad_rest=1000 * inputs.grad_rest)
+    with patch.object(half, "converts", lambda q: name.startswith("scaled")):
         errors = accuracy.compare(inputs, keys_per_group=keys_per_group)
     return {key: list(error) for key, error in errors.items()}
 
@@ -117,18 +112,30 @@ def run_saved() -> dict[str, Any]:
     return found
 
 
+def run_fuzz() -> dict[str, Any]:
+    """A few random calls of each setting that the interpreter can run."""
+    settings = [setting for setting in fuzz.SETTINGS if setting.dtype == FP16]
+    return {str(number): fuzz.run(s, 8, number, 16, "cpu", 60) for number, s in enumerate(settings)}
+
+
+def show(case: str, found: dict[str, Any]) -> None:
+    print(json.dumps({"case": case} | found), flush=True)
+
+
 if __name__ == "__main__":
     ops.forward_op.register_kernel("cpu")(ops.triton_forward)
     ops.backward_op.register_kernel("cpu")(ops.triton_backward)
     argument = sys.argv[1]
-    if argument in MUTATIONS:
-        module, attribute, changed, noticing = MUTATIONS[argument]
-        with patch.object(module, attribute, changed):
-            print(json.dumps({"case": argument} | run(noticing, 16)), flush=True)
+    if argument == "mutations":
+        for mutation, (module, attribute, changed, noticing) in MUTATIONS.items():
+            with patch.object(module, attribute, changed):
+                show(mutation, run(noticing, 16))
     elif argument == "others":
-        print(json.dumps({"case": "in two"} | run_in_two()), flush=True)
-        print(json.dumps({"case": "saved"} | run_saved()), flush=True)
+        show("in two", run_in_two())
+        show("saved", run_saved())
+    elif argument == "fuzz":
+        show("fuzz", run_fuzz())
     else:
         keys, group = argument.split("/")
-        for name in CASES[group]:
-            print(json.dumps({"case": f"{keys} {name}"} | run(name, int(keys))), flush=True)
+        for case_name in CASES[group]:
+            show(f"{keys} {case_name}", run(case_name, int(keys)))

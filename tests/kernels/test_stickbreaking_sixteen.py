@@ -116,7 +116,11 @@ def shuffles_reach_their_lanes(ttgir: str) -> bool:
 
 SLOW = [
     pytest.param(operands, head_dim, marks=pytest.mark.slow)
-    for operands, dims in {"scaled": (16, 80), "log_rest": (16, 32, 64, 80, 128), "float16": (16, 32, 64, 80, 128)}.items()
+    for operands, dims in {
+        "scaled": (16, 80),
+        "log_rest": (16, 32, 64, 80, 128),
+        "float16": (16, 32, 64, 80, 128),
+    }.items()
     for head_dim in dims
 ]
 

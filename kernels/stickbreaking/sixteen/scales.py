@@ -4,7 +4,6 @@ dz = g − β (d_log_rest + Σ g), and half.py bounds |g| and |Σ g|. With |d_lo
 below 3 · 2^14, which fp16 can express.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
