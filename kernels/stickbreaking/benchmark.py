@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -76,24 +77,23 @@ def forward_and_backward(
     return forward, graph_ms([partial(both, *s) for s in inputs], budget_ms) - forward
 
 
-def check(keys_per_group: int) -> int:
-    """Prints the worst errors in units of what is allowed (`accuracy.share`). Returns the number of cases over it."""
-    worst: dict[torch.dtype, float] = {}
-    wrong = 0
+def check(keys_per_group: int, float32: bool = True) -> dict[str, Any]:
+    """Returns and prints the worst share of what is allowed (`accuracy.share`) by dtype and result, and what is over it."""
+    worst: dict[str, float] = {}
+    over: list[str] = []
     for case in accuracy.cases():
-        if keys_per_group != 4 and case.dtype == torch.float32:
+        if case.dtype == torch.float32 and not float32:
             continue
         errors = accuracy.compare(accuracy.draw(case, "cuda"), keys_per_group=keys_per_group)
-        shares = {name: accuracy.share(error, case, keys_per_group) for name, error in errors.items()}
-        worst[case.dtype] = max(worst.get(case.dtype, 0.0), *shares.values())
-        if not max(shares.values()) <= 1:
-            wrong += 1
-            print(f"over budget: {case}: { {name: round(x, 2) for name, x in shares.items()} }", flush=True)
-    found = ", ".join(f"{dtype} {x:.2f}" for dtype, x in worst.items())
-    print(
-        f"groups of {keys_per_group}: worst error, in units of what is allowed: {found}; over it: {wrong}", flush=True
-    )
-    return wrong
+        for name, error in errors.items():
+            share, column = accuracy.share(error, case, keys_per_group), f"{str(case.dtype)[6:]} {name}"
+            worst[column] = max(worst.get(column, 0.0), share)
+            if not share <= 1:
+                over.append(f"{name} is {share:.2f} of what is allowed: {case}")
+                print(over[-1], flush=True)
+    shares = ", ".join(f"{column} {x:.2f}" for column, x in worst.items())
+    print(f"groups of {keys_per_group}: worst share of the allowed error: {shares}; over it: {len(over)}", flush=True)
+    return {"worst": worst, "over": over}
 
 
 def main() -> None:
