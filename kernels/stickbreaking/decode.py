@@ -19,14 +19,14 @@ MIN_TILES = 4
 
 
 def decode_config(rows: int, head_dim: int, dtype: torch.dtype) -> Config:
-    """Returns launch settings for queries × heads per key head. Four warps where the loops of two would spill.
+    """Returns launch settings for queries × heads per key head. More than two warps where the loops of two would spill.
 
     Two warps with three stages were measured on an H200, for 16 rows of 64 dims in bf16.
     """
     rows, padded = (max(16, triton.next_power_of_2(x)) for x in (rows, head_dim))
     if dtype == torch.float32:
-        if padded > 64 and rows > 16:
-            return Config(64, 32, 4, 1)
+        if padded > 64:
+            return Config(64, 32, 4, 1) if rows > 16 else Config(16, 64, 8, 1)
         return Config(rows, 64, 2 if padded <= 32 and rows <= 32 else 4, 1)
     return Config(rows, 64, 2 if rows * padded <= 2048 else 4, 3)
 

@@ -2,7 +2,8 @@
 of cases.
 
 Prints one JSON object a case: errors against float64, and those of float32 torch with inputs and outputs in the same dtype.
-Options and skipping run through the operator (operator_interpreted.py). The interpreter computes bf16 incorrectly. "scaled" cases take the path of bf16 operands, which half.py makes fp16.
+Options and skipping run through the operator (operator_interpreted.py). The interpreter computes bf16 incorrectly. "scaled"
+cases take the path of bf16 operands, which half.py makes fp16.
 """
 
 import json

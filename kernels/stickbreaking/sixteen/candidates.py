@@ -47,12 +47,12 @@ CANDIDATES = {
         [Config(64, 64, 4, s) for s in (4, 2, 3)] + [Config(128, 64, 8, 2)],
     ),
     128: Candidates(
-        [Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2)],
-        [Config(128, 64, 8, 2), Config(128, 64, 8, 1), Config(64, 64, 4, 2)],
+        [Config(128, 64, 8, 3), Config(128, 64, 8, 2)],
+        [Config(128, 64, 8, 2), Config(128, 64, 8, 1)],
         [Config(128, 64, 8, 2), Config(128, 64, 8, 1)],
     ),
     32: Candidates(
-        [Config(64, 64, 4, s, r) for s, r in ((3, 128), (2, 128), (4, 128))] + [Config(128, 64, 8, 2, 128)],
+        [Config(64, 64, 4, s, r) for s, r in ((3, 128), (2, 128), (4, 128), (2, 96))] + [Config(128, 64, 8, 2, 128)],
         [Config(64, 64, 4, s) for s in (3, 2, 4)] + [Config(128, 64, 8, 2)],
         [Config(64, 64, 4, s) for s in (3, 2, 4)] + [Config(128, 64, 8, 2)],
     ),
