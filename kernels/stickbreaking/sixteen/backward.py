@@ -30,6 +30,19 @@ def backward_config(head_dim: int) -> BackwardConfig:
     return BackwardConfig(Config(128, 64, 8, 2), Config(128, 64, 8, 2))
 
 
+def hoists_in(config: Config, head_dim: int, convert: bool) -> bool:
+    """Whether addresses are computed before loops. Where registers are capped, they would be spilled."""
+    return config.max_registers is None and hoists(head_dim, torch.float16, convert)
+
+
+def lean(head_dim: int, parts: int) -> bool:
+    """Whether dkv computes weights twice, at 16 instructions per tile and row, rather than keep them in registers.
+
+    Without this, its loops spill over 64 dims with two parts of weights and dz.
+    """
+    return parts == 2 and head_dim > 64
+
+
 class _Scratch(NamedTuple):
     """Sizes and memory of what phase one leaves for phase two."""
 
@@ -92,19 +105,22 @@ def backward(
     common_constants = {
         "HAS_OFFSET": q_offsets is not None,
         "HAS_REST": grad_log_rest is not None,
-        "HOIST": hoists(q.shape[2], q.dtype, convert),
     }
+    of_dq, of_dkv = (
+        constants(q, c, group, convert) | common_constants | {"HOIST": hoists_in(c, q.shape[2], convert)}
+        for c in config
+    )
+    of_dkv |= {"DQ_ROWS": config.dq.row_block, "LEAN": lean(q.shape[2], of_dkv["PARTS"])}
     for first in range(0, scratch.num_slots, scratch.slice_slots):
         last = min(first + scratch.slice_slots, scratch.num_slots)
         _launch_dq(
             (q, k, v, grad_o, q_half, grad_o_half, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop), cu,
             scratch, first, last, scale, head_group(k, group, group_bytes),
-            constants(q, config.dq, group, convert) | common_constants, launch(config.dq),
+            of_dq, launch(config.dq),
         )  # fmt: skip
         _launch_dkv(
             (q_half, k, v, grad_o_half, dk, dv, block_stop), cu, scratch, first, last, scale,
-            head_group(q, 1, group_bytes // group), {"ADD": first > 0, "DQ_ROWS": config.dq.row_block}
-            | constants(q, config.dkv, group, convert) | common_constants, launch(config.dkv),
+            head_group(q, 1, group_bytes // group), of_dkv | {"ADD": first > 0}, launch(config.dkv),
         )  # fmt: skip
     return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in
 

@@ -13,14 +13,12 @@ from . import blocks, scales, tile
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to state: dk and dv."""
     dk, dv = state
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
-    # Two parts of weights and dz, and wide accumulators, fill the registers.
-    FULL: tl.constexpr = PARTS == 2 and H > 64
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     for block in tl.range(first, last, num_stages=2 if EXACT else None, disable_licm=not HOIST):
         row = common.each_round(local, block, H)
@@ -44,7 +42,7 @@ def _dkv_run(
         dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
         beta = tile.betas(u, t_, w, EXACT)
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
-        dz, _ = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, FULL), beta, tile.per_row(behind))
+        dz, _ = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, LEAN), beta, tile.per_row(behind))
         dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
     return dk, dv
 
@@ -76,7 +74,7 @@ def dkv_kernel(
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = common.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -123,7 +121,7 @@ def dkv_kernel(
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     state = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
-        num_stop_slots, ROWS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
+        num_stop_slots, ROWS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, LEAN,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store(dk_ptr + out, state[0] * scale, in_keys, ADD)
@@ -141,7 +139,7 @@ def _store(pointers, x, mask, ADD: tl.constexpr):
 def _dkv_rows(
     rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
     state = (tl.zeros([tile.KEYS, BH], tl.float32), tl.zeros([tile.KEYS, BH], tl.float32))
@@ -157,12 +155,13 @@ def _dkv_rows(
             )  # fmt: skip
             walks = (stop <= keys[0]) & (exact | (block < whole_from))
             state = _dkv_run(
-                state, *rows, i, block - base, block - base + walks.to(tl.int32), *keys, True, ROWS, H, BH, HOIST, PARTS
-            )
+                state, *rows, i, block - base, block - base + walks.to(tl.int32), *keys, True, ROWS, H, BH, HOIST, PARTS,
+                LEAN,
+            )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
         start = tl.load(list_ptr + 2 * n)
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
-        state = _dkv_run(state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, ROWS, H, BH, HOIST, PARTS)
+        state = _dkv_run(state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, ROWS, H, BH, HOIST, PARTS, LEAN)
     return state

@@ -158,21 +158,23 @@ def _spend_capped(z, limit):
     first_key = 16 * lanes(z[0])
     limit = per_row(limit)
     u = ()
-    excess = ()
-    for i in tl.static_range(16):
-        zi = tl.where(first_key < limit - i, z[i], float("-inf"))
-        u = u + (exp2(tl.minimum(zi, common.LOGIT_CAP)),)
-        excess = excess + (tl.maximum(zi, common.LOGIT_CAP) - common.LOGIT_CAP,)
     t = ()
     w = ()
     after = ()
-    spent = tl.zeros_like(u[0])
+    spent = tl.zeros_like(z[0])
     for n in tl.static_range(3, -1, -1):
-        tn, wn = chain(u, 4 * n, 4)
+        un = ()
+        excess = ()
+        for i in tl.static_range(4 * n, 4 * n + 4):
+            zi = tl.where(first_key < limit - i, z[i], float("-inf"))
+            un = un + (exp2(tl.minimum(zi, common.LOGIT_CAP)),)
+            excess = excess + (tl.maximum(zi, common.LOGIT_CAP) - common.LOGIT_CAP,)
+        tn, wn = chain(un, 0, 4)
         capped = log2_1p(wn)
         # β of a capped key is 1 in float32, so that its own weight does not depend on the excess.
         after = (spent + capped,) + after
-        spent += capped + ((excess[4 * n] + excess[4 * n + 1]) + (excess[4 * n + 2] + excess[4 * n + 3]))
+        spent += capped + ((excess[0] + excess[1]) + (excess[2] + excess[3]))
+        u = un + u
         t = tn + t
         w = (wn,) + w
     return u, t, w, after, spent
@@ -200,12 +202,12 @@ def weigh(t, p, EXACT: tl.constexpr):
 
 
 @triton.jit
-def gains(a, t, p, d, EXACT: tl.constexpr, AGAIN: tl.constexpr):
-    """Returns g = a d of the 16 keys. AGAIN: from t and p, so that the weights need not stay in registers."""
+def gains(a, t, p, d, EXACT: tl.constexpr, LEAN: tl.constexpr):
+    """Returns g = a d of the 16 keys. LEAN: from t and p, so that the weights need not stay in registers."""
     LENGTH: tl.constexpr = 4 if EXACT else 8
     g = ()
     for i in tl.static_range(16):
-        if AGAIN:
+        if LEAN:
             g = g + (t[i] * (p[i // LENGTH] * d[i]),)
         else:
             g = g + (a[i] * d[i],)
