@@ -56,16 +56,8 @@ def stickbreaking_attention(
     check would stall it, and boundaries are clamped instead.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, skip_below, keys_per_group)
-    if cu_seqlens_q is None:
-        cu_seqlens_q = torch.tensor([0, q.shape[0]], dtype=torch.int32, device=q.device)
-        max_seqlen_q = q.shape[0]
-        if cu_seqlens_k is None and k.shape[0] != q.shape[0]:
-            cu_seqlens_k = torch.tensor([0, k.shape[0]], dtype=torch.int32, device=q.device)
-            max_seqlen_k = k.shape[0]
-    if cu_seqlens_k is None:
-        cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
-    max_seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-    max_seqlen_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+    layout = _layout(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = layout
     scale = q.shape[2] ** -0.5 if scale is None else scale
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_rest_in))
     few = max_seqlen_q * (q.shape[1] // k.shape[1]) <= MAX_DECODE_ROWS
@@ -77,6 +69,28 @@ def stickbreaking_attention(
     else:
         o, log_rest, *_ = ops.forward_op(*arguments, keys_per_group)
     return o, log_rest
+
+
+def _layout(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[Tensor, Tensor, int, int]:
+    """Returns the boundaries of queries and keys and the longest of each, with defaults for None."""
+    if cu_seqlens_q is None:
+        cu_seqlens_q = torch.tensor([0, q.shape[0]], dtype=torch.int32, device=q.device)
+        max_seqlen_q = q.shape[0]
+        if cu_seqlens_k is None and k.shape[0] != q.shape[0]:
+            cu_seqlens_k = torch.tensor([0, k.shape[0]], dtype=torch.int32, device=q.device)
+            max_seqlen_k = k.shape[0]
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
+    max_seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+    max_seqlen_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+    return cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 
 
 def _check(

@@ -58,7 +58,7 @@ def lanes_swapped() -> Any:
     return key_of_column() ^ 16
 
 
-def gradient_of_log_rest_ignored(maxima_ptr: Any, rest_maxima_ptr: Any, sequence: Any, dims: Any, rest: Any) -> Any:
+def gradient_of_log_rest_ignored(maxima_ptr: Any, rest_max_ptr: Any, sequence: Any, dims: Any, rest: Any) -> Any:
     return half.shifts(maxima_ptr, sequence, dims)
 
 

@@ -43,7 +43,7 @@ def test_matches_float64(interpreted, case):
 
 
 TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")
-INTEGERS = ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "maxima_ptr", "rest_maxima_ptr")
+INTEGERS = ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "maxima_ptr", "rest_max_ptr")
 SCALED = {
     "forward": ("v_ptr",),
     "dq": ("k_ptr", "q_half_ptr", "do_half_ptr"),
@@ -87,7 +87,7 @@ def compiled(which: str, config: Config, head_dim: int, operands: str) -> Compil
         "ADD": False,
     }
     if operands != "log_rest":
-        constants |= {"log_rest_in_ptr": None, "d_rest_ptr": None, "rest_maxima_ptr": None}
+        constants |= {"log_rest_in_ptr": None, "d_rest_ptr": None, "rest_max_ptr": None}
     if not scaled:
         constants["maxima_ptr"] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

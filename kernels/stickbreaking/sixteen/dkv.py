@@ -69,7 +69,7 @@ def _row_blocks(
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
-    offset_ptr, maxima_ptr, rest_maxima_ptr,
+    offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
@@ -101,7 +101,7 @@ def dkv_kernel(
     dv_scale = 1.0
     if HALF:
         q_shift, k_shift, v_shift, do_shift, weight_shift, dz_shift = scales.shifts(
-            maxima_ptr, rest_maxima_ptr, sequence, BH, HAS_REST
+            maxima_ptr, rest_max_ptr, sequence, BH, HAS_REST
         )
         v = half.scaled(v, v_shift)
         logit_scale *= tl.exp2(-q_shift - k_shift)

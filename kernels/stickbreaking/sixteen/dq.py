@@ -66,8 +66,7 @@ def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift):
 @triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr,
-    block_stop_ptr, carry_ptr, behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
-    rest_maxima_ptr,
+    block_stop_ptr, carry_ptr, behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
@@ -104,9 +103,7 @@ def dq_kernel(
         behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
     shift, dz_shift = 0.0, 0.0
     if HALF:
-        q_shift, k_shift, _, do_shift, shift, dz_shift = scales.shifts(
-            maxima_ptr, rest_maxima_ptr, sequence, BH, HAS_REST
-        )
+        q_shift, k_shift, _, do_shift, shift, dz_shift = scales.shifts(maxima_ptr, rest_max_ptr, sequence, BH, HAS_REST)
         q = _to_half(q, do, q_half_ptr, do_half_ptr, out, in_rows, q_shift, do_shift)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
@@ -117,9 +114,8 @@ def dq_kernel(
     k_ptr += k_start.to(tl.int64) * sk_t + head // KV_GROUP * sk_n
     v_ptr += k_start.to(tl.int64) * sv_t + head // KV_GROUP * sv_n
     state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
-    rows = (
-        tile.per_row(row_tile), q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch, scratch_step,
-    )  # fmt: skip
+    scratch_ptrs = (carry_ptr + scratch, behind_ptr + scratch, scratch_step)
+    rows = (tile.per_row(row_tile), q, do, k_ptr, v_ptr, sk_t, sv_t, *scratch_ptrs)
     keys = (position, k_len, logit_scale, shift, dz_shift)
     exact_from = tl.where(exact, stop, tl.maximum(stop, whole))
     state = _dq_tiles(state, *rows, stop, exact_from, *keys, False, ROWS, H, BH, HALF, HOIST, PARTS)

@@ -12,12 +12,12 @@ from .. import half
 
 
 @triton.jit
-def shifts(maxima_ptr, rest_maxima_ptr, sequence, BH: tl.constexpr, HAS_REST: tl.constexpr):
+def shifts(maxima_ptr, rest_max_ptr, sequence, BH: tl.constexpr, HAS_REST: tl.constexpr):
     """Returns `half.shifts`, in which v's exponent is small enough for the gradient of log_rest."""
     q, k, v, do, weights, dz = half.shifts(maxima_ptr, sequence, BH)
     if HAS_REST:
         # d_log_rest · 2^rest is below 2^3.
-        rest = half.exponent(rest_maxima_ptr, sequence, half.DO)
+        rest = half.exponent(rest_max_ptr, sequence, half.DO)
         v = tl.minimum(v, rest + 11 - weights - do)
         dz = weights + do + v
     return q, k, v, do, weights, dz
@@ -25,11 +25,11 @@ def shifts(maxima_ptr, rest_maxima_ptr, sequence, BH: tl.constexpr, HAS_REST: tl
 
 @triton.jit(do_not_specialize=("num_tokens", "num_sequences"))
 def rest_maxima_kernel(
-    rest_ptr, rest_maxima_ptr, cu_q_ptr, num_tokens, num_sequences,
+    rest_ptr, rest_max_ptr, cu_q_ptr, num_tokens, num_sequences,
     NUM_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     half._search(
-        rest_ptr, rest_maxima_ptr, cu_q_ptr, tl.program_id(0), num_tokens, 1, num_sequences, NUM_HEADS, 0, half.DO,
+        rest_ptr, rest_max_ptr, cu_q_ptr, tl.program_id(0), num_tokens, 1, num_sequences, NUM_HEADS, 0, half.DO,
         NUM_HEADS, PADDED_HEADS, ROWS,
     )  # fmt: skip
 
