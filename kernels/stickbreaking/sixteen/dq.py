@@ -108,14 +108,14 @@ def dq_kernel(
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
         behind *= tl.exp2(dz_shift)
-
     scratch_step = tl.full([], 1, tl.int64) * scratch_rows
     scratch = scratch_step * head * num_tiles + slice_slot * ROWS
     k_ptr += k_start.to(tl.int64) * sk_t + head // KV_GROUP * sk_n
     v_ptr += k_start.to(tl.int64) * sv_t + head // KV_GROUP * sv_n
     state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
-    scratch_ptrs = (carry_ptr + scratch, behind_ptr + scratch, scratch_step)
-    rows = (tile.per_row(row_tile), q, do, k_ptr, v_ptr, sk_t, sv_t, *scratch_ptrs)
+    rows = (
+        tile.per_row(row_tile), q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch, scratch_step,
+    )  # fmt: skip
     keys = (position, k_len, logit_scale, shift, dz_shift)
     exact_from = tl.where(exact, stop, tl.maximum(stop, whole))
     state = _dq_tiles(state, *rows, stop, exact_from, *keys, False, ROWS, H, BH, HALF, HOIST, PARTS)
