@@ -47,7 +47,7 @@ CASES = [
     ("launch/benchmark.py configs=1b_sbb data=configs", "there is no configs/1b_sbb.yaml; did you mean 1b_sb"),
     (
         "launch/benchmark.py configs=1b_sb+model.mixer.stickbreaking.keys_per_grup=16 data=configs",
-        "did you mean keys_per_group",
+        "did you mean model.mixer.stickbreaking.keys_per_group",
     ),
     ("launch/benchmark_parallel.py part=sped gpus=2 data=configs", "part must be losses, speed, long, weak or skip"),
     ("launch/benchmark_links.py larges=5", "unknown argument 'larges=5': did you mean largest="),

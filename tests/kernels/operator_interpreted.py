@@ -1,7 +1,7 @@
 """Runs the public function on the Triton kernels under the interpreter (interpreted.py), forward and backward by autograd.
 
-Arguments: KEYS_PER_GROUP/GROUP, "mutations", "others" or "fuzz". Prints one JSON object per case. float16 stands for bf16 as
-well: in "scaled" cases it takes bf16's path.
+Argument: parts with commas between, each KEYS_PER_GROUP/GROUP, "mutations", "others" or "fuzz". Prints one JSON object per
+case. float16 stands for bf16 as well: in "scaled" cases it takes bf16's path.
 """
 
 import json
@@ -122,20 +122,24 @@ def show(case: str, found: dict[str, Any]) -> None:
     print(json.dumps({"case": case} | found), flush=True)
 
 
-if __name__ == "__main__":
-    ops.forward_op.register_kernel("cpu")(ops.triton_forward)
-    ops.backward_op.register_kernel("cpu")(ops.triton_backward)
-    argument = sys.argv[1]
-    if argument == "mutations":
+def show_part(part: str) -> None:
+    if part == "mutations":
         for mutation, (module, attribute, changed, noticing) in MUTATIONS.items():
             with patch.object(module, attribute, changed):
                 show(mutation, run(noticing, 16))
-    elif argument == "others":
+    elif part == "others":
         show("in two", run_in_two())
         show("saved", run_saved())
-    elif argument == "fuzz":
+    elif part == "fuzz":
         show("fuzz", run_fuzz())
     else:
-        keys, group = argument.split("/")
-        for case_name in CASES[group]:
-            show(f"{keys} {case_name}", run(case_name, int(keys)))
+        keys, group = part.split("/")
+        for name in CASES[group]:
+            show(f"{keys} {name}", run(name, int(keys)))
+
+
+if __name__ == "__main__":
+    ops.forward_op.register_kernel("cpu")(ops.triton_forward)
+    ops.backward_op.register_kernel("cpu")(ops.triton_backward)
+    for argument in sys.argv[1].split(","):
+        show_part(argument)
