@@ -2,8 +2,9 @@
 
 Each row of the table is a run of launch/pretrain.py (real data, streaming, Megatron layers, DeepSpeed, metrics) or of
 eval/benchmarks/plain_torch.py, which takes one GPU. Ratios are to plain torch with the same accumulation. Figures are
-medians over the steps after the first four; tokens/s are those of one GPU. Billions of tokens per day are for 8 GPUs at
-that rate, as a paper states its own.
+medians over the steps after the first four, or over the last ones; tokens/s are those of one GPU. Billions of tokens per
+day are for 8 GPUs at that rate, as a paper states its own. A run file may have keys of its own, to compare runs:
+configs=NAME,NAME+KEY=VALUE+KEY=VALUE.
 """
 
 import json
@@ -25,11 +26,18 @@ COMMAND = Command(
     usage="python launch/benchmark.py configs=NAME,... data=FOLDER [key=value ...]",
     example="python launch/benchmark.py configs=1b_softmax,1b_ssmax data=data/pretrain accumulation=1,16 steps=100,8",
     options=(
-        Option("configs", str, "run files", metavar="NAME,...", required=True),
+        Option(
+            "configs",
+            str,
+            "run files, each with keys of its own if wanted",
+            metavar="NAME[+KEY=VALUE...],...",
+            required=True,
+        ),
         Option("data", str, "a packed data folder", metavar="FOLDER", required=True),
         Option("microbatch", int, "rows per microbatch", default=4, at_least=1),
         Option("accumulation", str, "microbatches per step, one run each", default="1,16", metavar="N,..."),
         Option("steps", str, "steps of each of these runs", default="100,8", metavar="N,..."),
+        Option("last", int, "last steps that medians are over; 0: all after the first four", default=0, at_least=0),
         Option("folder", str, "folder of the runs", default="runs", metavar="FOLDER"),
         Option("plain", bool, "also run plain torch (true with one GPU)"),
         Option("gpus", int, "GPUs, one process each", default=1, at_least=1),
@@ -42,7 +50,6 @@ COMMAND = Command(
         ),
         Option("out", str, "a JSON file for the results", metavar="FILE"),
         Option("masters", bool, "also run plain torch with fp32 master weights and clipping", default=False),
-        Option("also", str, "keys of a second run of each config, to compare", default="", metavar="KEY=VALUE,..."),
     ),
     keys=EVERY_KEY,
 )
@@ -52,22 +59,20 @@ COLUMNS = ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_s
 
 
 def folder_of(name: str, options: dict[str, Any], accumulation: int) -> Path:
-    return Path(options["folder"]) / f"benchmark_{name}_{accumulation}"
-
-
-def variants(also: str) -> list[tuple[str, list[str]]]:
-    """The runs of each config: (what its row says besides the name, further keys)."""
-    keys = also.split(",") if also else []
-    return [("", []), *([(f" {also}", keys)] if keys else [])]
+    return Path(options["folder"]) / f"benchmark_{name.replace('/', '_')}_{accumulation}"
 
 
 def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str]) -> dict[str, float]:
-    """Runs the stack once. Returns medians by column, or {} if the run failed, whose output is then printed."""
+    """Runs the stack once. Returns medians by column, or {} if the run failed, whose output is then printed.
+
+    name: a run file, and perhaps keys of its own (NAME+KEY=VALUE).
+    """
+    config, *own = name.split("+")
     folder = folder_of(name, options, accumulation)
     shutil.rmtree(folder, ignore_errors=True)
     microbatch = options["microbatch"]
     keys = {
-        "config": name,
+        "config": config,
         "run_dir": folder,
         "data.path": options["data"],
         "data.one_document": "true",
@@ -78,9 +83,9 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
         "train.eval_every": 0,
         "train.save_every": 0,
     }
-    stages = len(load_config([f"config={name}"]).train.stages)
+    stages = len(load_config([f"config={config}"]).train.stages)
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
-    arguments = [f"{key}={value}" for key, value in keys.items()] + extra
+    arguments = [f"{key}={value}" for key, value in keys.items()] + extra + own
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.get('gpus', 1)}"]
     command = [*launcher, "launch/pretrain.py", *arguments]
     began = time.perf_counter()
@@ -92,7 +97,7 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
     first = [line for line in process.stderr.splitlines() if line.startswith("first step after")]
     records = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
     print(f"# loss {records[0]['loss']:.3f} -> {records[-1]['loss']:.3f} in {len(records)} steps", flush=True)
-    settled = records[4:] or records
+    settled = records[-options["last"] :] if options["last"] else records[4:] or records
     result = {key: statistics.median(record[key] for record in settled) for key in COLUMNS[:-1] if key in settled[0]}
     return result | {"first_step_s": float(first[0].split()[3])}
 
@@ -117,7 +122,8 @@ def run_plain(name: str, microbatch: int, accumulation: int, steps: int, masters
 
 def kernels_of(name: str, backends: list[str]) -> list[tuple[str, list[str]]]:
     """Returns (label, keys) of each run of a run file: one per backend if its mixers have a choice, else one."""
-    mixers = load_config([f"config={name}"]).model.used
+    config, *own = name.split("+")
+    mixers = load_config([f"config={config}", *own]).model.used
     chosen = [mixer for mixer, config in mixers.items() if hasattr(config, "backend")]
     if not chosen:
         return [("own", [])]
@@ -132,8 +138,8 @@ def checked(options: dict[str, Any], extra: list[str]) -> list[str]:
     if options.get("plain") and options["gpus"] > 1:
         raise UserError("plain=true: plain torch takes one GPU; set gpus=1")
     for name in options["configs"].split(","):
-        for _, keys in variants(options["also"]):
-            load_config([f"config={name}", *extra, *keys], options=COMMAND.names)
+        config, *own = name.split("+")
+        load_config([f"config={config}", *extra, *own], options=COMMAND.names)
     if not Path(options["data"]).is_dir():
         raise UserError(f"data={options['data']}: there is no such folder")
     return backends
@@ -167,10 +173,11 @@ def show(rows: list[dict[str, Any]]) -> None:
 def run_peers(name: str, accumulation: int, steps: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the rows of plain torch, the first of which the ratios are to."""
     shape, arguments = name.split("_")[0], (options["microbatch"], accumulation, min(steps, 15))
-    found = run_plain(name, *arguments)
+    config = name.split("+")[0]
+    found = run_plain(config, *arguments)
     rows = [row(f"plain torch {shape}", "cudnn", accumulation, found, 1, 1.0)]
     if options["masters"]:
-        masters = run_plain(name, *arguments, masters=True)
+        masters = run_plain(config, *arguments, masters=True)
         label = f"plain torch {shape}, fp32 masters, clipping"
         rows.append(row(label, "cudnn", accumulation, masters, 1, ratio(masters, found)))
     return rows
@@ -197,11 +204,10 @@ def main(argv: list[str]) -> None:
                 rows += peers
             peer = plain.get((shape, accumulation), {})
             for kernel, keys in kernels_of(name, backends):
-                for label, more in variants(options["also"]):
-                    result = run_stack(name, options, accumulation, count, [*keys, *extra, *more])
-                    rows.append(row(name + label, kernel, accumulation, result, gpus, ratio(result, peer)))
-            if "out" in options:
-                write(Path(options["out"]), {"rows": rows}, indent=1)
+                result = run_stack(name, options, accumulation, count, [*keys, *extra])
+                rows.append(row(name, kernel, accumulation, result, gpus, ratio(result, peer)))
+                if "out" in options:
+                    write(Path(options["out"]), {"rows": rows}, indent=1)
     show(rows)
 
 

@@ -1,4 +1,3 @@
-# ruff: noqa: B023 (every closure is called within its own turn of the loop)
 """python -m ssscale_kernels.stickbreaking.benchmark: checks the kernels, then times them next to PyTorch's attention.
 
 Needs a CUDA GPU.
@@ -11,10 +10,11 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from functools import partial
+from typing import Any
 
 import torch
 import triton
-from ssscale_kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
+from ssscale_kernels.stickbreaking import accuracy, stickbreaking_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -77,55 +77,23 @@ def forward_and_backward(
     return forward, graph_ms([partial(both, *s) for s in inputs], budget_ms) - forward
 
 
-def check() -> None:
-    """Checks values and gradients against float64. Prints the worst error in units of twice that of plain torch."""
-    ragged, long = [1, 0, 399, 700], [16384]
-    cases = [
-        (ragged, 4, 2, head_dim, kind, dtype)
-        for dtype in (torch.bfloat16, torch.float16)
-        for head_dim, kind in (
-            (32, "normal"),
-            (64, "normal"),
-            (128, "normal"),
-            (64, "huge"),
-            (64, "low"),
-            (64, "one-hot"),
-        )
-    ]
-    cases += [(ragged, 8, 1, 64, "normal", torch.bfloat16), (long, 1, 1, 64, "normal", torch.bfloat16)]
-    cases += [(ragged, 4, 2, 128, "normal", torch.float32), (long, 1, 1, 64, "low", torch.bfloat16)]
-    worst = dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0.0)
-    for (lengths, num_heads, key_heads, head_dim, kind, dtype), skip_below in itertools.product(cases, (0.0, 2**-12)):
-        torch.manual_seed(0)
-        total, heads = sum(lengths), (num_heads, key_heads, key_heads, num_heads)
-        q, k, v, grad = (torch.randn(total, n, head_dim, device="cuda") for n in heads)
-        if kind == "huge":
-            q *= 30
-        elif kind == "low":
-            q, k = 1 + q.abs(), -1 - k.abs()
-        elif kind == "one-hot":
-            q, k = 1 + q.abs(), torch.where(torch.rand_like(k[..., :1]) < 0.1, 8.0, -8.0) * (1 + k.abs())
-        q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
-        cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-
-        def run(function: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, **kwargs: float) -> list[Tensor]:
-            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-            o, _ = function(*leaves, cu_seqlens_q=cu, **kwargs)
-            return [o.detach(), *torch.autograd.grad(o, leaves, grad.to(dtype))]
-
-        ours = run(stickbreaking_attention, dtype, skip_below=skip_below)
-        plain, exact = run(stickbreaking_reference, dtype), run(stickbreaking_reference, torch.float64)
-        for name, a, p, e in zip(("o", "dq", "dk", "dv"), ours, plain, exact):
-            error, allowed, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, e))
-            # One-hot gradients cancel to zero, except for the rounding of terms of size one.
-            share = error / (2 * allowed + (1e-5 + 2 * skip_below) * max(size, 1.0))
-            worst[dtype] = max(worst[dtype], share)
+def check(keys_per_group: int, float32: bool = True) -> dict[str, Any]:
+    """Returns and prints the worst share of what is allowed (`accuracy.share`) by dtype and result, and what is over it."""
+    worst: dict[str, float] = {}
+    over: list[str] = []
+    for case in accuracy.cases():
+        if case.dtype == torch.float32 and not float32:
+            continue
+        errors = accuracy.compare(accuracy.draw(case, "cuda"), keys_per_group=keys_per_group)
+        for name, error in errors.items():
+            share, column = accuracy.share(error, case, keys_per_group), f"{str(case.dtype)[6:]} {name}"
+            worst[column] = max(worst.get(column, 0.0), share)
             if not share <= 1:
-                case = (
-                    f"{lengths}, {num_heads} over {key_heads} heads of {head_dim}, {kind}, {dtype}, skip {skip_below:g}"
-                )
-                print(f"over budget: {name} of {case}: {error:.2e} is {share:.2f} of what is allowed", flush=True)
-    print("worst error, in units of twice torch's:", ", ".join(f"{t} {x:.2f}" for t, x in worst.items()), flush=True)
+                over.append(f"{name} is {share:.2f} of what is allowed: {case}")
+                print(over[-1], flush=True)
+    shares = ", ".join(f"{column} {x:.2f}" for column, x in worst.items())
+    print(f"groups of {keys_per_group}: worst share of the allowed error: {shares}; over it: {len(over)}", flush=True)
+    return {"worst": worst, "over": over}
 
 
 def main() -> None:
@@ -135,7 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}; ms, forward / backward")
-    check()
+    check(4)
     print("| shape | FA2 | cuDNN | ours, dense | ours, spent | dense against FA2 | TFLOP/s, dense |")
     print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:

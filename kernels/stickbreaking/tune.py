@@ -100,7 +100,7 @@ def decoding(warm: bool) -> None:
         for warps, stages, programs in SPLITS:
             splits = max(1, min(programs // (8 * batch), length // (D.MIN_TILES * 64)))
             what = f"decode {batch}×{length}: {warps} warps, {stages} stages, {splits} splits"
-            attempt(what, [call] * 4, warm, num_splits=splits, num_warps=warps, num_stages=stages)
+            attempt(what, [call] * 4, warm, num_splits=splits, config=C(16, 64, warps, stages))
 
 
 def main() -> None:

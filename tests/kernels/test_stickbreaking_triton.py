@@ -164,7 +164,17 @@ def test_conversion_compiles_for_hopper_in_wide_accesses(kernel):
     assert wide % (half.ROWS * 64 * 2 // (16 * 128)) == 0  # 16 bytes a thread, every load of a tensor
 
 
-def test_decode_compiles_for_hopper():
-    found = compiled(D.split_kernel, F.Config(16, 64, 4, 3), 64, CHUNK=4)
-    assert found.registers < 255
-    assert found.async_copies > 0
+DECODING = [("bfloat16", 16, 64), ("bfloat16", 64, 64)] + [
+    pytest.param(operands, rows, head_dim, marks=pytest.mark.slow)
+    for operands in ("bfloat16", "float16", "float32")
+    for rows in (16, 32, 64)
+    for head_dim in (16, 32, 64, 80, 128)
+]
+
+
+@pytest.mark.parametrize(("operands", "rows", "head_dim"), DECODING)
+def test_decode_compiles_for_hopper_without_spilling(operands, rows, head_dim):
+    config = D.decode_config(rows, head_dim, DTYPES.get(operands, torch.bfloat16))
+    found = compiled(D.split_kernel, config, head_dim, operands, CHUNK=4)
+    assert found.async_copies > 0 or config.num_stages == 1, "the loads are not pipelined"
+    assert found.spills_in_loops == (0, 0), found

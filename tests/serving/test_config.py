@@ -34,6 +34,7 @@ NO_EFFECT = {
     # kernels in training
     "mixer.softmax.backend",
     "mixer.ssmax.backend",
+    "mixer.stickbreaking.keys_per_group",
     "mixer.stickbreaking.skip_below",
 }
 # Read by the scaling llama3 only, and train_length by dynamic_ntk, which is refused.

@@ -20,6 +20,7 @@ from ..forward import GROUP_BYTES, Config, head_group, hoists, last_contiguous, 
 from .dkv import dkv_kernel
 from .dq import dq_kernel
 from .forward import LOG2_E, constants
+from .scales import rest_maxima
 
 
 def backward_config(head_dim: int) -> BackwardConfig:
@@ -27,6 +28,19 @@ def backward_config(head_dim: int) -> BackwardConfig:
     if head_dim <= 64:
         return BackwardConfig(Config(64, 64, 4, 3), Config(64, 64, 4, 4 if head_dim > 32 else 3))
     return BackwardConfig(Config(128, 64, 8, 2), Config(128, 64, 8, 2))
+
+
+def hoists_in(config: Config, head_dim: int, convert: bool) -> bool:
+    """Whether addresses are computed before loops. Where registers are capped, they would be spilled."""
+    return config.max_registers is None and hoists(head_dim, torch.float16, convert)
+
+
+def lean(head_dim: int, parts: int) -> bool:
+    """Whether dkv computes weights twice, at 16 instructions per tile and row, rather than keep them in registers.
+
+    Without this, its loops spill over 64 dims with two parts of weights and dz.
+    """
+    return parts == 2 and head_dim > 64
 
 
 class _Scratch(NamedTuple):
@@ -61,9 +75,9 @@ def backward(
     grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
     q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, maxima: Tensor, max_queries: int,
     max_keys: int, scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
-    group_bytes: int = GROUP_BYTES, entering: bool = False, convert: bool | None = None,
+    group_bytes: int = GROUP_BYTES, convert: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Runs the backward kernels on bf16 or fp16. Arguments and results are those of `..backward.backward`.
+    """Runs the backward kernels on bf16 or fp16. Arguments, but for `entering`, and results are those of `..backward.backward`.
 
     Row blocks must not be larger than forward's, which decides per block where to stop and which algebra holds.
     """
@@ -77,29 +91,36 @@ def backward(
     if q.shape[0] == 0 or k.shape[0] == 0:
         d_rest_in.copy_(torch.zeros_like(d_rest_in) if grad_log_rest is None else grad_log_rest)
         return dq.zero_(), torch.zeros_like(k), torch.zeros_like(v), d_rest_in
-    # half.py bounds dz by dO and v; a gradient of log_rest would add to it.
-    q_half, grad_o_half = q, grad_o
-    convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
+    q_half, grad_o_half, maxima_of_rest = q, grad_o, None
+    convert = half.converts(q) if convert is None else convert
     if convert:
         maxima, k, q_half, grad_o_half = half.operands(maxima, q, k, grad_o, cu_q, cu_k)
+        maxima_of_rest = None if grad_log_rest is None else rest_maxima(grad_log_rest, cu_q)
     sizes = (cu_q.shape[0] - 1, config.dq.row_block, config.dkv.row_block, max_queries, max_keys, scratch_bytes_per_row)
     scratch = _scratch(q, k, *sizes)
     several = scratch.slice_slots < scratch.num_slots
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     group = q.shape[1] // k.shape[1]
-    cu = (cu_q, cu_k, q_offsets, maxima if convert else None)
-    common_constants = {"HAS_OFFSET": q_offsets is not None, "HOIST": hoists(q.shape[2], q.dtype, convert)}
+    cu = (cu_q, cu_k, q_offsets, maxima if convert else None, maxima_of_rest)
+    common_constants = {
+        "HAS_OFFSET": q_offsets is not None,
+        "HAS_REST": grad_log_rest is not None,
+    }
+    of_dq, of_dkv = (
+        constants(q, c, group, convert) | common_constants | {"HOIST": hoists_in(c, q.shape[2], convert)}
+        for c in config
+    )
+    of_dkv |= {"DQ_ROWS": config.dq.row_block, "LEAN": lean(q.shape[2], of_dkv["PARTS"])}
     for first in range(0, scratch.num_slots, scratch.slice_slots):
         last = min(first + scratch.slice_slots, scratch.num_slots)
         _launch_dq(
             (q, k, v, grad_o, q_half, grad_o_half, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop), cu,
             scratch, first, last, scale, head_group(k, group, group_bytes),
-            constants(q, config.dq, group, convert) | common_constants, launch(config.dq),
+            of_dq, launch(config.dq),
         )  # fmt: skip
         _launch_dkv(
             (q_half, k, v, grad_o_half, dk, dv, block_stop), cu, scratch, first, last, scale,
-            head_group(q, 1, group_bytes // group), {"ADD": first > 0, "DQ_ROWS": config.dq.row_block}
-            | constants(q, config.dkv, group, convert) | common_constants, launch(config.dkv),
+            head_group(q, 1, group_bytes // group), of_dkv | {"ADD": first > 0}, launch(config.dkv),
         )  # fmt: skip
     return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in
 
@@ -117,13 +138,13 @@ def _launch_dq(
     constants: dict[str, Any], options: dict[str, int | None],
 ) -> None:  # fmt: skip
     """Runs phase one on the row blocks first … last − 1."""
-    q, k, v, grad_o, _, _, grad_log_rest, *_, block_stop = tensors
+    q, k, v, grad_o, *_, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
     dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * q.shape[1],)](
         *tensors, scratch.carry, scratch.behind, *layout,
         q.shape[0], k.shape[0], q.shape[1], heads, num_sequences, first, last, block_stop.shape[1], scratch.num_tiles,
         scratch.carry.shape[2], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
-        HAS_REST=grad_log_rest is not None, **constants, **options,
+        **constants, **options,
     )  # fmt: skip
 
 

@@ -6,14 +6,14 @@ import triton.language as tl
 from .. import half
 from .. import tile as common
 from ..forward import COUNTS
-from . import blocks, tile
+from . import blocks, scales, tile
 
 
 @triton.jit
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to state: dk and dv."""
     dk, dv = state
@@ -37,11 +37,12 @@ def _dkv_run(
         position = tl.minimum(offset + first_row + row, num_keys)
         u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
-        a = tile.weigh(t_, w, after, carry[:, None] - nearer, EXACT)
+        p = tile.factors(w, after, carry[:, None] - nearer, EXACT)
+        a = tile.weigh(t_, p, EXACT)
         dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
         beta = tile.betas(u, t_, w, EXACT)
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
-        dz, _ = tile.logit_gradients(a, da, beta, tile.per_row(behind))
+        dz, _ = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, LEAN), beta, tile.per_row(behind))
         dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
     return dk, dv
 
@@ -68,12 +69,12 @@ def _row_blocks(
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
-    offset_ptr, maxima_ptr,
+    offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr,
-    PARTS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = common.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -99,7 +100,9 @@ def dkv_kernel(
     v = tl.load(v_ptr + token[:, None] * sv_t + kv_head * sv_n + dims[None, :], mask=in_keys, other=0.0)
     dv_scale = 1.0
     if HALF:
-        q_shift, k_shift, v_shift, do_shift, weight_shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        q_shift, k_shift, v_shift, do_shift, weight_shift, dz_shift = scales.shifts(
+            maxima_ptr, rest_max_ptr, sequence, BH, HAS_REST
+        )
         v = half.scaled(v, v_shift)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - q_shift)
@@ -118,7 +121,7 @@ def dkv_kernel(
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     state = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
-        num_stop_slots, ROWS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
+        num_stop_slots, ROWS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, LEAN,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store(dk_ptr + out, state[0] * scale, in_keys, ADD)
@@ -136,7 +139,7 @@ def _store(pointers, x, mask, ADD: tl.constexpr):
 def _dkv_rows(
     rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
     state = (tl.zeros([tile.KEYS, BH], tl.float32), tl.zeros([tile.KEYS, BH], tl.float32))
@@ -152,12 +155,13 @@ def _dkv_rows(
             )  # fmt: skip
             walks = (stop <= keys[0]) & (exact | (block < whole_from))
             state = _dkv_run(
-                state, *rows, i, block - base, block - base + walks.to(tl.int32), *keys, True, ROWS, H, BH, HOIST, PARTS
-            )
+                state, *rows, i, block - base, block - base + walks.to(tl.int32), *keys, True, ROWS, H, BH, HOIST, PARTS,
+                LEAN,
+            )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
         start = tl.load(list_ptr + 2 * n)
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
-        state = _dkv_run(state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, ROWS, H, BH, HOIST, PARTS)
+        state = _dkv_run(state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, ROWS, H, BH, HOIST, PARTS, LEAN)
     return state

@@ -9,7 +9,7 @@ import triton.language as tl
 from .. import half
 from .. import tile as common
 from ..forward import COUNTS
-from . import blocks, tile
+from . import blocks, scales, tile
 
 
 @triton.jit
@@ -43,10 +43,11 @@ def _dq_tiles(
         tl.store(behind_ptr + scratch, behind, mask=lane == 0)
         if HALF:
             entering += dz_shift - shift
-        a = tile.weigh(t_, w, after, entering - nearer, EXACT)
+        p = tile.factors(w, after, entering - nearer, EXACT)
+        a = tile.weigh(t_, p, EXACT)
         beta = tile.betas(u, t_, w, EXACT)
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
-        dz, total_gradient = tile.logit_gradients(a, da, beta, behind)
+        dz, total_gradient = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, False), beta, behind)
         behind += total_gradient
         dq = tile.multiply(tile.put_together(dz, ROWS), k, dq, False, PARTS)
     return dq, carry, behind
@@ -65,7 +66,7 @@ def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift):
 @triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr,
-    block_stop_ptr, carry_ptr, behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
+    block_stop_ptr, carry_ptr, behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
@@ -102,11 +103,11 @@ def dq_kernel(
         behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
     shift, dz_shift = 0.0, 0.0
     if HALF:
-        q_shift, k_shift, _, do_shift, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
+        q_shift, k_shift, _, do_shift, shift, dz_shift = scales.shifts(maxima_ptr, rest_max_ptr, sequence, BH, HAS_REST)
         q = _to_half(q, do, q_half_ptr, do_half_ptr, out, in_rows, q_shift, do_shift)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
-
+        behind *= tl.exp2(dz_shift)
     scratch_step = tl.full([], 1, tl.int64) * scratch_rows
     scratch = scratch_step * head * num_tiles + slice_slot * ROWS
     k_ptr += k_start.to(tl.int64) * sk_t + head // KV_GROUP * sk_n

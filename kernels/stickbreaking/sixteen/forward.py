@@ -60,7 +60,7 @@ def walk_tiles(
         rest = carry - nearer
         if HALF:
             rest += half.FORWARD_SHIFT
-        a = tile.weigh(t_, w, after, rest, EXACT)
+        a = tile.weigh(t_, tile.factors(w, after, rest, EXACT), EXACT)
         carry -= total
         acc = tile.multiply(tile.put_together(a, ROWS), v, acc, False, PARTS)
     return acc, carry, row_carry, row_tile, worst

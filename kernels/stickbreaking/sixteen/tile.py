@@ -158,43 +158,60 @@ def _spend_capped(z, limit):
     first_key = 16 * lanes(z[0])
     limit = per_row(limit)
     u = ()
-    excess = ()
-    for i in tl.static_range(16):
-        zi = tl.where(first_key < limit - i, z[i], float("-inf"))
-        u = u + (exp2(tl.minimum(zi, common.LOGIT_CAP)),)
-        excess = excess + (tl.maximum(zi, common.LOGIT_CAP) - common.LOGIT_CAP,)
     t = ()
     w = ()
     after = ()
-    spent = tl.zeros_like(u[0])
+    spent = tl.zeros_like(z[0])
     for n in tl.static_range(3, -1, -1):
-        tn, wn = chain(u, 4 * n, 4)
+        un = ()
+        excess = ()
+        for i in tl.static_range(4 * n, 4 * n + 4):
+            zi = tl.where(first_key < limit - i, z[i], float("-inf"))
+            un = un + (exp2(tl.minimum(zi, common.LOGIT_CAP)),)
+            excess = excess + (tl.maximum(zi, common.LOGIT_CAP) - common.LOGIT_CAP,)
+        tn, wn = chain(un, 0, 4)
         capped = log2_1p(wn)
         # β of a capped key is 1 in float32, so that its own weight does not depend on the excess.
         after = (spent + capped,) + after
-        spent += capped + ((excess[4 * n] + excess[4 * n + 1]) + (excess[4 * n + 2] + excess[4 * n + 3]))
+        spent += capped + ((excess[0] + excess[1]) + (excess[2] + excess[3]))
+        u = un + u
         t = tn + t
         w = (wn,) + w
     return u, t, w, after, spent
 
 
 @triton.jit
-def weigh(t, w, after, rest, EXACT: tl.constexpr):
-    """Returns the weights of the 16 keys. rest [ROWS, 4]: log2 of the stick left after the nearer lanes."""
-    a = ()
+def factors(w, after, rest, EXACT: tl.constexpr):
+    """Returns p of each chain: its weights are t p. rest [ROWS, 4]: log2 of the stick left after the nearer lanes."""
     if EXACT:
-        for n in tl.static_range(4):
-            p = exp2(rest - after[n])
-            for i in tl.static_range(4):
-                a = a + (t[4 * n + i] * p,)
+        p = (exp2(rest - after[0]), exp2(rest - after[1]), exp2(rest - after[2]), exp2(rest - after[3]))
     else:
-        p = exp2(rest - after[0])
-        for i in tl.static_range(8):
-            a = a + (t[i] * p,)
-        p = p * w[0] + p
-        for i in tl.static_range(8, 16):
-            a = a + (t[i] * p,)
+        farther = exp2(rest - after[0])
+        p = (farther, farther * w[0] + farther)
+    return p
+
+
+@triton.jit
+def weigh(t, p, EXACT: tl.constexpr):
+    """Returns the weights of the 16 keys. p: `factors`."""
+    LENGTH: tl.constexpr = 4 if EXACT else 8
+    a = ()
+    for i in tl.static_range(16):
+        a = a + (t[i] * p[i // LENGTH],)
     return a
+
+
+@triton.jit
+def gains(a, t, p, d, EXACT: tl.constexpr, LEAN: tl.constexpr):
+    """Returns g = a d of the 16 keys. LEAN: from t and p, so that the weights need not stay in registers."""
+    LENGTH: tl.constexpr = 4 if EXACT else 8
+    g = ()
+    for i in tl.static_range(16):
+        if LEAN:
+            g = g + (t[i] * (p[i // LENGTH] * d[i]),)
+        else:
+            g = g + (a[i] * d[i],)
+    return g
 
 
 @triton.jit
@@ -212,18 +229,16 @@ def betas(u, t, w, EXACT: tl.constexpr):
 
 
 @triton.jit
-def logit_gradients(a, d, beta, farther):
-    """Returns dz_k = g_k − β_k Σ_{i≤k} g_i with g = a d for the 16 keys, and Σ g over the tile.
+def logit_gradients(g, beta, farther):
+    """Returns dz_k = g_k − β_k Σ_{i≤k} g_i for the 16 keys, and Σ g over the tile.
 
     farther [ROWS, 4]: the sum over the keys of farther tiles.
     """
-    g = a[0] * d[0]
-    total = g
-    x = (g - beta[0] * total,)
+    total = g[0]
+    x = (g[0] - beta[0] * total,)
     for i in tl.static_range(1, 16):
-        g = a[i] * d[i]
-        total = total + g
-        x = x + (g - beta[i] * total,)
+        total = total + g[i]
+        x = x + (g[i] - beta[i] * total,)
     lanes_farther, tile_total = lane_sums(total, False)
     farther += lanes_farther
     dz = ()

@@ -24,6 +24,7 @@ class StickBreaking(Mixer):
     @classmethod
     def options(cls, keys: Keys) -> dict[str, Any]:
         keys.skip("skip_below")  # a bound for the GPU kernel in training; nothing is skipped here
+        keys.skip("keys_per_group")  # chooses a GPU kernel in training
         return {"remainder": keys.take("remainder", bool)}
 
     def backend_arguments(self) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""Launch settings that `measure` times for each head dim, and the kernels' calls.
+
+All candidates were compiled for Hopper; those that spill in the loop of the fast algebra are left out
+(docs/log/2026-11-24-sixteen-keys.md has registers, instructions and predictions).
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backward import BackwardConfig
+from ..forward import Config
+from ..kept import aux_shapes
+from . import backward as sixteen_backward
+from . import forward as sixteen_forward
+
+Shape = tuple[int, int, int, int]  # batch, heads, length, head dim
+Call = Callable[[], Any]
+SHAPES: list[Shape] = [(4, 24, 4096, 64), (1, 24, 16384, 64), (4, 16, 4096, 128), (8, 32, 2048, 32)]
+SKIP = 2**-12
+
+
+class Candidates(NamedTuple):
+    """Settings of each kernel."""
+
+    forward: list[Config]
+    dq: list[Config]
+    dkv: list[Config]
+
+
+class Settings(NamedTuple):
+    """Settings that fit together."""
+
+    forward: Config
+    backward: BackwardConfig
+
+
+CANDIDATES = {
+    64: Candidates(
+        [Config(64, 64, 4, s, r) for s, r in ((3, 168), (2, 168), (4, 168), (2, 128))]
+        + [Config(128, 64, 8, s, 128) for s in (3, 2)],
+        [Config(64, 64, 4, s) for s in (3, 2, 4)]
+        + [Config(64, 64, 4, 2, 168)]
+        + [Config(128, 64, 8, s) for s in (2, 3)],
+        [Config(64, 64, 4, s) for s in (4, 2, 3)] + [Config(128, 64, 8, 2)],
+    ),
+    128: Candidates(
+        [Config(128, 64, 8, 3), Config(128, 64, 8, 2)],
+        [Config(128, 64, 8, 2), Config(128, 64, 8, 1)],
+        [Config(128, 64, 8, 2), Config(128, 64, 8, 1)],
+    ),
+    32: Candidates(
+        [Config(64, 64, 4, s, r) for s, r in ((3, 128), (2, 128), (4, 128), (2, 96))] + [Config(128, 64, 8, 2, 128)],
+        [Config(64, 64, 4, s) for s in (3, 2, 4)] + [Config(64, 64, 4, 2, 168), Config(128, 64, 8, 2)],
+        [Config(64, 64, 4, s) for s in (3, 2, 4)] + [Config(128, 64, 8, 2)],
+    ),
+}
+
+
+def tuned_shape(head_dim: int) -> Shape:
+    return next(shape for shape in SHAPES if shape[3] == head_dim)
+
+
+def current(head_dim: int) -> Settings:
+    return Settings(sixteen_forward.forward_config(head_dim), sixteen_backward.backward_config(head_dim))
+
+
+def fit(forward: Config, dq: Config, dkv: Config) -> bool:
+    """Whether row blocks do not grow from forward to dq to dkv."""
+    return forward.row_block % dq.row_block == 0 and dq.row_block % dkv.row_block == 0
+
+
+def fastest(times: dict[str, dict[Config, float]]) -> Settings:
+    """Returns the settings that fit together and take the least time. times: ms by kernel and settings."""
+    choices = [choice for choice in itertools.product(times["forward"], times["dq"], times["dkv"]) if fit(*choice)]
+    forward, dq, dkv = min(choices, key=lambda c: times["forward"][c[0]] + times["dq"][c[1]] + times["dkv"][c[2]])
+    return Settings(forward, BackwardConfig(dq, dkv))
+
+
+def pairs(head_dim: int) -> list[tuple[str, BackwardConfig]]:
+    """Returns settings of backward with the name of the kernel for which each is a candidate."""
+    now, found = current(head_dim).backward, CANDIDATES[head_dim]
+    narrow = next((c for c in found.dkv if c.row_block == 64), now.dkv)
+    wide = next(c for c in found.dq if c.row_block == 128)
+    dqs = [BackwardConfig(c, now.dkv if c.row_block % now.dkv.row_block == 0 else narrow) for c in found.dq]
+    dkvs = [BackwardConfig(now.dq if now.dq.row_block % c.row_block == 0 else wide, c) for c in found.dkv]
+    both = [("dq", pair) for pair in dqs] + [("dkv", pair) for pair in dkvs]
+    return [(kernel, pair) for kernel, pair in both if pair.dq.row_block % pair.dkv.row_block == 0]
+
+
+def starts(batch: int, length: int) -> Tensor:
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device="cuda")
+
+
+def forward_call(shape: Shape, inputs: list[Tensor], module: Any = sixteen_forward, **options: Any) -> Call:
+    """Returns a forward call of this folder's kernels, or of another module with the same interface."""
+    batch, _, length, head_dim = shape
+    cu, (q, k, v, _) = starts(batch, length), inputs
+    layout = (cu, cu, None, None, length, head_dim**-0.5, SKIP)
+    return partial(module.forward, q, k, v, *layout, max_queries=length, **options)
+
+
+def backward_call(
+    shape: Shape, inputs: list[Tensor], saved: list[Tensor], module: Any = sixteen_backward, **options: Any
+) -> Call:
+    """Returns a backward call. saved: what forward returned after log_rest."""
+    batch, _, length, head_dim = shape
+    cu, (q, k, v, grad) = starts(batch, length), inputs
+    sizes = (length, length, head_dim**-0.5)
+    return partial(module.backward, grad, None, q, k, v, cu, cu, None, *saved, *sizes, **options)
+
+
+def both_call(shape: Shape, inputs: list[Tensor], forward: Any, backward: Any, settings: Settings | None) -> Call:
+    first, second = ({}, {}) if settings is None else ({"config": x} for x in settings)
+
+    def both() -> object:
+        saved = forward_call(shape, inputs, forward, **first)()[2:]
+        return backward_call(shape, inputs, saved, backward, **second)()
+
+    return both
+
+
+def empty_saved(shape: Shape) -> list[Tensor]:
+    """Returns results of a forward pass that saw no key, so that backward's kernels compile without running forward."""
+    batch, heads, length, _ = shape
+    rows, _, stops = aux_shapes(batch * length, heads, batch)
+    carry = torch.zeros(rows, device="cuda")
+    tiles, stop = (torch.full(s, 1 << 30, dtype=torch.int32, device="cuda") for s in (rows, stops))
+    return [carry, tiles, stop, torch.zeros((batch, 4), dtype=torch.int32, device="cuda")]

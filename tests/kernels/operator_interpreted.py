@@ -1,0 +1,145 @@
+"""Runs the public function on the Triton kernels under the interpreter (interpreted.py), forward and backward by autograd.
+
+Argument: parts with commas between, each KEYS_PER_GROUP/GROUP, "mutations", "others" or "fuzz". Prints one JSON object per
+case. float16 stands for bf16 as well: in "scaled" cases it takes bf16's path.
+"""
+
+import json
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from ssscale_kernels.stickbreaking import accuracy, fuzz, half, ops, stickbreaking_attention
+from ssscale_kernels.stickbreaking.accuracy import FP16, FP32, Case
+from ssscale_kernels.stickbreaking.sixteen import blocks, scales, tile
+
+EPSILON = 2.0**-8
+SMALL = Case(FP16, 16, heads=(1, 1), lengths=(70,))
+RECTANGLE: dict[str, Any] = {"use": "carried", "lengths": (20, 10), "keys": (70, 65), "offsets": (50, 70)}
+CASES = {
+    "options": {
+        "log_rest": SMALL._replace(use="log_rest"),
+        "carried, packed, grouped": Case(FP16, 24, use="carried", heads=(4, 2), lengths=(1, 0, 65, 20)),
+        "remainder, grouped": Case(FP16, 16, use="remainder", heads=(2, 1), lengths=(3, 70)),
+        "offsets": SMALL._replace(**RECTANGLE),
+        "80 dims": SMALL._replace(head_dim=80, lengths=(66,)),
+        "128 dims": SMALL._replace(head_dim=128, use="remainder", lengths=(66,)),
+        "float32": Case(FP32, 16, use="remainder", heads=(1, 1), lengths=(66,)),
+    },
+    "logits": {
+        "skipping": SMALL._replace(lengths=(200,), skip_below=EPSILON),
+        "skipping, remainder": Case(FP16, 16, "normal", "remainder", EPSILON, (2, 1), (150,)),
+        "skipping, huge": SMALL._replace(kind="huge", lengths=(150,), skip_below=EPSILON),
+        "huge": SMALL._replace(kind="huge", use="carried", lengths=(140,)),
+        "edge": SMALL._replace(kind="edge", use="log_rest", lengths=(140,)),
+    },
+    "scaled": {
+        "scaled": Case(FP16, 24, heads=(2, 1), lengths=(70, 1, 65)),
+        "scaled, remainder": Case(FP16, 16, use="remainder", heads=(2, 1), lengths=(70, 20)),
+        "scaled, steep log_rest": SMALL._replace(use="log_rest"),
+        "scaled, carried": SMALL._replace(**RECTANGLE),
+        "scaled, skipping": SMALL._replace(lengths=(200,), skip_below=EPSILON),
+    },
+}
+ALL = {name: case for group in CASES.values() for name, case in group.items()}
+
+
+def one_tile_more_dropped(*args: Any, **kwargs: Any) -> Any:
+    stop, exact = load_stop(*args, **kwargs)
+    return stop + 1, exact
+
+
+def flag_missing(*args: Any) -> None:
+    save_stop(*args[:8], False, *args[9:])
+
+
+def lanes_swapped() -> Any:
+    return key_of_column() ^ 16
+
+
+def gradient_of_log_rest_ignored(maxima_ptr: Any, rest_max_ptr: Any, sequence: Any, dims: Any, rest: Any) -> Any:
+    return half.shifts(maxima_ptr, sequence, dims)
+
+
+load_stop, save_stop, key_of_column = blocks.load_stop, blocks.save_stop, tile.key_of_column
+# What each changes, and the case that must notice.
+MUTATIONS = {
+    "one tile more dropped in backward": (blocks, "load_stop", one_tile_more_dropped, "skipping"),
+    "flag missing": (blocks, "save_stop", flag_missing, "huge"),
+    "lanes swapped": (tile, "key_of_column", lanes_swapped, "log_rest"),
+    "scale too large": (scales, "shifts", gradient_of_log_rest_ignored, "scaled, steep log_rest"),
+}
+
+
+def run(name: str, keys_per_group: int) -> dict[str, Any]:
+    inputs = accuracy.draw(ALL[name], "cpu")
+    if "steep" in name:
+        assert inputs.grad_rest is not None
+        inputs = inputs._replace(grad_rest=1000 * inputs.grad_rest)
+    with patch.object(half, "converts", lambda q: name.startswith("scaled")):
+        errors = accuracy.compare(inputs, keys_per_group=keys_per_group)
+    return {key: list(error) for key, error in errors.items()}
+
+
+def run_in_two() -> dict[str, Any]:
+    """Nearer keys, then farther ones with log_rest_in, as on a ring: against all keys at once. And its bits, twice."""
+    inputs = accuracy.draw(Case(FP16, 16, heads=(2, 1), lengths=(90,), use="log_rest"), "cpu")
+
+    def in_two(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        call = {"keys_per_group": 16, "skip_below": 0.0}
+        first = stickbreaking_attention(q[:40], k[:40], v[:40], **call)
+        near = stickbreaking_attention(q[40:], k[40:], v[40:], **call)
+        offset = torch.tensor([40], dtype=torch.int32)
+        far = stickbreaking_attention(q[40:], k[:40], v[:40], q_offsets=offset, log_rest_in=near[1], **call)
+        return torch.cat([first[0], near[0] + far[0]]), torch.cat([first[1], far[1]])
+
+    errors = accuracy.compare(inputs, in_two)
+    once, again = (accuracy.differentiate(in_two, inputs) for _ in range(2))
+    same = all(torch.equal(once[key], again[key]) for key in once)
+    return {key: list(error) for key, error in errors.items()} | {"same_bits": same}
+
+
+def run_saved() -> dict[str, Any]:
+    """Shapes, dtypes and bytes of all results of forward for both algebras and dtypes."""
+    found = {}
+    cu = accuracy.starts((5, 0, 66), "cpu")
+    for dtype in (FP16, FP32):
+        q = torch.randn(71, 2, 16).to(dtype)
+        for keys in (4, 16):
+            results = ops.forward_op(q, q[:, :1], q[:, :1], cu, cu, None, None, 66, 66, 0.25, 0.0, keys)
+            found[f"{dtype} {keys}"] = [[list(x.shape), str(x.dtype)] for x in results]
+    return found
+
+
+def run_fuzz() -> dict[str, Any]:
+    """A few random calls of each setting that the interpreter can run."""
+    settings = [setting for setting in fuzz.SETTINGS if setting.dtype == FP16]
+    return {str(number): fuzz.run(s, 8, number, 16, "cpu", 60) for number, s in enumerate(settings)}
+
+
+def show(case: str, found: dict[str, Any]) -> None:
+    print(json.dumps({"case": case} | found), flush=True)
+
+
+def show_part(part: str) -> None:
+    if part == "mutations":
+        for mutation, (module, attribute, changed, noticing) in MUTATIONS.items():
+            with patch.object(module, attribute, changed):
+                show(mutation, run(noticing, 16))
+    elif part == "others":
+        show("in two", run_in_two())
+        show("saved", run_saved())
+    elif part == "fuzz":
+        show("fuzz", run_fuzz())
+    else:
+        keys, group = part.split("/")
+        for name in CASES[group]:
+            show(f"{keys} {name}", run(name, int(keys)))
+
+
+if __name__ == "__main__":
+    ops.forward_op.register_kernel("cpu")(ops.triton_forward)
+    ops.backward_op.register_kernel("cpu")(ops.triton_backward)
+    for argument in sys.argv[1].split(","):
+        show_part(argument)
