@@ -76,15 +76,17 @@ def paged(
     num_splits: int | None = None,
     prefill: Config | None = None,
     split: Config | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the kernels; arguments and results are those of `paged.paged_stickbreaking`, the defaults filled in.
 
     Short sequences go to split_kernel and the others to prefill_kernel, which each program decides by itself: both are
     launched unless max_seqlen_q excludes one of them. num_splits, prefill, split: replace the chosen settings.
+    out: contiguous, for o.
     """
     q, block_table = last_contiguous(q), last_contiguous(block_table)
     num_tokens, num_heads, head_dim = q.shape
-    o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     log_rest = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
     if num_tokens == 0 or seq_lens.shape[0] == 0:
         return o, log_rest

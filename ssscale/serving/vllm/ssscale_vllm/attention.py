@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -110,12 +111,16 @@ class Attention(nn.Module):
 
 
 def _backend(mixer: Mixer) -> type[Any] | None:
-    """Returns the mixer's own backend for this machine, or None for vLLM's. Raises ValueError if there is none."""
-    if mixer.backend is None:
+    """Returns the mixer's own backend, or None for vLLM's. Raises ValueError if it cannot run here."""
+    backend = mixer.backend
+    if backend is None:
         return None
-    platform = current_platform.device_type
-    if platform not in mixer.backend.paths:
+    # Not device_type, which is "cuda" on AMD GPUs too.
+    if not any(getattr(current_platform, f"is_{platform}")() for platform in backend.platforms):
+        known = " and ".join(backend.platforms)
+        raise ValueError(f"layers of {mixer.name} can be served on {known}, not on {current_platform.device_name}")
+    if find_spec(backend.module) is None:
         raise ValueError(
-            f"layers of {mixer.name} cannot be served on {platform} yet, only on {', '.join(mixer.backend.paths)}"
+            f"layers of {mixer.name} need the package {backend.package}: pip install ./kernels in a checkout of ssscale"
         )
-    return resolve_obj_by_qualname(mixer.backend.paths[platform])
+    return resolve_obj_by_qualname(backend.path)
