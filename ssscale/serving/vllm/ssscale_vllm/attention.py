@@ -94,8 +94,6 @@ class Attention(nn.Module):
 
     def _check_backend(self) -> None:
         name = self.attention.attn_backend.get_name()
-        if self.mixer.backend is None and name.startswith("SSSCALE_"):
-            raise ValueError(f"the attention backend {name} does not compute {self.mixer.name}: choose another one")
         if getattr(self.attention.impl, "alibi_slopes", None) is not None and name not in ALIBI_BACKENDS:
             known = " or ".join(ALIBI_BACKENDS)
             raise ValueError(f"ALiBi cannot be served on the attention backend {name}: use --attention-backend {known}")

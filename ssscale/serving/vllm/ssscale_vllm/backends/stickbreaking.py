@@ -73,6 +73,23 @@ class StickBreakingMetadataBuilder(AttentionMetadataBuilder[StickBreakingMetadat
         return found
 
 
+def write_on_cpu(
+    layer: torch.nn.Module, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    real = slots >= 0
+    place = slots[real] // k_cache.shape[1], slots[real] % k_cache.shape[1]
+    k_cache[place], v_cache[place] = key[: len(real)][real], value[: len(real)][real]
+
+
+def write_on_gpu(
+    layer: torch.nn.Module, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
+
+    # "auto": the cache has the dtype of k and v, and the scales are not read.
+    triton_reshape_and_cache_flash(key, value, k_cache, v_cache, slots, "auto", layer._k_scale, layer._v_scale)
+
+
 class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
     """Stick-breaking for one layer. Raises ValueError for what the operator does not compute.
 
@@ -115,17 +132,8 @@ class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Writes k and v of new tokens [T, K, H] to their slots [T]; padding has negative slots."""
-        k_cache, v_cache = self._halves(kv_cache)
-        if key.device.type == "cpu":
-            real = slot_mapping >= 0
-            slots = slot_mapping[real]
-            for cache, new in ((k_cache, key), (v_cache, value)):
-                cache[slots // cache.shape[1], slots % cache.shape[1]] = new[: len(real)][real]
-            return
-        from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
-
-        scales = layer._k_scale, layer._v_scale  # unused: the cache has the model's dtype
-        triton_reshape_and_cache_flash(key, value, k_cache, v_cache, slot_mapping, self.kv_cache_dtype, *scales)
+        write = write_on_cpu if key.device.type == "cpu" else write_on_gpu
+        write(layer, key, value, *self._halves(kv_cache), slot_mapping)
 
     def forward(
         self,
