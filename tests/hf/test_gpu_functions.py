@@ -117,5 +117,7 @@ def test_the_package_is_used_on_hopper_and_that_is_said_once(
     HELPERS.gpu_function.cache_clear()
     assert found == [None if installed else package.mix] * 3  # type: ignore[attr-defined]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert {"": "the kernels of some-kernels on cuda", "another GPU": "for Hopper"}.get(installed, "plain torch") in line
+    assert {"": "the kernels of some-kernels on cuda", "another GPU": "for Hopper"}.get(
+        installed, "plain torch"
+    ) in line
     assert HELPERS.gpu_function("some_kernels", "mix", torch.device("cpu")) is None

