@@ -1,5 +1,8 @@
 """The Triton kernels without a GPU: their results under the interpreter, and what ptxas makes of them for Hopper."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import triton
@@ -168,3 +171,11 @@ def test_decode_compiles_for_hopper():
     found = compiled(D.split_kernel, F.Config(16, 64, 4, 3), 64, CHUNK=4)
     assert found.registers < 255
     assert found.async_copies > 0
+
+
+def test_kernels_have_no_lock():
+    """Nor sums by atomics: a maximum of integers has the same bits in any order."""
+    folder = Path(F.__file__).parent
+    found = {(file.name, name) for file in folder.rglob("*.py") for name in re.findall(r"atomic_\w+", file.read_text())}
+    assert found == {("half.py", "atomic_max")}
+    assert not [file for file in folder.rglob("*.py") if "atom." in file.read_text() or "volatile" in file.read_text()]

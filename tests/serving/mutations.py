@@ -3,19 +3,21 @@
 `python -m tests.serving.mutations EXPORTS`, in the environment with vLLM. Each mutation is made in a copy of the sources.
 """
 
+import importlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN, KERNELS = "ssscale/serving/vllm/ssscale_vllm/", "kernels/stickbreaking/"
-COPIED = ("pyproject.toml", "ssscale_kernels.py", "kernels", "ssscale/serving", "tests/__init__.py", "tests/serving")
+COPIED = ("ssscale_kernels.py", "kernels", "ssscale/serving/vllm")
 
 
 class Mutation(NamedTuple):
@@ -109,51 +111,47 @@ MUTATIONS = {
         "(slots[real] + 1) % k_cache.shape[1]",
         "greedy and stickbreaking-chunked",
     ),
-    "the kernels do not see a chunk's offset": Mutation(
-        KERNELS + "paged_kernels.py",
-        "position = tl.minimum(offset + row, num_keys)\n    last_position",
-        "position = tl.minimum(row, num_keys)\n    last_position",
-        "interpreter",
-    ),
 }
 
 
-def run(folder: Path, tests: str, exports: str) -> tuple[int, str]:
-    """Returns pytest's exit code and its last line."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--confcutdir=tests/serving",
-        "--timeout",
-        "1200",
-        "--tb=line",
-        "-m",
-        "vllm",
-    ]
-    environ = os.environ | {
-        "PYTHONPATH": f"{folder / 'ssscale/serving/vllm'}{os.pathsep}{folder}",
-        "SSSCALE_EXPORTS": exports,
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    files = ["tests/serving/test_vllm.py", "tests/serving/test_backend.py"]
-    done = subprocess.run([*command, *files, "-k", tests], cwd=folder, env=environ, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
-    return done.returncode, lines[-1]
+def run(folder: Path, tests: str) -> tuple[int, str]:
+    """Returns pytest's exit code and its last line. Runs in a copy of this process, because importing vLLM takes long."""
+    output = folder / "output"
+    child = os.fork()
+    if child == 0:
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.dont_write_bytecode = True
+        sys.path[:0] = [str(folder / "ssscale/serving/vllm"), str(folder)]
+        import ssscale_kernels
+        import ssscale_vllm
+
+        assert all(str(folder) in str(module.__path__) for module in (ssscale_kernels, ssscale_vllm))
+        options = ["--confcutdir=tests/serving", "--timeout", "1200", "--tb=line", "-m", "vllm"]
+        files = ["tests/serving/test_vllm.py", "tests/serving/test_backend.py"]
+        os._exit(pytest.main([*options, *files, "-k", tests]))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code, output.read_text(encoding="utf-8").strip().splitlines()[-1]
 
 
 def main(exports: str, *only: str) -> None:
     """Raises SystemExit if a mutation goes unseen, or if the tests fail without any."""
+    os.environ["SSSCALE_EXPORTS"] = exports
+    importlib.import_module("vllm.v1.worker.cpu_worker")
+    importlib.import_module("vllm.entrypoints.llm")
     chosen = {name: mutation for name, mutation in MUTATIONS.items() if not only or any(word in name for word in only)}
     unseen = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in COPIED:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            copy(ROOT / name, folder / name)
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, folder / name)
         tests = " or ".join(f"({tests})" for tests in sorted({mutation.tests for mutation in chosen.values()}))
-        code, line = run(folder, tests, exports)
+        code, line = run(folder, tests)
         print(f"without a mutation: {line}", flush=True)
         if code != 0:
             raise SystemExit("error: these tests fail without a mutation")
@@ -164,7 +162,7 @@ def main(exports: str, *only: str) -> None:
                 f"{name}: {mutation.file} has it {whole.count(mutation.before)} times"
             )
             file.write_text(whole.replace(mutation.before, mutation.after), encoding="utf-8")
-            code, line = run(folder, mutation.tests, exports)
+            code, line = run(folder, mutation.tests)
             file.write_text(whole, encoding="utf-8")
             seen = code == 1 and re.search(r"\d+ failed", line) is not None
             unseen += [] if seen else [name]

@@ -34,7 +34,6 @@ NO_EFFECT = {
     # kernels in training
     "mixer.softmax.backend",
     "mixer.ssmax.backend",
-    "mixer.stickbreaking.skip_below",
     # read by dynamic_ntk, which is refused
     "position.rope.train_length",
 }
@@ -136,6 +135,7 @@ REFUSALS = {
     "variant='learned' is not": ("softmax", {"mixer": {"softmax": {"variant": "learned"}}}),
     "attention_bias=True is not known": ("softmax", {"attention_bias": True}),
     "hidden_size='64'": ("softmax", {"hidden_size": "64"}),
+    "skip_below=1 is not": ("stickbreaking", {"mixer": {"stickbreaking": {"skip_below": 1}}}),
     "position.window=0": ("softmax", {"position": {"window": 0}}),
     "learned=None": ("softmax", {"learned": None}),
     "mixers=[]": ("softmax", {"mixers": []}),
