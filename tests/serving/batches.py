@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,13 @@ class Batch:
         return self.table[row, position // self.block_size].long() * self.block_size + position % self.block_size
 
 
-def run(batch: Batch, layout: str, scale: float, remainder: bool, write: Callable[..., None] | None = None) -> Tensor:
-    """Fills a cache in two passes and returns the output for the new tokens. write: replaces that of the device."""
+def prepare(
+    batch: Batch, layout: str, scale: float, remainder: bool, write: Callable[..., None] | None = None
+) -> tuple[Any, Any, Tensor, Tensor]:
+    """Fills a cache in two passes. Returns vLLM's metadata, the layer's implementation, the cache and padded queries.
+
+    write: replaces that of the device.
+    """
     from ssscale_vllm.backends import stickbreaking
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -49,7 +55,6 @@ def run(batch: Batch, layout: str, scale: float, remainder: bool, write: Callabl
     )
     one = torch.ones(())
     layer = SimpleNamespace(_k_scale=one, _v_scale=one)
-    k_cache, v_cache = impl._halves(cache)
     for cached in (True, False):
         keys, values, slots = (
             [torch.randn(2, KV_HEADS, SIZE)],
@@ -65,7 +70,7 @@ def run(batch: Batch, layout: str, scale: float, remainder: bool, write: Callabl
         if write is None:
             impl.do_kv_cache_update(layer, *new, cache, torch.cat(slots))
         else:
-            write(layer, *new, k_cache, v_cache, torch.cat(slots))
+            write(layer, *new, *impl._halves(cache), torch.cat(slots))
     starts = torch.tensor([0, *batch.new]).cumsum(0).int()
     lengths = torch.tensor([len(k) for _, k, _ in batch.sequences], dtype=torch.int32)
     common = CommonAttentionMetadata(
@@ -79,10 +84,22 @@ def run(batch: Batch, layout: str, scale: float, remainder: bool, write: Callabl
         block_table_tensor=batch.table,
         slot_mapping=torch.cat(slots),
     )
-    builder = stickbreaking.StickBreakingBackend.get_builder_cls()(None, [], SimpleNamespace(), cache.device)
-    metadata = builder.build(0, common)
     q = torch.cat([q for q, _, _ in batch.sequences])
-    padded = torch.cat((q, torch.full((3, HEADS, SIZE), torch.nan)))
-    output = torch.full_like(padded, torch.nan)
-    impl.forward(layer, padded, None, None, cache, metadata, output)
-    return output[: len(q)]
+    return common, impl, cache, torch.cat((q, torch.full((3, HEADS, SIZE), torch.nan)))
+
+
+def build(common: Any, capture: bool = False) -> Any:
+    """Returns the backend's metadata, as vLLM has it built. The longest text has 5,000 tokens."""
+    from ssscale_vllm.backends.stickbreaking import StickBreakingBackend
+
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=5000))
+    builder = StickBreakingBackend.get_builder_cls()(None, [], config, torch.device("cpu"))
+    return builder.build_for_cudagraph_capture(common) if capture else builder.build(0, common)
+
+
+def run(batch: Batch, layout: str, scale: float, remainder: bool, write: Callable[..., None] | None = None) -> Tensor:
+    """Returns the output for the new tokens."""
+    common, impl, cache, q = prepare(batch, layout, scale, remainder, write)
+    output = torch.full_like(q, torch.nan)
+    impl.forward(None, q, None, None, cache, build(common), output)
+    return output[: sum(batch.new)]

@@ -124,8 +124,9 @@ def run(folder: Path, tests: str) -> tuple[int, str]:
             os.dup2(file.fileno(), 2)
         sys.dont_write_bytecode = True
         sys.path[:0] = [str(folder / "ssscale/serving/vllm"), str(folder)]
-        import ssscale_kernels
         import ssscale_vllm
+
+        import ssscale_kernels
 
         assert all(str(folder) in str(module.__path__) for module in (ssscale_kernels, ssscale_vllm))
         options = ["--confcutdir=tests/serving", "--timeout", "1200", "--tb=line", "-m", "vllm"]

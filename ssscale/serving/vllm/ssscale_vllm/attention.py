@@ -119,6 +119,6 @@ def _backend(mixer: Mixer) -> type[Any] | None:
         raise ValueError(f"layers of {mixer.name} can be served on {known}, not on {current_platform.device_name}")
     if find_spec(backend.module) is None:
         raise ValueError(
-            f"layers of {mixer.name} need the package {backend.package}: pip install ./kernels in a checkout of ssscale"
+            f"layers of {mixer.name} need the package {backend.package}: pip install -e ./kernels in a checkout of ssscale"
         )
     return resolve_obj_by_qualname(backend.path)
