@@ -12,7 +12,13 @@ DECODING = ROOT / "docs" / "results" / "attention_speed.md"
 # Equally many tokens in rows of two lengths.
 SHAPES = {"4×24×4096×64": "4 × 4,096", "1×24×16384×64": "1 × 16,384"}
 COLUMNS = ("FA2", "cuDNN", "authors'", "ours, dense", "ours, spent")
-COLORS = {"FA2": "#9a9a9a", "cuDNN": "#5f5f5f", "authors'": "#c98a3a", "ours, dense": "#2f6fae", "ours, spent": "#8fc0e8"}
+COLORS = {
+    "FA2": "#9a9a9a",
+    "cuDNN": "#5f5f5f",
+    "authors'": "#c98a3a",
+    "ours, dense": "#2f6fae",
+    "ours, spent": "#8fc0e8",
+}
 
 
 def operators() -> dict[str, list[float]]:

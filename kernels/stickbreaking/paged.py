@@ -56,21 +56,8 @@ def paged_stickbreaking(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     max_seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
     max_seqlen_k = block_table.shape[1] * k_cache.shape[1] if max_seqlen_k is None else max_seqlen_k
-    log_rest = paged_op(
-        o,
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        cu_seqlens_q,
-        seq_lens,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        float(skip_below),
-        remainder,
-    )
-    return o, log_rest
+    layout = (block_table, cu_seqlens_q, seq_lens, max_seqlen_q, max_seqlen_k)
+    return o, paged_op(o, q, k_cache, v_cache, *layout, scale, float(skip_below), remainder)
 
 
 @torch.library.custom_op("stickbreaking::paged", mutates_args=("o",), device_types="cpu")
