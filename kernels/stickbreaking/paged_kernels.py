@@ -33,70 +33,93 @@ def advance(
     rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
     a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
     weights = tile.whole(a0, a1, a2, a3, ROWS, BN)
-    return tile.multiply(weights, v, acc, False, PARTS, PRECISION), carry - tl.sum(spent, 1)
+    return multiply(weights, v, acc, PARTS, PRECISION), carry - tl.sum(spent, 1)
 
 
 @triton.jit
-def block_starts(table_ptr, t, num_keys, block_stride, BN: tl.constexpr, BS: tl.constexpr):
-    """Returns where the blocks of tile t start in the cache: one offset if the tile is in one block, else [BN]."""
-    # Loading one number per block and selecting needs no exchange between threads, unlike loading one number per key.
-    block_size: tl.constexpr = BN if BS % BN == 0 else BS
-    column_key = tile.key_of_column(BN)
-    if BN % block_size == 0:
-        key = t * BN
-        starts = tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0).to(tl.int64) * block_stride
-        for i in tl.static_range(1, BN // block_size):
-            key = t * BN + i * BS
-            block = tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0).to(tl.int64)
-            starts = tl.where(column_key // BS == i, block * block_stride, starts)
+def multiply(x, y, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns acc + x y, as `tile.multiply` does. Two parts of bf16 are split by truncation."""
+    if PARTS == 2 and y.dtype == tl.bfloat16:
+        # As in `tile.group_sums`: truncating the bits is exact, and converting back would run at an eighth of the rate.
+        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        acc = tl.dot(high.to(y.dtype), y, acc)
+        acc = tl.dot((x - high).to(y.dtype), y, acc)
     else:
-        key = t * BN + column_key
-        blocks = tl.load(table_ptr + key // BS, mask=(key >= 0) & (key < num_keys), other=0)
+        acc = tile.multiply(x, y, acc, False, PARTS, PRECISION)
+    return acc
+
+
+@triton.jit
+def block_starts(table_ptr, t, max_blocks, block_stride, BN: tl.constexpr, BS: tl.constexpr):
+    """Returns where the blocks of tile t start in the cache: one offset if the tile is in one block, else [BN].
+
+    For t = −1 and for blocks after the sequence's last one, this is some other number.
+    """
+    # Clamping costs less than masks. Loading one number per block and selecting needs no exchange between threads,
+    # unlike loading one number per key.
+    column_key = tile.key_of_column(BN)
+    t = tl.maximum(t, 0)
+    if BS % BN == 0:
+        starts = tl.load(table_ptr + tl.minimum(t * BN // BS, max_blocks - 1)).to(tl.int64) * block_stride
+    elif BN % BS == 0:
+        first = t * (BN // BS)
+        blocks = tl.load(table_ptr + tl.minimum(first, max_blocks - 1))
+        for i in tl.static_range(1, BN // BS):
+            blocks = tl.where(column_key // BS == i, tl.load(table_ptr + tl.minimum(first + i, max_blocks - 1)), blocks)
+        starts = blocks.to(tl.int64) * block_stride
+    else:
+        blocks = tl.load(table_ptr + tl.minimum((t * BN + column_key) // BS, max_blocks - 1))
         starts = blocks.to(tl.int64) * block_stride
     return starts
 
 
 @triton.jit
-def offsets(starts, t, slot_stride, dims, BN: tl.constexpr, BS: tl.constexpr):
-    """Returns [BN, BH] offsets of the keys (and values) of tile t. starts: what `block_starts` returned for it."""
+def rows_of(starts, t, dims, BN: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr):
+    """Returns where the keys of tile t are in the cache: what to add to its pointer first, and then [BN, BH]."""
     column_key = tile.key_of_column(BN)
+    # The stride is a constant, so that all but one or two addresses of a thread are constant distances from those.
     if BS % BN == 0:
-        found = starts + t * BN % BS * slot_stride + (column_key[:, None] * slot_stride + dims[None, :])
+        first = starts + t * BN % BS * SLOT
+        then = column_key[:, None] * SLOT + dims[None, :]
     elif BN % BS == 0:
-        found = (starts + column_key % BS * slot_stride)[:, None] + dims[None, :]
+        first = starts[:, None]
+        then = (column_key % BS * SLOT)[:, None] + dims[None, :]
     else:
-        found = (starts + (t * BN + column_key) % BS * slot_stride)[:, None] + dims[None, :]
-    return found
+        first = starts[:, None]
+        then = ((t * BN + column_key) % BS * SLOT)[:, None] + dims[None, :]
+    return first, then
 
 
 @triton.jit
 def walk(
-    acc, carry, starts, q, cache, first, count, position, num_keys, logit_scale, nearer, dims,
+    acc, carry, starts, q, cache, newest, count, position, num_keys, logit_scale, nearer, dims,
     MASKED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    SLOT: tl.constexpr, BESIDE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Processes `count` tiles from tile `first` on, toward lower indices. starts: `block_starts` of tile `first`.
+    """Processes `count` tiles from tile `newest` on, toward lower indices. starts: `block_starts` of tile `newest`.
 
     Returns acc, carry and the starts of the tile after the last one.
     """
-    k_ptr, v_ptr, table_ptr, sc_b, sc_s = cache
+    k_ptr, v_ptr, table_ptr, sc_b, max_blocks = cache
     column_key = tile.key_of_column(BN)
     three_passes: tl.constexpr = PRECISION == "tf32x3"  # hoisted values would fill the registers
     for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=three_passes):
-        t = first - step
-        offset = offsets(starts, t, sc_s, dims, BN, BS)
+        t = newest - step
+        first, then = rows_of(starts, t, dims, BN, BS, SLOT)
         # The blocks of a tile are looked up one tile ahead, so that the loads of keys do not wait for them.
-        starts = block_starts(table_ptr, t - 1, num_keys, sc_b, BN, BS)
+        starts = block_starts(table_ptr, t - 1, max_blocks, sc_b, BN, BS)
+        k_rows = k_ptr + first + then
+        v_rows = k_rows + H if BESIDE else v_ptr + first + then
         if MASKED:
             inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
-            k = tl.load(k_ptr + offset, mask=inside, other=0.0)
-            v = tl.load(v_ptr + offset, mask=inside, other=0.0)
+            k = tl.load(k_rows, mask=inside, other=0.0)
+            v = tl.load(v_rows, mask=inside, other=0.0)
         elif H == BH:
-            k = tl.load(k_ptr + offset)
-            v = tl.load(v_ptr + offset)
+            k = tl.load(k_rows)
+            v = tl.load(v_rows)
         else:
-            k = tl.load(k_ptr + offset, mask=(dims < H)[None, :], other=0.0)
-            v = tl.load(v_ptr + offset, mask=(dims < H)[None, :], other=0.0)
+            k = tl.load(k_rows, mask=(dims < H)[None, :], other=0.0)
+            v = tl.load(v_rows, mask=(dims < H)[None, :], other=0.0)
         acc, carry = advance(
             acc, carry, q, k, v, position - t * BN, logit_scale, nearer, MASKED, ROWS, BN, PARTS, PRECISION
         )  # fmt: skip
@@ -106,8 +129,8 @@ def walk(
 @triton.jit
 def sweep(
     carry, q, cache, position, num_keys, last, unmasked, first, first_chunk, chunk, logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, NEARER: tl.constexpr,
-    NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr,
+    BESIDE: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walks the tiles last − 1 to first until every stick is below the threshold. Returns acc and carry.
 
@@ -116,10 +139,10 @@ def sweep(
     dims = tl.arange(0, BH)
     acc = tl.zeros([ROWS, BH], tl.float32)
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
-    starts = block_starts(cache[2], last - 1, num_keys, cache[3], BN, BS)
+    starts = block_starts(cache[2], last - 1, cache[4], cache[3], BN, BS)
     acc, carry, starts = walk(
         acc, carry, starts, q, cache, last - 1, last - unmasked, position, num_keys, logit_scale, nearer, dims,
-        True, H, BH, ROWS, BN, BS, PARTS, PRECISION,
+        True, H, BH, ROWS, BN, BS, SLOT, BESIDE, PARTS, PRECISION,
     )  # fmt: skip
     # As in forward.py, the exit is tested once per chunk, and the next chunk is as long as the fullest stick lasts.
     t = unmasked - 1
@@ -129,7 +152,7 @@ def sweep(
         count = tl.minimum(t + 1 - first, ahead)
         acc, carry, starts = walk(
             acc, carry, starts, q, cache, t, count, position, num_keys, logit_scale, nearer, dims,
-            False, H, BH, ROWS, BN, BS, PARTS, PRECISION,
+            False, H, BH, ROWS, BN, BS, SLOT, BESIDE, PARTS, PRECISION,
         )  # fmt: skip
         t -= count
         left = tl.max(carry, 0)
@@ -148,11 +171,11 @@ def lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS: tl.con
 
 
 @triton.jit
-def own_values(v_ptr, table_ptr, sc_b, sc_s, position, num_keys, dims, H: tl.constexpr, BS: tl.constexpr):
+def own_values(v_ptr, table_ptr, sc_b, position, num_keys, dims, H: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr):
     """Returns the values at `position` [R] as float32 [R, BH]; zeros for positions that are not in the cache."""
     held = (position >= 0) & (position < num_keys)
     blocks = tl.load(table_ptr + position // BS, mask=held, other=0).to(tl.int64)
-    rows = v_ptr + blocks * sc_b + position % BS * sc_s
+    rows = v_ptr + blocks * sc_b + position % BS * SLOT
     return tl.load(rows[:, None] + dims[None, :], mask=held[:, None] & (dims < H)[None, :], other=0.0).to(tl.float32)
 
 
@@ -160,8 +183,9 @@ def own_values(v_ptr, table_ptr, sc_b, sc_s, position, num_keys, dims, H: tl.con
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
     num_tokens, num_heads, num_sequences, num_slots, max_blocks, head_group, split_queries, first_chunk, chunk,
-    sq_t, sq_n, sc_b, sc_s, sc_n, st_b, logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, KV_GROUP: tl.constexpr,
+    sq_t, sq_n, sc_b, sc_n, st_b, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr,
+    BESIDE: tl.constexpr, KV_GROUP: tl.constexpr,
     REMAINDER: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +207,7 @@ def prefill_kernel(
     q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
     kv_head = head // KV_GROUP
     table_ptr += sequence.to(tl.int64) * st_b
-    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, sc_s)
+    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, max_blocks)
 
     position = tl.minimum(offset + row, num_keys)
     last_position = offset + tl.minimum(block * ROWS + ROWS, q_len) - 1
@@ -193,10 +217,10 @@ def prefill_kernel(
     carry = tl.where(row_ok, 0.0, -1e30)
     acc, carry = sweep(
         carry, q, cache, position, num_keys, last, unmasked, 0, first_chunk, chunk, logit_scale, threshold,
-        H, BH, ROWS, BN, BS, NEARER, NEARER_PARTS, PARTS, PRECISION,
+        H, BH, ROWS, BN, BS, SLOT, BESIDE, NEARER, NEARER_PARTS, PARTS, PRECISION,
     )  # fmt: skip
     if REMAINDER:
-        own = own_values(cache[1], table_ptr, sc_b, sc_s, offset + row, num_keys, dims, H, BS)
+        own = own_values(cache[1], table_ptr, sc_b, offset + row, num_keys, dims, H, BS, SLOT)
         acc += tl.exp2(carry)[:, None] * own
     out = token * num_heads + head
     tl.store(o_ptr + out[:, None] * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows)
@@ -207,8 +231,9 @@ def prefill_kernel(
 def split_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, part_ptr, part_rest_ptr, cu_q_ptr, seq_lens_ptr,
     num_tokens, num_kv_heads, num_sequences, max_blocks, split_queries, first_chunk, chunk,
-    sq_t, sq_n, sc_b, sc_s, sc_n, st_b, logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, KV_GROUP: tl.constexpr,
+    sq_t, sq_n, sc_b, sc_n, st_b, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr,
+    BESIDE: tl.constexpr, KV_GROUP: tl.constexpr,
     NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys, split 0 being the nearest, for all queries and query heads of one key head."""
@@ -228,7 +253,7 @@ def split_kernel(
     token = (q_start + row).to(tl.int64)
     q = tl.load(q_ptr + (token * sq_t + head * sq_n)[:, None] + dims[None, :], mask=in_rows, other=0.0)
     table_ptr += sequence.to(tl.int64) * st_b
-    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, sc_s)
+    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, max_blocks)
 
     position = tl.minimum(offset + row, num_keys)
     end = tl.cdiv(tl.minimum(tl.maximum(offset + q_len - 1, 0), num_keys), BN)
@@ -239,7 +264,7 @@ def split_kernel(
     carry = tl.where(row_ok, 0.0, -1e30)
     acc, carry = sweep(
         carry, q, cache, position, num_keys, last, unmasked, first, first_chunk, chunk, logit_scale, threshold,
-        H, BH, ROWS, BN, BS, NEARER, NEARER_PARTS, PARTS, PRECISION,
+        H, BH, ROWS, BN, BS, SLOT, BESIDE, NEARER, NEARER_PARTS, PARTS, PRECISION,
     )  # fmt: skip
     out = ((split * num_sequences + sequence).to(tl.int64) * num_kv_heads + kv_head) * ROWS + local
     tl.store(part_ptr + out[:, None] * H + dims[None, :], acc, mask=in_rows)
@@ -249,8 +274,8 @@ def split_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def merge_kernel(
     part_ptr, part_rest_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
-    num_tokens, num_heads, num_sequences, num_splits, max_blocks, split_queries, sc_b, sc_s, sc_n, st_b,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr, KV_GROUP: tl.constexpr,
+    num_tokens, num_heads, num_sequences, num_splits, max_blocks, split_queries, sc_b, sc_n, st_b,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr, KV_GROUP: tl.constexpr,
     REMAINDER: tl.constexpr,
 ):  # fmt: skip
     """Adds the splits of one query and head from the nearest on, each scaled by what the nearer ones left."""
@@ -283,7 +308,7 @@ def merge_kernel(
     if REMAINDER:
         table_ptr += sequence.to(tl.int64) * st_b
         position = offset + query + tl.zeros([1], tl.int32)
-        own = own_values(v_ptr + kv_head * sc_n, table_ptr, sc_b, sc_s, position, num_keys, dims, H, BS)
+        own = own_values(v_ptr + kv_head * sc_n, table_ptr, sc_b, position, num_keys, dims, H, BS, SLOT)
         acc += tl.exp2(rest) * tl.sum(own, 0)
     out = (q_start + query).to(tl.int64) * num_heads + head
     tl.store(o_ptr + out * H + dims, acc.to(o_ptr.dtype.element_ty), mask=dims < H)

@@ -58,7 +58,7 @@ def split_rows(max_seqlen_q: int, group: int) -> int:
 
 
 def _strides(cache: Tensor, block_table: Tensor) -> dict[str, int]:
-    return dict(zip(("sc_b", "sc_s", "sc_n"), cache.stride())) | {"st_b": block_table.stride(0)}
+    return {"sc_b": cache.stride(0), "sc_n": cache.stride(2), "st_b": block_table.stride(0)}
 
 
 def paged(
@@ -76,17 +76,19 @@ def paged(
     num_splits: int | None = None,
     prefill: Config | None = None,
     split: Config | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the kernels; arguments and results are those of `paged.paged_stickbreaking`, the defaults filled in.
 
     Short sequences go to split_kernel and the others to prefill_kernel, which each program decides by itself: both are
     launched unless max_seqlen_q excludes one of them. num_splits, prefill, split: replace the chosen settings.
+    out: contiguous, for o.
     """
     q, block_table = last_contiguous(q), last_contiguous(block_table)
     num_tokens, num_heads, head_dim = q.shape
-    o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     log_rest = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
-    if num_tokens == 0 or seq_lens.shape[0] == 0:
+    if 0 in (num_tokens, *block_table.shape):
         return o, log_rest
     group = num_heads // k_cache.shape[2]
     rows = split_rows(max_seqlen_q, group)
@@ -107,14 +109,17 @@ def default_splits(max_seqlen_k: int, num_kv_heads: int, num_sequences: int) -> 
     return max(1, min(wanted, triton.cdiv(max_seqlen_k, MIN_KEYS)))
 
 
-def _constants(q: Tensor, k_cache: Tensor, config: Config) -> dict[str, object]:
+def _constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, config: Config) -> dict[str, object]:
     sums, head_dim = paged_sum_types(q.dtype, config.key_block), q.shape[2]
+    beside = v_cache.data_ptr() - k_cache.data_ptr() == head_dim * q.element_size()
     return {
         "H": head_dim,
         "BH": max(16, triton.next_power_of_2(head_dim)),
         "ROWS": config.row_block,
         "BN": config.key_block,
         "BS": k_cache.shape[1],
+        "SLOT": k_cache.stride(1),
+        "BESIDE": beside,  # k and v of a key, as in vLLM
         "KV_GROUP": q.shape[1] // k_cache.shape[2],
         "NEARER": sums.nearer,
         "NEARER_PARTS": sums.nearer_parts,
@@ -145,7 +150,7 @@ def _prefill(
         num_tokens, num_heads, num_sequences, num_slots, block_table.shape[1], heads, split_queries,
         FIRST_CHUNK["prefill"], CHUNK, q.stride(0), q.stride(1),
         logit_scale=logit_scale, threshold=threshold, REMAINDER=remainder,
-        **_strides(k_cache, block_table), **_constants(q, k_cache, config), **launch(config),
+        **_strides(k_cache, block_table), **_constants(q, k_cache, v_cache, config), **launch(config),
     )  # fmt: skip
 
 
@@ -167,7 +172,7 @@ def _split(
     shape = (num_splits, num_sequences, num_kv_heads, config.row_block)
     part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     part_rest = torch.empty(shape, dtype=torch.float32, device=q.device)
-    constants, strides = _constants(q, k_cache, config), _strides(k_cache, block_table)
+    constants, strides = _constants(q, k_cache, v_cache, config), _strides(k_cache, block_table)
     split_kernel[(num_splits, num_kv_heads, num_sequences)](
         q, k_cache, v_cache, block_table, part, part_rest, cu_q, seq_lens,
         num_tokens, num_kv_heads, num_sequences, block_table.shape[1], split_queries, FIRST_CHUNK["split"], CHUNK,
@@ -177,6 +182,6 @@ def _split(
     merge_kernel[(num_heads, max_queries, num_sequences)](
         part, part_rest, v_cache, block_table, o, log_rest, cu_q, seq_lens,
         num_tokens, num_heads, num_sequences, num_splits, block_table.shape[1], split_queries,
-        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BS", "KV_GROUP")},
+        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BS", "SLOT", "KV_GROUP")},
         REMAINDER=remainder, num_warps=4,
     )  # fmt: skip

@@ -5,6 +5,8 @@ q: [B, N, T, H]; k, v: [B, K, S, H], S: cached and new tokens. layer: the attent
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
+logger = logging.get_logger(__name__)
 TILE_ELEMENTS = 1 << 24  # elements of temporaries per block of queries, if no fused kernel applies
 
 
@@ -124,6 +128,51 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeats the heads of k and v to match q."""
     repeats = q.shape[1] // k.shape[1]
     return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+
+
+@functools.cache
+def gpu_function(module: str, name: str, device: torch.device) -> Callable[..., Any] | None:
+    """Returns a function of an optional package with kernels for GPUs, or None if it cannot run on this device.
+
+    The kernels were measured on Hopper GPUs only. On a GPU, what runs is logged once.
+    """
+    if device.type != "cuda":
+        return None
+    package = module.split(".")[0].replace("_", "-")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ImportError:
+        logger.warning("%s runs in plain torch on %s; the package %s would be faster", name, device, package)
+        return None
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
+        logger.warning("%s runs in plain torch on %s; the kernels of %s are for Hopper GPUs", name, device, package)
+        return None
+    logger.warning("%s runs on the kernels of %s on %s", name, package, device)
+    return found
+
+
+def packed(x: Tensor, kept: Tensor | None) -> Tensor:
+    """Returns the tokens of x [B, heads, T, H] that are `kept` [B, T], row by row: [tokens, heads, H]."""
+    x = x.transpose(1, 2)
+    return x.flatten(0, 1) if kept is None else x[kept]
+
+
+def boundaries(batch: Batch, rows: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns where packed sequences begin, [sequences + 1] int32, for queries and keys, and their first positions.
+
+    The last `queries` of the `keys` tokens of a row are queries. A sequence is a row without its padding, or a document.
+    """
+    if batch.document is not None:
+        document = batch.document.expand(rows, -1)
+        first = document.diff(prepend=document[:, :1] - 1) != 0
+        starts = F.pad(first.flatten().nonzero()[:, 0], (0, 1), value=first.numel()).int()
+        return starts, starts, torch.zeros_like(starts[1:])
+    if batch.real is None:
+        steps = torch.arange(rows + 1, dtype=torch.int32, device=batch.j.device)
+        return steps * queries, steps * keys, torch.full_like(steps[1:], keys - queries)
+    counts = torch.stack([batch.real[:, keys - queries :].sum(-1), batch.real.sum(-1)])
+    starts_q, starts_k = F.pad(counts.cumsum(-1), (1, 0)).int()
+    return starts_q, starts_k, (counts[1] - counts[0]).int()
 
 
 def attend_in_tiles(

@@ -20,7 +20,17 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 
-from .attention_ssscale import Batch, Part, attend_in_tiles, biased, fused, make_batch
+from .attention_ssscale import (
+    Batch,
+    Part,
+    attend_in_tiles,
+    biased,
+    boundaries,
+    fused,
+    gpu_function,
+    make_batch,
+    packed,
+)
 from .configuration_ssscale import SSScaleConfig
 from .layers_ssscale import Attention, Block, Learned, SSScaleRMSNorm
 from .positions_ssscale import rope_tables
@@ -34,7 +44,10 @@ __all__ = [
     "SSScaleModel",
     "attend_in_tiles",
     "biased",
+    "boundaries",
     "fused",
+    "gpu_function",
+    "packed",
 ]
 DEFAULT_NEW_TOKENS = 20  # the default of transformers if neither max_new_tokens nor max_length is given
 

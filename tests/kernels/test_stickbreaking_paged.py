@@ -57,6 +57,8 @@ def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: in
         "ROWS": config.row_block,
         "BN": config.key_block,
         "BS": block_size,
+        "SLOT": 8 * 2 * head_dim,
+        "BESIDE": True,
         "KV_GROUP": 3,
         "REMAINDER": True,
         "NEARER": sums.nearer,
@@ -66,7 +68,7 @@ def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: in
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= dict.fromkeys(("sq_t", "sq_n", "sc_b", "sc_s", "sc_n"), "I32")
+    types |= dict.fromkeys(("sq_t", "sq_n", "sc_b", "sc_n"), "I32")
     types |= dict.fromkeys(("logit_scale", "threshold"), "fp32")
     types |= dict.fromkeys(("part_ptr", "part_rest_ptr", "log_rest_ptr"), "*fp32")
     types |= dict.fromkeys(("table_ptr", "cu_q_ptr", "seq_lens_ptr"), "*i32")
@@ -128,7 +130,7 @@ def test_a_key_at_the_query_s_position_is_not_attended_to():
 @pytest.mark.parametrize("remainder", [False, True])
 def test_operator_is_registered_correctly(remainder):
     inputs = make(CASES["mixed"], torch.float32)
-    torch.library.opcheck(paged_op, (*inputs, 65, 130, 0.25, 0.0, remainder))
+    torch.library.opcheck(paged_op, (torch.empty_like(inputs[0]).contiguous(), *inputs, 65, 130, 0.25, 0.0, remainder))
 
 
 def test_no_new_tokens():

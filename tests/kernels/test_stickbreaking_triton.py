@@ -1,5 +1,8 @@
 """The Triton kernels without a GPU: their results under the interpreter, and what ptxas makes of them for Hopper."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import triton
@@ -178,3 +181,11 @@ def test_decode_compiles_for_hopper_without_spilling(operands, rows, head_dim):
     found = compiled(D.split_kernel, config, head_dim, operands, CHUNK=4)
     assert found.async_copies > 0 or config.num_stages == 1, "the loads are not pipelined"
     assert found.spills_in_loops == (0, 0), found
+
+
+def test_kernels_have_no_lock():
+    """Nor sums by atomics: a maximum of integers has the same bits in any order."""
+    folder = Path(F.__file__).parent
+    found = {(file.name, name) for file in folder.rglob("*.py") for name in re.findall(r"atomic_\w+", file.read_text())}
+    assert found == {("half.py", "atomic_max")}
+    assert not [file for file in folder.rglob("*.py") if "atom." in file.read_text() or "volatile" in file.read_text()]

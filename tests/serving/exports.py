@@ -1,8 +1,8 @@
 """Tiny random exports of every core and option that vLLM serves, and of some that it must refuse.
 
-`python -m tests.serving.exports FOLDER` writes them with this package's own exporter, to FOLDER/served and
-FOLDER/refused; and to FOLDER/plain those of transformers' own classes, which vLLM serves without the plugin. The
-environment with vLLM lacks the trainer and only reads them.
+`python -m tests.serving.exports FOLDER [NAME …]` writes them, or those of the names, with this package's own exporter, to
+FOLDER/served and FOLDER/refused; and to FOLDER/plain those of transformers' own classes, which vLLM serves without the
+plugin. The environment with vLLM lacks the trainer and only reads them.
 """
 
 import sys
@@ -125,15 +125,18 @@ def write(model: ModelConfig, groups: Groups, folder: Path, form: str = "ssscale
         export_checkpoint(next(Path(run).iterdir()), folder, 0, 0, form=form)
 
 
-def main(folder: str) -> None:
+def main(folder: str, *only: str) -> None:
+    assert set(only) <= {*SERVED, *REFUSED}, only
     torch.set_num_threads(1)
     groups = initialize()
     for kind, found in (("served", SERVED), ("refused", REFUSED)):
         for name, model in found.items():
-            write(model, groups, Path(folder) / kind / name)
+            if not only or name in only:
+                write(model, groups, Path(folder) / kind / name)
     for form, model in PLAIN.items():
-        write(model, groups, Path(folder) / "plain" / form, form)
+        if not only:
+            write(model, groups, Path(folder) / "plain" / form, form)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -35,7 +35,6 @@ NO_EFFECT = {
     "mixer.softmax.backend",
     "mixer.ssmax.backend",
     "mixer.stickbreaking.keys_per_group",
-    "mixer.stickbreaking.skip_below",
 }
 # Read by the scaling llama3 only, and train_length by dynamic_ntk, which is refused.
 LLAMA3 = {f"position.rope.{key}" for key in ("train_length", "low_freq_factor", "high_freq_factor")}
@@ -139,6 +138,7 @@ REFUSALS = {
     "variant='learned' is not": ("softmax", {"mixer": {"softmax": {"variant": "learned"}}}),
     "attention_bias=True is not known": ("softmax", {"attention_bias": True}),
     "hidden_size='64'": ("softmax", {"hidden_size": "64"}),
+    "skip_below=1 is not": ("stickbreaking", {"mixer": {"stickbreaking": {"skip_below": 1}}}),
     "position.window=0": ("softmax", {"position": {"window": 0}}),
     "learned=None": ("softmax", {"learned": None}),
     "mixers=[]": ("softmax", {"mixers": []}),

@@ -10,91 +10,24 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.serving.engines import ENVIRONMENT, EXPORTS, WAYS, by_transformers, engine, generate
 from tests.serving.reference import NEW, TEXT, prompts
 
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).resolve().parents[2]
-EXPORTS = Path(os.environ.get("SSSCALE_EXPORTS", "/nonexistent"))
 SERVED, PLAIN = (sorted(path.name for path in (EXPORTS / kind).glob("*")) for kind in ("served", "plain"))
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # texts longer than a training row
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-SMALL = {
-    "dtype": "float32",
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "block_size": 32,
-    "enforce_eager": True,
-    "disable_log_stats": True,
-}
-# Chunks of 32 tokens, and texts that share their first blocks; or whole prompts and no sharing.
-WAYS = {
-    "chunked": {"max_num_batched_tokens": 32, "enable_chunked_prefill": True, "enable_prefix_caching": True},
-    "whole": {"max_num_batched_tokens": 1024, "enable_chunked_prefill": False, "enable_prefix_caching": False},
-}
-Tokens = list[list[int]]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def environment() -> None:
-    os.environ.update(ENVIRONMENT)
+def plugin(vllm_environment: None) -> None:
     found = importlib.metadata.entry_points(group="vllm.general_plugins")
     assert "ssscale" in found.names, "the plugin is not installed: pip install ssscale/serving/vllm"
-
-
-@pytest.fixture(scope="session")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return by_transformers("served", tmp_path_factory.mktemp("modules"))
-
-
-def by_transformers(kind: str, scratch: Path) -> dict[str, dict[str, Any]]:
-    """What transformers finds for the exports of a kind. Kept beside them, for repeated runs."""
-    file = EXPORTS / ("tokens.json" if kind == "served" else f"{kind}.json")
-    if not file.exists():
-        modules = {"HF_MODULES_CACHE": str(scratch)}
-        command = [sys.executable, "-m", "tests.serving.reference", str(EXPORTS / kind), str(file)]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | modules, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    return found
-
-
-@contextmanager
-def engine(folder: Path, **options: Any) -> Iterator[Any]:
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm = None
-    try:
-        llm = LLM(str(folder), **SMALL | options)
-        yield llm
-    finally:
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
-
-
-def generate(llm: Any, rows: Tokens) -> tuple[Tokens, list[int]]:
-    """Greedy tokens, and for each row the number of tokens that were found in the cache."""
-    from vllm import SamplingParams
-
-    settings = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-    done = llm.generate([{"prompt_token_ids": row} for row in rows], settings, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in done], [one.num_cached_tokens for one in done]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -167,26 +100,6 @@ def test_ids_without_an_entry_in_the_tokenizer_are_not_generated(expected: dict[
     folder = EXPORTS / "served" / "spare-ids"
     assert json.loads((folder / "config.json").read_text())["vocab_size"] > 1000
     assert max(token for row in expected["spare-ids"]["ids"] for token in row) < 257
-
-
-@pytest.mark.parametrize("remainder", [False, True])
-@pytest.mark.parametrize(("first", "rows"), [(0, 1), (0, 9), (5, 1), (6, 4)])
-def test_break_stick_in_float64(first: int, rows: int, remainder: bool) -> None:
-    """Eqs. 5 and 13 of arXiv:2410.17980, term by term."""
-    from ssscale_vllm.backends.stickbreaking_cpu import break_stick
-
-    generator = torch.Generator().manual_seed(first)
-    q, k, v = (torch.randn(h, n, 8, generator=generator) for h, n in ((4, rows), (2, 10), (2, 10)))
-    got = break_stick(q, k, v, first, 0.7, remainder)
-    for head in range(4):
-        keys, values = k[head // 2].double(), v[head // 2].double()
-        for row in range(rows):
-            left, o = 1.0, torch.zeros(8, dtype=torch.float64)
-            for i in range(first + row - 1, -1, -1):
-                beta = torch.sigmoid(0.7 * q[head, row].double() @ keys[i])
-                o, left = o + left * beta * values[i], left * (1 - beta)
-            o = o + left * values[first + row] * remainder
-            assert (got[head, row] - o).abs().max() < 2e-6
 
 
 REFUSALS = {"softmax-fire": "FIRE computes a bias", "softmax-dynamic": "dynamic_ntk rotates by a text's final length"}

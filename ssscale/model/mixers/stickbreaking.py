@@ -6,21 +6,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ssscale.config.registry import MIXERS
 from ssscale.errors import UserError
 from ssscale.model.mixers.base import Export, Mixer, Sizes
 
-# `mix_stickbreaking` and `break_stick` run only in exported models. `ssscale.hf.code` copies their source into the modeling
-# file, and this file defines the names that they use.
+# The functions from `mix_stickbreaking` to `break_stick` run only in exported models. `ssscale.hf.code` copies their source
+# into the modeling file, and this file defines the names that they use.
 if TYPE_CHECKING:
+    import torch
     import torch.nn.functional as F
     from torch import Tensor
 
     from ssscale.config.schema import ModelConfig
     from ssscale.hf.modeling_ssscale import Attention as ExportedAttention
-    from ssscale.hf.modeling_ssscale import Batch, attend_in_tiles
+    from ssscale.hf.modeling_ssscale import Batch, attend_in_tiles, boundaries, gpu_function, packed
     from ssscale.layout import PackedLayout
     from ssscale.model.decoder import Attention
 
@@ -35,7 +36,40 @@ def mix_stickbreaking(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: Expo
     i: key, j: query. The unspent stick, Π_{k<j} (1 − β_kj), is the share of the attention weight that no key took. With
     `remainder` it goes to the query's own value (Eq. 13).
     """
+    # Weights are asked for with values of another size than keys. Packing reads the batch, which a compiled pass cannot.
+    if not torch.compiler.is_compiling() and v.shape[-1] == k.shape[-1] <= 128 and q.dtype == k.dtype == v.dtype:
+        kernels = gpu_function("ssscale_kernels.stickbreaking", "stickbreaking_attention", q.device)
+        if kernels is not None:
+            return break_stick_in_kernels(kernels, q, k, v, batch, layer)
     return attend_in_tiles(break_stick, q, k, v, batch, layer, strict=True)
+
+
+def break_stick_in_kernels(
+    kernels: Any, q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAttention
+) -> Tensor:
+    """Calls `ssscale_kernels.stickbreaking.stickbreaking_attention`. Padding gets zeros."""
+    rows, _, new, _ = q.shape
+    keys = k.shape[2]
+    real = None if batch.real is None else batch.real[:, keys - new :]
+    starts_q, starts_k, first = boundaries(batch, rows, new, keys)
+    o, log_rest = kernels(
+        packed(q, real),
+        packed(k, batch.real),
+        packed(v, batch.real),
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+        max_seqlen_q=new,
+        max_seqlen_k=keys,
+        q_offsets=first,
+        scale=layer.scale,
+        skip_below=layer.options["skip_below"],
+    )
+    if layer.options["remainder"]:
+        own = packed(v[:, :, keys - new :], real).repeat_interleave(q.shape[1] // v.shape[1], 1)
+        o = o + (log_rest.exp()[..., None] * own).to(o.dtype)
+    if real is not None:
+        o = o.new_zeros((rows, new, *o.shape[1:])).masked_scatter(real[..., None, None], o)
+    return o.unflatten(0, (rows, new)).transpose(1, 2) if real is None else o.transpose(1, 2)
 
 
 def break_stick(
@@ -70,7 +104,7 @@ class StickBreaking(Mixer):
     no_window = "spends its stick on the nearest keys anyway"
     ulysses = ring = cached = True
     kept_operators = ("stickbreaking",)
-    export = Export(mix_stickbreaking, helpers=(break_stick,))
+    export = Export(mix_stickbreaking, helpers=(break_stick, break_stick_in_kernels))
     exact: ClassVar[Mapping[str, object]] = {"skip_below": 0}
     observes = ("stick_unspent", "stick_live_tiles")
 

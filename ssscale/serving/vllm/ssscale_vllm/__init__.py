@@ -19,6 +19,6 @@ def register() -> None:
     AutoConfig.register(SSScaleConfig.model_type, SSScaleConfig, exist_ok=True)
     for mixer in MIXERS.values():
         if mixer.backend is not None and mixer.backend.name not in AttentionBackendEnum.__members__:
-            AttentionBackendEnum.register(mixer.backend.name, mixer.backend.paths["cpu"])
+            AttentionBackendEnum.register(mixer.backend.name, mixer.backend.path)
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -95,8 +96,6 @@ class Attention(nn.Module):
 
     def _check_backend(self) -> None:
         name = self.attention.attn_backend.get_name()
-        if self.mixer.backend is None and name.startswith("SSSCALE_"):
-            raise ValueError(f"the attention backend {name} does not compute {self.mixer.name}: choose another one")
         if getattr(self.attention.impl, "alibi_slopes", None) is not None and name not in ALIBI_BACKENDS:
             known = " or ".join(ALIBI_BACKENDS)
             raise ValueError(f"ALiBi cannot be served on the attention backend {name}: use --attention-backend {known}")
@@ -112,12 +111,16 @@ class Attention(nn.Module):
 
 
 def _backend(mixer: Mixer) -> type[Any] | None:
-    """Returns the mixer's own backend for this machine, or None for vLLM's. Raises ValueError if there is none."""
-    if mixer.backend is None:
+    """Returns the mixer's own backend, or None for vLLM's. Raises ValueError if it cannot run here."""
+    backend = mixer.backend
+    if backend is None:
         return None
-    platform = current_platform.device_type
-    if platform not in mixer.backend.paths:
+    # Not device_type, which is "cuda" on AMD GPUs too.
+    if not any(getattr(current_platform, f"is_{platform}")() for platform in backend.platforms):
+        known = " and ".join(backend.platforms)
+        raise ValueError(f"layers of {mixer.name} can be served on {known}, not on {current_platform.device_name}")
+    if find_spec(backend.module) is None:
         raise ValueError(
-            f"layers of {mixer.name} cannot be served on {platform} yet, only on {', '.join(mixer.backend.paths)}"
+            f"layers of {mixer.name} need the package {backend.package}: pip install -e ./kernels in a checkout of ssscale"
         )
-    return resolve_obj_by_qualname(mixer.backend.paths[platform])
+    return resolve_obj_by_qualname(backend.path)

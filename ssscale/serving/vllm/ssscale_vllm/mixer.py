@@ -18,10 +18,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention backend of a mixer's own. paths: platform of vLLM (`cpu`, `cuda`) → class; `name` is for vLLM."""
+    """An attention backend of a mixer's own. name: for vLLM. path: of its class.
+
+    platforms: those of vLLM that it runs on (`cpu`, `cuda`). module, package: what it imports, and what provides that.
+    """
 
     name: str
-    paths: Mapping[str, str]
+    path: str
+    platforms: tuple[str, ...]
+    module: str
+    package: str
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Stick-breaking attention, arXiv:2410.17980, on a backend of its own."""
+"""Stick-breaking attention, arXiv:2410.17980, on a backend of its own, which needs the package ssscale-kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..keys import Keys
+from ..keys import NUMBER, Keys
 from ..mixer import Backend, Mixer
 
 
@@ -17,18 +17,26 @@ class StickBreaking(Mixer):
     """
 
     remainder: bool
+    skip_below: float  # as in training: a GPU skips keys once a tile of queries has less of its stick left
 
-    # A backend for another platform needs a class and an entry here.
-    backend = Backend("SSSCALE_STICKBREAKING", {"cpu": "ssscale_vllm.backends.stickbreaking_cpu.StickBreakingBackend"})
+    backend = Backend(
+        name="SSSCALE_STICKBREAKING",
+        path="ssscale_vllm.backends.stickbreaking.StickBreakingBackend",
+        platforms=("cpu", "cuda"),
+        module="ssscale_kernels",
+        package="ssscale-kernels",
+    )
 
     @classmethod
     def options(cls, keys: Keys) -> dict[str, Any]:
-        keys.skip("skip_below")  # a bound for the GPU kernel in training; nothing is skipped here
         keys.skip("keys_per_group")  # chooses a GPU kernel in training
-        return {"remainder": keys.take("remainder", bool)}
+        skip_below = float(keys.take("skip_below", NUMBER))
+        if not 0 <= skip_below < 1:
+            raise ValueError(f"config.json: {keys.named('skip_below')}={skip_below:g} is not understood")
+        return {"remainder": keys.take("remainder", bool), "skip_below": skip_below}
 
     def backend_arguments(self) -> dict[str, Any]:
-        return {"remainder": self.remainder}
+        return {"remainder": self.remainder, "skip_below": self.skip_below}
 
 
 MIXER = StickBreaking
