@@ -5,6 +5,7 @@ parallel layers.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,25 +13,42 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ssscale.parallel import megatron_patches
 from ssscale.parallel.groups import Groups
+from ssscale.parallel.operators import column_product, row_product, sum_gradient, sum_over_ranks
 
 
 def _leave_uninitialized(weight: Tensor) -> None:
     """Does nothing. `ssscale.model.init` fills all weights, with the same values in every parallel layout."""
 
 
-def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype) -> TransformerConfig:
+@dataclass
+class MegatronConfig(TransformerConfig):
+    """Megatron-core's configuration, and what our layers need besides.
+
+    group_name: of the tensor-parallel group. in_graph: as in `Groups`. keep_gathered: under sequence parallelism, a
+    ColumnParallelLinear keeps its gathered input for the gradient of the weight. Otherwise it gathers the input again.
+    """
+
+    group_name: str = ""
+    in_graph: bool = False
+    keep_gathered: bool = False
+
+
+def megatron_config(
+    groups: Groups, sequence_parallel: bool, dtype: torch.dtype, keep_gathered: bool = False
+) -> MegatronConfig:
     """Returns the configuration for Megatron-core's layers. They do not use the numbers of layers and heads in it.
 
     dtype: of the weights.
     """
     megatron_patches.apply()
     initialize_rng_tracker(inference_rng_tracker=True)
-    return TransformerConfig(
+    in_graph = groups.in_graph and groups.tensor_size > 1
+    return MegatronConfig(
         num_layers=1,
         hidden_size=groups.tensor_size,
         num_attention_heads=groups.tensor_size,
@@ -40,6 +58,9 @@ def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype)
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
+        group_name=groups.tensor_group.group_name if in_graph else "",
+        in_graph=in_graph,
+        keep_gathered=keep_gathered,
     )
 
 
@@ -68,12 +89,20 @@ def _forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> 
     return found
 
 
+def _group_of(layer: nn.Module) -> tuple[int, str, bool]:
+    """Returns the arguments of a product's operator: number of ranks, name of their group, sequence parallelism."""
+    return layer.config.tensor_model_parallel_size, layer.config.group_name, layer.sequence_parallel
+
+
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     """Y = X Wᵀ with W split along its output dimension."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         if _is_whole(self):
             return F.linear(input_, self.weight if weight is None else weight), None
+        if self.config.in_graph:
+            options = *_group_of(self), self.config.keep_gathered
+            return column_product(input_, self.weight if weight is None else weight, *options), None
         return _forward(self, super().forward, input_, weight)
 
 
@@ -91,6 +120,8 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         if _is_whole(self):
             return F.linear(input_, self.weight), None
+        if self.config.in_graph:
+            return row_product(input_, self.weight, *_group_of(self)), None
         return _forward(self, super().forward, input_)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -102,7 +133,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 
 
 def column_linear(
-    in_size: int, stripes: tuple[int, ...], config: TransformerConfig, own_weight: bool = True
+    in_size: int, stripes: tuple[int, ...], config: MegatronConfig, own_weight: bool = True
 ) -> nn.Module:
     """Returns a ColumnParallelLinear without bias whose weight stacks several matrices, each split over the ranks.
 
@@ -123,7 +154,7 @@ def column_linear(
     return layer
 
 
-def row_linear(in_size: int, out_size: int, config: TransformerConfig) -> nn.Module:
+def row_linear(in_size: int, out_size: int, config: MegatronConfig) -> nn.Module:
     """Returns a RowParallelLinear without bias whose input is already split over the ranks."""
     layer = RowParallelLinear(
         in_size,
@@ -138,7 +169,7 @@ def row_linear(in_size: int, out_size: int, config: TransformerConfig) -> nn.Mod
     return layer
 
 
-def vocabulary_embedding(vocab_size: int, hidden_size: int, config: TransformerConfig) -> nn.Module:
+def vocabulary_embedding(vocab_size: int, hidden_size: int, config: MegatronConfig) -> nn.Module:
     """Returns a VocabParallelEmbedding. Under sequence parallelism its output is scattered over the tokens."""
     layer = tensor_parallel.VocabParallelEmbedding(
         vocab_size,
@@ -259,6 +290,8 @@ def sum_over_heads(part: Tensor, groups: Groups) -> Tensor:
     """
     if groups.tensor_size == 1:
         return part
+    if groups.in_graph:
+        return sum_over_ranks(part, groups.tensor_group.group_name)
     return _uncompiled(tensor_parallel.reduce_from_tensor_model_parallel_region, part, groups.tensor_group)
 
 
@@ -269,5 +302,7 @@ def replicated(weight: Tensor, groups: Groups) -> Tensor:
     """
     if groups.tensor_size == 1:
         return weight
+    if groups.in_graph:
+        return sum_gradient(weight, groups.tensor_group.group_name)
     seen: Tensor = _uncompiled(_SumGradient.apply, weight, groups.tensor_group)
     return seen
