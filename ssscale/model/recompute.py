@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ssscale.parallel.megatron import RowParallelLinear
+from ssscale.parallel.operators import SUMS
 
 T = TypeVar("T")
 
-PRODUCTS = ("aten.mm",)
+PRODUCTS = ("aten.mm", *SUMS)  # a product that is summed over ranks is kept as the sum
 # torch warns at every start that a compiled layer under selective recomputation must not change anything in place.
 # Blocks do not.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ssscale.parallel import megatron_patches
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.operators import column_product, row_product, sum_gradient, sum_over_ranks
+from ssscale.parallel.operators import column_product, row_product, sum_gradient, sum_over_ranks, uncompiled
 
 
 def _leave_uninitialized(weight: Tensor) -> None:
@@ -72,20 +72,10 @@ def _is_whole(layer: nn.Module) -> bool:
     return layer.config.tensor_model_parallel_size == 1 and not torch.is_grad_enabled()
 
 
-@torch.compiler.disable
-def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that communicates between ranks, outside of any compiled graph.
-
-    Dynamo of torch 2.11 traces Megatron-core's collectives but silently drops their gradients. torch 2.13 breaks the
-    graph there.
-    """
-    return function(*arguments)
-
-
 def _forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> tuple[Tensor, None]:
     """Runs Megatron-core's forward pass of a layer, outside of compiled graphs if it communicates."""
     shared = layer.config.tensor_model_parallel_size > 1
-    found: tuple[Tensor, None] = _uncompiled(forward, *arguments) if shared else forward(*arguments)
+    found: tuple[Tensor, None] = uncompiled(forward, *arguments) if shared else forward(*arguments)
     return found
 
 
@@ -187,7 +177,7 @@ def vocabulary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     logits: [T, V / tensor_size] float32, overwritten. labels: [T] int64.
     """
-    losses: Tensor = _uncompiled(tensor_parallel.vocab_parallel_cross_entropy, logits, labels)
+    losses: Tensor = uncompiled(tensor_parallel.vocab_parallel_cross_entropy, logits, labels)
     return losses
 
 
@@ -215,7 +205,7 @@ def log_normalizer(logits: Tensor, groups: Groups) -> Tensor:
 
     logits: [T, V / tensor_size] float32.
     """
-    found: Tensor = _uncompiled(_LogNormalizer.apply, logits, groups.tensor_group)
+    found: Tensor = uncompiled(_LogNormalizer.apply, logits, groups.tensor_group)
     return found
 
 
@@ -292,7 +282,7 @@ def sum_over_heads(part: Tensor, groups: Groups) -> Tensor:
         return part
     if groups.in_graph:
         return sum_over_ranks(part, groups.tensor_group.group_name)
-    return _uncompiled(tensor_parallel.reduce_from_tensor_model_parallel_region, part, groups.tensor_group)
+    return uncompiled(tensor_parallel.reduce_from_tensor_model_parallel_region, part, groups.tensor_group)
 
 
 def replicated(weight: Tensor, groups: Groups) -> Tensor:
@@ -304,5 +294,5 @@ def replicated(weight: Tensor, groups: Groups) -> Tensor:
         return weight
     if groups.in_graph:
         return sum_gradient(weight, groups.tensor_group.group_name)
-    seen: Tensor = _uncompiled(_SumGradient.apply, weight, groups.tensor_group)
+    seen: Tensor = uncompiled(_SumGradient.apply, weight, groups.tensor_group)
     return seen

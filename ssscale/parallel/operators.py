@@ -9,15 +9,23 @@ Shapes: T tokens, of which each of R ranks has T / R under sequence parallelism.
 product, with F output features of the whole layer's R · F, and [F, D] for a row product, with D input features of R · D.
 """
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers the shapes of the operators in _c10d_functional
 from torch import Tensor
 
+# Substrings of the names of collectives, for selective recomputation: those that sum, and those that only move.
+SUMS = ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce")
+GATHERS = ("_c10d_functional.all_gather_into_tensor",)
+
 _collectives = torch.ops._c10d_functional
-_library = torch.library.Library("ssscale_parallel", "DEF")
+# torch caches compiled graphs on disk by the names of their operators. The digest keeps graphs of another version out.
+_NAMESPACE = "ssscale_parallel_" + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+_library = torch.library.Library(_NAMESPACE, "DEF")
 
 
 def _register(schema: str, body: Callable[..., Any]) -> Any:
@@ -25,7 +33,17 @@ def _register(schema: str, body: Callable[..., Any]) -> Any:
     _library.define(schema)
     name = schema.partition("(")[0]
     _library.impl(name, body, "CompositeImplicitAutograd")
-    return getattr(torch.ops.ssscale_parallel, name).default
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+
+@torch.compiler.disable
+def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function that communicates between ranks without these operators, outside of any compiled graph.
+
+    Dynamo of torch 2.11 traces Megatron-core's collectives but silently drops their gradients. torch 2.13 breaks the
+    graph there.
+    """
+    return function(*arguments)
 
 
 # A collective starts when it is called, and its result may be read after `_wait`.
@@ -128,6 +146,18 @@ class _SumGradient(torch.autograd.Function):
         return _wait(_start_sum(gradient, ctx.group)), None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.options = ranks, group
+        each = [1] * ranks
+        return _wait(_collectives.all_to_all_single(x.contiguous(), each, each, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _AllToAll.apply(gradient, *ctx.options), None, None
+
+
 column_product = _register(
     "column_product(Tensor x, Tensor weight, int ranks, str group, bool sequence, bool keep_gathered) -> Tensor",
     _ColumnProduct.apply,
@@ -137,3 +167,4 @@ row_product = _register(
 )
 sum_over_ranks = _register("sum_over_ranks(Tensor part, str group) -> Tensor", _Sum.apply)
 sum_gradient = _register("sum_gradient(Tensor(a) weight, str group) -> Tensor(a)", _SumGradient.apply)
+all_to_all = _register("all_to_all(Tensor x, int ranks, str group) -> Tensor", _AllToAll.apply)

@@ -59,6 +59,8 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
             sequence_parallel=config.parallel.sequence,
             recompute=config.train.recompute,
             z_loss=config.train.z_loss,
+            compile_exchanges=config.train.compile_exchanges,
+            keep_gathered=config.parallel.keep_gathered,
         )
 
 
