@@ -256,7 +256,7 @@ class TrainConfig:
     seed: int = 0  # seed of the initial weights
     precision: Precision = Precision.auto  # auto: bf16 with fp32 master weights on a GPU, fp32 on a CPU
     compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU or with ZeRO-3 (docs/guide/training.md)
-    compile_exchanges: bool = False  # compile blocks as a whole, not in parts between exchanges (docs/guide/training.md)
+    compile_exchanges: bool = False  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/training.md)
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
     z_loss: float = 0.0  # weight of ln²Z, the squared logsumexp of the logits (arXiv:2204.02311, Section 5)
     log_every: int = 10  # steps between records of metrics

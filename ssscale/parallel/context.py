@@ -131,7 +131,7 @@ def _scatter(x: Tensor, rows: int, groups: Groups) -> Tensor:
 def _all_to_all(x: Tensor, groups: Groups) -> Tensor:
     assert groups.ulysses_group is not None
     if groups.in_graph:
-        return all_to_all(x, groups.ulysses_size, groups.ulysses_group.group_name)  # type: ignore[no-any-return]
+        return all_to_all(x, groups.ulysses_size, groups.ulysses_group.group_name)
     x = x.contiguous()
     found = torch.empty_like(x)
     dist.all_to_all_single(found, x, group=groups.ulysses_group)

@@ -122,9 +122,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         return product.clone() if self.product_is_kept and in_place else product
 
 
-def column_linear(
-    in_size: int, stripes: tuple[int, ...], config: MegatronConfig, own_weight: bool = True
-) -> nn.Module:
+def column_linear(in_size: int, stripes: tuple[int, ...], config: MegatronConfig, own_weight: bool = True) -> nn.Module:
     """Returns a ColumnParallelLinear without bias whose weight stacks several matrices, each split over the ranks.
 
     stripes: output sizes of these matrices. The whole weight is [Σ stripes, in_size]; a rank holds a share of every one.

@@ -50,19 +50,19 @@ def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _start_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    return _collectives.all_gather_into_tensor(x.contiguous(), ranks, group)  # type: ignore[no-any-return]
+    return _collectives.all_gather_into_tensor(x.contiguous(), ranks, group)
 
 
 def _start_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    return _collectives.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)  # type: ignore[no-any-return]
+    return _collectives.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)
 
 
 def _start_sum(x: Tensor, group: str) -> Tensor:
-    return _collectives.all_reduce(x.contiguous(), "sum", group)  # type: ignore[no-any-return]
+    return _collectives.all_reduce(x.contiguous(), "sum", group)
 
 
 def _wait(x: Tensor) -> Tensor:
-    return _collectives.wait_tensor(x)  # type: ignore[no-any-return]
+    return _collectives.wait_tensor(x)
 
 
 @torch.library.custom_op("ssscale_parallel::multiply_and_gather", mutates_args=())

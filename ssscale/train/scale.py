@@ -42,6 +42,8 @@ OPTIMIZER = Constant(
 )
 SPLIT = Constant(0.5, False, "share of OPTIMIZER that ZeRO divides: by the bytes that its kernels move")
 BUCKETS = Constant(8e-12, False, "s per parameter: DeepSpeed moves 32 bytes in and out of its buckets, at 4 TB/s")
+# Of blocks in pieces. Those that train.compile_exchanges compiles whole should need less, but are counted the same until
+# they are measured.
 LAUNCH = Constant(
     0.72e-3, True, "s of the host per exchange within a block: 57,000 tokens/s (docs/log/2026-11-23-tp2-alone.md)"
 )
