@@ -55,11 +55,12 @@ def _check_compile(config: Config) -> None:
             f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs "
             f"each block in one graph, and that breaks it; use train.compile=auto{also} or train.recompute=full"
         )
-    if parallel.keep_gathered and not train.compile_exchanges:
-        raise UserError(
-            "parallel.keep_gathered=true needs train.compile_exchanges=true: otherwise Megatron-core's layers run, which "
-            "gather their inputs again in backward"
-        )
+    for key in ("keep_gathered", "overlap_gathers"):
+        if getattr(parallel, key) and not train.compile_exchanges:
+            raise UserError(
+                f"parallel.{key}=true needs train.compile_exchanges=true: otherwise Megatron-core's layers run, which do not "
+                "have this option"
+            )
 
 
 def _check_context(config: Config) -> None:

@@ -1,12 +1,12 @@
 """Measures one tensor-parallel rank alone on one device: how long the host takes with blocks in pieces and as a whole.
 
 torch's fake process group takes the place of NCCL. Exchanges return at once and bring no values; everything else of the
-rank's forward and backward pass is as in a run. The table compares three ways to compile the blocks, and one rank that
+rank's forward and backward pass is as in a run. The table compares ways to compile the blocks, and one rank that
 has the whole model, as a data-parallel rank does:
 
     pieces               graphs between the exchanges (the default)
     whole                train.compile_exchanges=true
-    whole, keep_gathered also parallel.keep_gathered=true
+    whole, …             also parallel.keep_gathered=true, or parallel.overlap_gathers=true
     tensor=1             the whole model
 
 `host` is the time per layer for a row of 128 tokens, for which the device waits for the host. The other columns are for
@@ -43,6 +43,7 @@ WAYS = {
     "pieces": [],
     "whole": ["train.compile_exchanges=true"],
     "whole, keep_gathered": ["train.compile_exchanges=true", "parallel.keep_gathered=true"],
+    "whole, overlap_gathers": ["train.compile_exchanges=true", "parallel.overlap_gathers=true"],
     "tensor=1": ["parallel.tensor=1"],
 }
 COMMAND = Command(

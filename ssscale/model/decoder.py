@@ -223,6 +223,7 @@ class Decoder(nn.Module):
         z_loss: float = 0.0,
         compile_exchanges: bool = False,
         keep_gathered: bool = False,
+        overlap_gathers: bool = False,
     ) -> None:
         super().__init__()
         if compile_exchanges:
@@ -231,7 +232,7 @@ class Decoder(nn.Module):
         self.terms: dict[str, float] = {Z_LOSS: z_loss} if z_loss else {}
         for mixer in config.used.values():
             self.terms |= mixer.terms
-        megatron = megatron_config(groups, sequence_parallel, dtype, keep_gathered)
+        megatron = megatron_config(groups, sequence_parallel, dtype, keep_gathered, overlap_gathers)
         self.sequence_parallel = megatron.sequence_parallel
         rows = padded_vocab(config.vocab_size, groups.tensor_size)
         self.mixers = config.used

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ssscale.parallel.megatron import RowParallelLinear
-from ssscale.parallel.operators import SUMS
+from ssscale.parallel.operators import SUMS, WAIT
 
 T = TypeVar("T")
 
@@ -54,6 +54,8 @@ def is_kept(parts: tuple[str, ...], operator: Any) -> bool:
 
 
 def _compiled_contexts(parts: tuple[str, ...]) -> Any:
+    parts = (*parts, WAIT)  # else the graph would keep a collective's result and wait for it in backward again
+
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_kept(parts, operator) else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -29,17 +29,23 @@ def _leave_uninitialized(weight: Tensor) -> None:
 class MegatronConfig(TransformerConfig):
     """Megatron-core's configuration, and what our layers need besides.
 
-    group_name: of the tensor-parallel group. in_graph: as in `Groups`. keep_gathered: under sequence parallelism, a
+    group_name: of the tensor-parallel group. in_graph: as in `Groups`. own: the index of this rank if its own tokens are
+    multiplied while those of the others are gathered, else −1. keep_gathered: under sequence parallelism, a
     ColumnParallelLinear keeps its gathered input for the gradient of the weight. Otherwise it gathers the input again.
     """
 
     group_name: str = ""
     in_graph: bool = False
+    own: int = -1
     keep_gathered: bool = False
 
 
 def megatron_config(
-    groups: Groups, sequence_parallel: bool, dtype: torch.dtype, keep_gathered: bool = False
+    groups: Groups,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+    keep_gathered: bool = False,
+    overlap_gathers: bool = False,
 ) -> MegatronConfig:
     """Returns the configuration for Megatron-core's layers. They do not use the numbers of layers and heads in it.
 
@@ -60,6 +66,7 @@ def megatron_config(
         gradient_accumulation_fusion=False,
         group_name=groups.tensor_group.group_name if in_graph else "",
         in_graph=in_graph,
+        own=groups.tensor_rank if overlap_gathers else -1,
         keep_gathered=keep_gathered,
     )
 
@@ -79,9 +86,10 @@ def _forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> 
     return found
 
 
-def _group_of(layer: nn.Module) -> tuple[int, str, bool]:
-    """Returns the arguments of a product's operator: number of ranks, name of their group, sequence parallelism."""
-    return layer.config.tensor_model_parallel_size, layer.config.group_name, layer.sequence_parallel
+def _exchange_of(layer: nn.Module) -> tuple[int, str, bool, int]:
+    """Returns what the operators of both products need to know about the exchange."""
+    config = layer.config
+    return config.tensor_model_parallel_size, config.group_name, layer.sequence_parallel, config.own
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -91,7 +99,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         if _is_whole(self):
             return F.linear(input_, self.weight if weight is None else weight), None
         if self.config.in_graph:
-            options = *_group_of(self), self.config.keep_gathered
+            options = *_exchange_of(self), self.config.keep_gathered
             return column_product(input_, self.weight if weight is None else weight, *options), None
         return _forward(self, super().forward, input_, weight)
 
@@ -111,7 +119,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         if _is_whole(self):
             return F.linear(input_, self.weight), None
         if self.config.in_graph:
-            return row_product(input_, self.weight, *_group_of(self)), None
+            return row_product(input_, self.weight, *_exchange_of(self)), None
         return _forward(self, super().forward, input_)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

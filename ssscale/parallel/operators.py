@@ -21,6 +21,7 @@ from torch import Tensor
 # Substrings of the names of collectives, for selective recomputation: those that sum, and those that only move.
 SUMS = ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce")
 GATHERS = ("_c10d_functional.all_gather_into_tensor",)
+WAIT = "_c10d_functional.wait_tensor"
 
 _collectives = torch.ops._c10d_functional
 # torch caches compiled graphs on disk by the names of their operators. The digest keeps graphs of another version out.
@@ -82,16 +83,36 @@ def _(gradient, weight, x, ranks, group):  # type: ignore[no-untyped-def]
     return gradient.new_empty(len(gradient), weight.shape[1]), x.new_empty(len(x) * ranks, x.shape[1])
 
 
+def _gather_and_multiply(x: Tensor, weight: Tensor, ranks: int, group: str, own: int) -> tuple[Tensor, Tensor]:
+    """Returns the product of all ranks' x with `weight`, and all ranks' x.
+
+    own: the index of this rank, whose own rows are multiplied while those of the others arrive; −1: all are multiplied
+        after they have arrived, with one product.
+    """
+    started = _start_gather(x, ranks, group)
+    if own < 0:
+        whole = _wait(started)
+        return whole @ weight, whole
+    product = x @ weight
+    whole = _wait(started)
+    others = whole[: own * len(x)], whole[(own + 1) * len(x) :]
+    before, after = ([part @ weight] if len(part) else [] for part in others)
+    return torch.cat([*before, product, *after]), whole
+
+
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ranks: int, group: str, sequence: bool, keep_gathered: bool
+        ctx: Any, x: Tensor, weight: Tensor, ranks: int, group: str, sequence: bool, own: int, keep_gathered: bool
     ) -> Tensor:
-        whole = _wait(_start_gather(x, ranks, group)) if sequence else x
         ctx.again = sequence and not keep_gathered
-        ctx.save_for_backward(x if ctx.again else whole, weight)
         ctx.options = ranks, group, sequence
-        return whole @ weight.t()
+        if not sequence:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+        product, whole = _gather_and_multiply(x, weight.t(), ranks, group, own)
+        ctx.save_for_backward(x if ctx.again else whole, weight)
+        return product
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,25 +125,27 @@ class _ColumnProduct(torch.autograd.Function):
             partial = gradient @ weight
         started = _start_scatter(partial, ranks, group) if sequence else _start_sum(partial, group)
         weight_gradient = gradient.t() @ x if ctx.needs_input_grad[1] else None
-        return _wait(started), weight_gradient, None, None, None, None
+        return _wait(started), weight_gradient, None, None, None, None, None
 
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: int, group: str, sequence: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: int, group: str, sequence: bool, own: int) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.options = ranks, group, sequence
+        ctx.options = ranks, group, sequence, own
         partial = x @ weight.t()
         return _wait(_start_scatter(partial, ranks, group) if sequence else _start_sum(partial, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ranks, group, sequence = ctx.options
+        ranks, group, sequence, own = ctx.options
         if sequence:
-            gradient = _wait(_start_gather(gradient, ranks, group))
+            input_gradient, gradient = _gather_and_multiply(gradient, weight, ranks, group, own)
+        else:
+            input_gradient = gradient @ weight
         weight_gradient = gradient.t() @ x if ctx.needs_input_grad[1] else None
-        return gradient @ weight, weight_gradient, None, None, None
+        return input_gradient, weight_gradient, None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -159,11 +182,11 @@ class _AllToAll(torch.autograd.Function):
 
 
 column_product = _register(
-    "column_product(Tensor x, Tensor weight, int ranks, str group, bool sequence, bool keep_gathered) -> Tensor",
+    "column_product(Tensor x, Tensor weight, int ranks, str group, bool sequence, int own, bool keep_gathered) -> Tensor",
     _ColumnProduct.apply,
 )
 row_product = _register(
-    "row_product(Tensor x, Tensor weight, int ranks, str group, bool sequence) -> Tensor", _RowProduct.apply
+    "row_product(Tensor x, Tensor weight, int ranks, str group, bool sequence, int own) -> Tensor", _RowProduct.apply
 )
 sum_over_ranks = _register("sum_over_ranks(Tensor part, str group) -> Tensor", _Sum.apply)
 sum_gradient = _register("sum_gradient(Tensor(a) weight, str group) -> Tensor(a)", _SumGradient.apply)

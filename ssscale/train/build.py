@@ -61,6 +61,7 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
             z_loss=config.train.z_loss,
             compile_exchanges=config.train.compile_exchanges,
             keep_gathered=config.parallel.keep_gathered,
+            overlap_gathers=config.parallel.overlap_gathers,
         )
 
 

@@ -66,6 +66,7 @@ def refusal(name, *overrides, world_size=None, gpu=False):
             "and parallel.ring=2: recomputation needs each block in one graph",
         ),
         (["parallel.keep_gathered=true"], "parallel.keep_gathered=true needs train.compile_exchanges=true"),
+        (["parallel.overlap_gathers=true"], "parallel.overlap_gathers=true needs train.compile_exchanges=true"),
         (["parallel.zero_stage=3", "train.compile=block", "train.recompute=selective"], "use train.compile=auto or"),
         (["parallel.zero_stage=0", "train.precision=bf16"], "parallel.zero_stage=0 cannot train in bf16"),
     ],

@@ -133,19 +133,19 @@ def test_compiled_ranks_that_share_a_layer_keep_what_the_formula_says(
 
 
 @pytest.mark.parametrize(
-    ("core", "tensor", "ulysses", "keep", "recompute"),
+    ("core", "tensor", "ulysses", "keep", "overlap", "recompute"),
     [
-        ("ssmax", 2, 1, False, Recompute.none),
-        ("stickbreaking", 2, 1, True, Recompute.none),
-        ("ssmax", 1, 2, False, Recompute.none),
-        ("stickbreaking", 2, 1, False, Recompute.selective),
-        ("ssmax", 2, 1, True, Recompute.selective),
+        ("ssmax", 2, 1, False, True, Recompute.none),
+        ("stickbreaking", 2, 1, True, False, Recompute.none),
+        ("ssmax", 1, 2, False, False, Recompute.none),
+        ("stickbreaking", 2, 1, False, False, Recompute.selective),
+        ("ssmax", 2, 1, True, True, Recompute.selective),
     ],
 )
 def test_whole_blocks_keep_what_the_formula_says(
-    core: str, tensor: int, ulysses: int, keep: bool, recompute: Recompute, pool2: Pool
+    core: str, tensor: int, ulysses: int, keep: bool, overlap: bool, recompute: Recompute, pool2: Pool
 ) -> None:
-    options = {"recompute": recompute, "compile_exchanges": True, "keep_gathered": keep}
+    options = {"recompute": recompute, "compile_exchanges": True, "keep_gathered": keep, "overlap_gathers": overlap}
     layout = {"tensor": tensor, "ulysses": ulysses}
     job = "tests.distributed.test_activations:kept_when_shared"
     parallel = ParallelConfig(**layout, keep_gathered=keep)

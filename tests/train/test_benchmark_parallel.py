@@ -26,7 +26,14 @@ def test_layouts_fill_the_gpus(part: str, gpus: int) -> None:
 
 def test_tensor_parallelism_is_compared_with_itself() -> None:
     runs = runs_of("tensor", 2, 8)
-    assert [run.label for run in runs] == ["DP2", "TP2", "TP2 whole", "TP2 whole keep_gathered"]
+    assert [run.label for run in runs] == [
+        "DP2",
+        "TP2",
+        "TP2 whole",
+        "TP2 whole keep_gathered",
+        "TP2 whole overlap_gathers",
+        "TP2 whole keep_gathered overlap_gathers",
+    ]
     for run in runs:
         validate(load_config(["config=1b_sb", f"parallel.tensor={run.tensor}", *run.keys]), 2, gpu=True)
 
