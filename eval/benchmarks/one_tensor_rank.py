@@ -118,11 +118,12 @@ def main(argv: list[str]) -> None:
         for name, mixer in load_config(given).model.used.items()
         for option, value in mixer.exact.items()
     ]
+    configs = {name: load_config([*given, *exact, *changes]) for name, changes in WAYS.items()}
+    for config in configs.values():
+        validate(config, gpu=torch.cuda.is_available())
     print("| blocks | host, ms per layer |" + "".join(f" {n} rows: ms | launched after | tokens/s |" for n in rows))
     print("|---|---|" + "---|---|---|" * len(rows))
-    for name, changes in WAYS.items():
-        config = load_config([*given, *exact, *changes])
-        validate(config)
+    for name, config in configs.items():
         groups = join_alone(config)
         decoder = compiled_model(config, groups)
         cells = [f"{time_microbatches(decoder, 1, SHORT, options['steps']).done / config.model.num_layers:.3f}"]

@@ -32,7 +32,6 @@ from ssscale.parallel.megatron import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
-from ssscale.parallel.operators import GATHERS
 
 if TYPE_CHECKING:
     from ssscale.model.cache import KVCache, LayerCache
@@ -170,7 +169,6 @@ class Block(nn.Module):
         partial = megatron.sequence_parallel
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
         self.attention = Attention(config, groups, megatron, layer)
-        self.kept = (*self.attention.mixer.kept_operators, *(GATHERS if megatron.keep_gathered else ()))
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, groups, partial)
         self.mlp = SwiGLU(config, megatron)
 
@@ -178,7 +176,7 @@ class Block(nn.Module):
         self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None
     ) -> tuple[Tensor, Terms]:
         if self.selective and cache is None and torch.is_grad_enabled():
-            return keep_products(self.kept, self._layer, x, layout, tables)
+            return keep_products(self.attention.mixer.kept_operators, self._layer, x, layout, tables)
         return self._layer(x, layout, tables, cache)
 
     def _layer(

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ssscale.parallel.megatron import RowParallelLinear
-from ssscale.parallel.operators import SUMS, WAIT
+from ssscale.parallel.operators import WAIT
 
 T = TypeVar("T")
 
-PRODUCTS = ("aten.mm", *SUMS)  # a product that is summed over ranks is kept as the sum
+PRODUCTS = ("aten.mm",)
 # torch warns at every start that a compiled layer under selective recomputation must not change anything in place.
 # Blocks do not.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
@@ -54,7 +54,7 @@ def is_kept(parts: tuple[str, ...], operator: Any) -> bool:
 
 
 def _compiled_contexts(parts: tuple[str, ...]) -> Any:
-    parts = (*parts, WAIT)  # else the graph would keep a collective's result and wait for it in backward again
+    parts = (*parts, WAIT)  # backward repeats no exchange; of a sum over ranks the graph keeps the sum, not the product
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_kept(parts, operator) else CheckpointPolicy.PREFER_RECOMPUTE

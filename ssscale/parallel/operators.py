@@ -18,10 +18,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the shapes of the operators in _c10d_functional
 from torch import Tensor
 
-# Substrings of the names of collectives, for selective recomputation: those that sum, and those that only move.
-SUMS = ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce")
-GATHERS = ("_c10d_functional.all_gather_into_tensor",)
-WAIT = "_c10d_functional.wait_tensor"
+WAIT = "_c10d_functional.wait_tensor"  # the operator that returns the result of any collective
 
 _collectives = torch.ops._c10d_functional
 # torch caches compiled graphs on disk by the names of their operators. The digest keeps graphs of another version out.
