@@ -1,8 +1,9 @@
-"""Benchmark of the stack's training step against plain torch, in one run on one GPU.
+"""Benchmark of the stack's training step against plain torch and the papers, in one run on the GPUs of one machine.
 
 Each row of the table is a run of launch/pretrain.py (real data, streaming, Megatron layers, DeepSpeed, metrics) or of
-eval/benchmarks/plain_torch.py. Ratios are to plain torch with the same accumulation. Figures are medians over the steps
-after the first four.
+eval/benchmarks/plain_torch.py, which takes one GPU. Ratios are to plain torch with the same accumulation. Figures are
+medians over the steps after the first four; tokens/s are those of one GPU. Billions of tokens per day are for 8 GPUs at
+that rate, as a paper states its own.
 """
 
 import json
@@ -30,15 +31,34 @@ COMMAND = Command(
         Option("accumulation", str, "microbatches per step, one run each", default="1,16", metavar="N,..."),
         Option("steps", str, "steps of each of these runs", default="100,8", metavar="N,..."),
         Option("folder", str, "folder of the runs", default="runs", metavar="FOLDER"),
-        Option("plain", bool, "also run plain torch", default=True),
+        Option("plain", bool, "also run plain torch (true with one GPU)"),
+        Option("gpus", int, "GPUs, one process each", default=1, at_least=1),
+        Option(
+            "backend",
+            str,
+            "kernels of mixers that have a choice, one run each: auto, cudnn, flash (FlashAttention-2)",
+            default="auto",
+            metavar="NAME,...",
+        ),
+        Option("out", str, "a JSON file for the results", metavar="FILE"),
+        Option("masters", bool, "also run plain torch with fp32 master weights and clipping", default=False),
+        Option("also", str, "keys of a second run of each config, to compare", default="", metavar="KEY=VALUE,..."),
     ),
     keys=EVERY_KEY,
 )
+BACKENDS = ("auto", "cudnn", "flash")
+DAY, NODE = 86_400, 8  # seconds; the GPUs of the papers' throughput
 COLUMNS = ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_s")
 
 
 def folder_of(name: str, options: dict[str, Any], accumulation: int) -> Path:
     return Path(options["folder"]) / f"benchmark_{name}_{accumulation}"
+
+
+def variants(also: str) -> list[tuple[str, list[str]]]:
+    """The runs of each config: (what its row says besides the name, further keys)."""
+    keys = also.split(",") if also else []
+    return [("", []), *([(f" {also}", keys)] if keys else [])]
 
 
 def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str]) -> dict[str, float]:
@@ -52,7 +72,7 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
         "data.path": options["data"],
         "data.one_document": "true",
         "train.microbatch": microbatch,
-        "train.batch_size": microbatch * accumulation,
+        "train.batch_size": microbatch * accumulation * options.get("gpus", 1),
         "train.max_steps": steps,
         "train.log_every": 1,
         "train.eval_every": 0,
@@ -61,7 +81,8 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
     stages = len(load_config([f"config={name}"]).train.stages)
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
     arguments = [f"{key}={value}" for key, value in keys.items()] + extra
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "launch/pretrain.py", *arguments]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.get('gpus', 1)}"]
+    command = [*launcher, "launch/pretrain.py", *arguments]
     began = time.perf_counter()
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(f"# {name} x{accumulation}: {time.perf_counter() - began:.0f} s, exit {process.returncode}", flush=True)
@@ -76,7 +97,7 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
     return result | {"first_step_s": float(first[0].split()[3])}
 
 
-def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict[str, float]:
+def run_plain(name: str, microbatch: int, accumulation: int, steps: int, masters: bool = False) -> dict[str, float]:
     command = [
         sys.executable,
         "-m",
@@ -85,6 +106,7 @@ def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict
         str(microbatch),
         str(accumulation),
         str(steps),
+        *(["masters"] if masters else []),
     ]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -93,33 +115,94 @@ def run_plain(name: str, microbatch: int, accumulation: int, steps: int) -> dict
     return json.loads(process.stdout.splitlines()[-1])
 
 
+def kernels_of(name: str, backends: list[str]) -> list[tuple[str, list[str]]]:
+    """Returns (label, keys) of each run of a run file: one per backend if its mixers have a choice, else one."""
+    mixers = load_config([f"config={name}"]).model.used
+    chosen = [mixer for mixer, config in mixers.items() if hasattr(config, "backend")]
+    if not chosen:
+        return [("own", [])]
+    return [(backend, [f"model.mixer.{mixer}.backend={backend}" for mixer in chosen]) for backend in backends]
+
+
+def checked(options: dict[str, Any], extra: list[str]) -> list[str]:
+    """Returns the backends to run. Raises UserError for mistakes in the options."""
+    backends = [name.strip() for name in options["backend"].split(",")]
+    if unknown := [name for name in backends if name not in BACKENDS]:
+        raise UserError(f"backend={unknown[0]}: use {', '.join(BACKENDS)}")
+    if options.get("plain") and options["gpus"] > 1:
+        raise UserError("plain=true: plain torch takes one GPU; set gpus=1")
+    for name in options["configs"].split(","):
+        for _, keys in variants(options["also"]):
+            load_config([f"config={name}", *extra, *keys], options=COMMAND.names)
+    if not Path(options["data"]).is_dir():
+        raise UserError(f"data={options['data']}: there is no such folder")
+    return backends
+
+
+def row(
+    label: str, kernel: str, accumulation: int, found: dict[str, float], gpus: int, of_plain: float
+) -> dict[str, Any]:
+    """Returns a result. Rates are those of one GPU; billions of tokens per day are of eight."""
+    from eval.benchmarks.published import PUBLISHED
+
+    rate = found.get("tokens_per_second", float("nan")) / gpus
+    about = {"run": label, "kernel": kernel, "accumulation": accumulation, "gpus": gpus}
+    billions = {"tokens_per_second_per_gpu": rate, "billion_tokens_per_day": rate * NODE * DAY / 1e9}
+    return about | billions | {"published": PUBLISHED.get(label), "of_plain": of_plain} | found
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints the table."""
+    print("| run | kernel | accumulation | tokens/s per GPU | billion tokens/day, 8 GPUs | the paper's | of plain torch | "
+          "MFU | MFU causal half | peak GiB | first step s |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for found in rows:
+        mfu, half, memory, first = (found.get(key, float("nan")) for key in COLUMNS[1:])
+        rates = f"{found['tokens_per_second_per_gpu']:,.0f} | {found['billion_tokens_per_day']:.2f}"
+        theirs = "–" if found["published"] is None else f"{found['published']:.2f}"
+        cells = f"{rates} | {theirs} | {found['of_plain']:.3f} | {mfu:.3f} | {half:.3f} | {memory:.1f} | {first:.0f}"
+        print(f"| {found['run']} | {found['kernel']} | {found['accumulation']} | {cells} |", flush=True)
+
+
+def run_peers(name: str, accumulation: int, steps: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of plain torch, the first of which the ratios are to."""
+    shape, arguments = name.split("_")[0], (options["microbatch"], accumulation, min(steps, 15))
+    found = run_plain(name, *arguments)
+    rows = [row(f"plain torch {shape}", "cudnn", accumulation, found, 1, 1.0)]
+    if options["masters"]:
+        masters = run_plain(name, *arguments, masters=True)
+        label = f"plain torch {shape}, fp32 masters, clipping"
+        rows.append(row(label, "cudnn", accumulation, masters, 1, ratio(masters, found)))
+    return rows
+
+
+def ratio(found: dict[str, float], peer: dict[str, float]) -> float:
+    return found["tokens_per_second"] / peer["tokens_per_second"] if found and peer else float("nan")
+
+
 def main(argv: list[str]) -> None:
-    from eval.checkpoint.command import whole_numbers
+    from eval.checkpoint.command import whole_numbers, write
 
     options, extra = COMMAND.parse(argv)
     accumulations, steps = (whole_numbers(options[key], key) for key in ("accumulation", "steps"))
-    for name in options["configs"].split(","):
-        load_config([f"config={name}", *extra], options=COMMAND.names)
-    if not Path(options["data"]).is_dir():
-        raise UserError(f"data={options['data']}: there is no such folder")
-    rows, plain = [], {}
+    backends, gpus = checked(options, extra), options["gpus"]
+    rows: list[dict[str, Any]] = []
+    plain: dict[tuple[str, int], dict[str, float]] = {}
     for name in options["configs"].split(","):
         shape = name.split("_")[0]
         for accumulation, count in zip(accumulations, steps):
-            if (shape, accumulation) not in plain and options["plain"]:
-                arguments = (options["microbatch"], accumulation, min(count, 15))
-                plain[shape, accumulation] = run_plain(name, *arguments)
-                rows.append((f"plain torch {shape}", accumulation, plain[shape, accumulation], 1.0))
-            result = run_stack(name, options, accumulation, count, extra)
-            peer = plain.get((shape, accumulation), {}).get("tokens_per_second")
-            ratio = result["tokens_per_second"] / peer if result and peer else float("nan")
-            rows.append((name, accumulation, result, ratio))
-    print("| run | accumulation | tokens/s | of plain torch | MFU | MFU causal half | peak GiB | first step s |")
-    print("|---|---|---|---|---|---|---|---|")
-    for label, accumulation, result, ratio in rows:
-        rate, mfu, half, memory, first = (result.get(key, float("nan")) for key in COLUMNS)
-        cells = f"{rate:,.0f} | {ratio:.3f} | {mfu:.3f} | {half:.3f} | {memory:.1f} | {first:.0f}"
-        print(f"| {label} | {accumulation} | {cells} |", flush=True)
+            if (shape, accumulation) not in plain and options.get("plain", gpus == 1):
+                peers = run_peers(name, accumulation, count, options)
+                plain[shape, accumulation] = peers[0] if "tokens_per_second" in peers[0] else {}
+                rows += peers
+            peer = plain.get((shape, accumulation), {})
+            for kernel, keys in kernels_of(name, backends):
+                for label, more in variants(options["also"]):
+                    result = run_stack(name, options, accumulation, count, [*keys, *extra, *more])
+                    rows.append(row(name + label, kernel, accumulation, result, gpus, ratio(result, peer)))
+            if "out" in options:
+                write(Path(options["out"]), {"rows": rows}, indent=1)
+    show(rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,11 @@ COMMAND = Command(
             "write every example with its prompts, log-likelihoods or texts, target and metrics to "
             "RUN/eval/step-XXXXXXXX-samples/TASK.jsonl",
         ),
+        Option(
+            "missing",
+            bool,
+            "only tasks that the results file lacks: the same command continues after it was stopped",
+        ),
         Option("out", str, "a folder instead of RUN/eval, or a .json file", metavar="PATH"),
         Option("data", str, "the data folder, if it differs from that of the training", metavar="FOLDER"),
         *workers.OPTIONS,
@@ -128,6 +133,7 @@ class Settings:
     valid: bool = True
     baseline: bool | None = None
     samples: bool = False
+    missing: bool = False
     out: str | None = None
     data: str | None = None
     changes: tuple[str, ...] = ()
@@ -189,6 +195,7 @@ def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
         valid=index == 0 and options.get("valid", suite is None),
         baseline=options.get("baseline"),
         samples=options.get("samples", False),
+        missing=options.get("missing", False),
         include=tuple(folder for folder in options.get("include", "").split(",") if folder),
         changes=tuple(changes),
         **{key: options[key] for key in KEPT if key in options},
@@ -242,20 +249,18 @@ def evaluate(path: Path, settings: Settings, console: Console) -> None:
         needed = settings.valid or "cloze" in settings.names
         held_out = open_data(config, "valid", settings.data) if needed else None
         tokenizer = TextTokenizer.of_checkpoint(checkpoint, held_out)
-    about: dict[str, Any] = {
-        "checkpoint": str(checkpoint),
-        "parameters": model.num_parameters(),
-        "prefix": "BOS before every document",
-    } | ({"changes": changes} if changes else {})
-    ruler = plan_ruler(config, tokenizer, settings, console) if settings.ruler else None
+    about: dict[str, Any] = {"checkpoint": str(checkpoint), "parameters": model.num_parameters()}
+    about |= {"prefix": "BOS before every document"} | ({"changes": changes} if changes else {})
+    done = read_results(file).get("tasks", {}) if settings.missing else {}
+    ruler = planned(config, tokenizer, settings, console) if settings.ruler else None
     results = about | {"settings": settings.keyed}
-    outcome = Outcome()
-    if settings.names:
-        outcome = evaluate_tasks(model, config, tokenizer, held_out, settings, file, results, console)
+    outcome, left = Outcome(), replace(settings, names=[name for name in settings.names if name not in done])
+    if left.names:
+        outcome = evaluate_tasks(model, config, tokenizer, held_out, left, file, results, console)
     if ruler is not None:
         from eval.checkpoint.ruler.run import evaluate_ruler, ruler_table
 
-        cells = evaluate_ruler(ruler, model, tokenizer, config.name, file, results, console)
+        cells = evaluate_ruler(ruler, model, tokenizer, config.name, file, results, console, done)
     losses: dict[str, Loss] = {}
     if settings.valid:
         assert held_out is not None
@@ -290,28 +295,15 @@ def check_results(checkpoint: Path, settings: Settings) -> None:
             check_same(file, checkpoint, settings.keyed)
 
 
-def plan_ruler(config: "Config", tokenizer: "TextTokenizer", settings: Settings, console: Console) -> "Ruler":
-    """Prepares RULER's tasks. Prints the sources of the samples and the lengths that exceed the training length."""
-    from eval.checkpoint.command import whole_numbers
-
+def planned(config: "Config", tokenizer: "TextTokenizer", settings: Settings, console: Console) -> "Ruler":
+    """Prepares RULER's tasks. Raises UserError."""
     try:
-        from eval.checkpoint.ruler.data import parse_stand_ins
-        from eval.checkpoint.ruler.run import prepare_ruler
+        from eval.checkpoint.ruler.plan import plan_ruler
     except ModuleNotFoundError as error:
         raise UserError(f"RULER's tasks need {error.name}: pip install 'lm-eval[ruler]', or make setup") from None
 
-    most = settings.length or config.data.length
-    lengths = sorted(set(whole_numbers(settings.lengths or str(most), "lengths")))
-    if settings.length and lengths[-1] > most:
-        raise UserError(f"lengths={lengths[-1]}: the model is given {most:,} tokens at most (length={most})")
-    stand_ins = parse_stand_ins(settings.stand_in)
-    ruler = prepare_ruler(settings.ruler, lengths, settings.limit, settings.eval_data, stand_ins, tokenizer)
-    for name, source in ruler.sources.items():
-        console.print(source.sentence(name), highlight=False, soft_wrap=True)
-    longer = ", ".join(f"{length:,}" for length in lengths if length > config.data.length)
-    if longer:
-        console.print(f"lengths beyond the {config.data.length:,} tokens of training: {longer}", highlight=False)
-    return ruler
+    asked = (settings.ruler, settings.lengths, settings.length, settings.limit, settings.eval_data, settings.stand_in)
+    return plan_ruler(*asked, config.data.length, tokenizer, console)
 
 
 def open_data(config: "Config", split: str, path: str | None) -> "PackedData":

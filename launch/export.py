@@ -1,7 +1,7 @@
 """Export a checkpoint as a folder for transformers.
 
-AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it with transformers alone. format=llama,
-format=mistral and format=granite need no remote code and work wherever these models do. Needs no GPU.
+AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) loads it with transformers alone. The formats llama,
+mistral, granite, qwen2 and qwen3 need no remote code and work wherever these models do. Needs no GPU.
 `python launch/import_hf.py` converts back.
 """
 
@@ -15,7 +15,7 @@ from ssscale.train.checkpoint_folder import check_empty, find_checkpoint, saved_
 if TYPE_CHECKING:
     from ssscale.hf.convert import Exported
 
-FORMATS = ("ssscale", "llama", "mistral", "granite")
+FORMATS = ("ssscale", "llama", "mistral", "granite", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16", "float16")
 COMMAND = Command(
     about=__doc__,
@@ -33,8 +33,8 @@ COMMAND = Command(
         Option(
             "format",
             str,
-            "ssscale: every model, with its code; llama, mistral (with a window), granite (with width transfer): models of "
-            "their kind, which transformers has, without trust_remote_code",
+            "ssscale: every model, with its code; llama, mistral (with a window), granite (with width transfer), qwen2 (with "
+            "qkv_bias), qwen3 (with qk_norm): models of their kind, which transformers has, without trust_remote_code",
             default="ssscale",
             choices=FORMATS,
         ),

@@ -18,8 +18,8 @@ COMMAND = Command(
         Option(
             "from",
             str,
-            "what launch/export.py wrote, or transformers' save_pretrained of such a model, of a Llama, Mistral or Granite, "
-            "with its tokenizer.json",
+            "what launch/export.py wrote, or transformers' save_pretrained of such a model or of a Llama, Mistral, Granite, "
+            "Qwen2 or Qwen3, with its tokenizer.json",
             metavar="FOLDER",
             required=True,
         ),

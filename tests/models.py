@@ -56,6 +56,16 @@ SETTINGS |= {
     "rope_dynamic": position_config(
         "rope", scaling=RopeScaling.dynamic_ntk, factor=2.0, train_length=TRAIN_LENGTH, base=100.0
     ),
+    # 2.5, 0.8, 0.25, ... turns in 16 tokens: one frequency is kept, one is between, the others are divided.
+    "rope_llama3": position_config(
+        "rope",
+        scaling=RopeScaling.llama3,
+        factor=4.0,
+        train_length=16,
+        base=100.0,
+        low_freq_factor=0.5,
+        high_freq_factor=2.0,
+    ),
 }
 VARIANTS = {"stickbreaking": ("stickbreaking", "stickbreaking_remainder"), "ssmax": ("ssmax", "ssmax_bias", "ssmax_pn")}
 VARIANTS |= {"softmax": ("softmax",)}
@@ -77,6 +87,9 @@ def models() -> dict[str, ModelConfig]:
             found[label] = replace(base, position=replace(setting, window=window))
     sticks = make_model("stickbreaking", remainder=True)
     found["hybrid-rope"] = replace(sticks, mixers=["stickbreaking", "ssmax"], position=position_config("rope"))
+    found["softmax-rope-bias"] = replace(MODELS["softmax"], qkv_bias=True)
+    found["ssmax-rope-bias_norm"] = replace(MODELS["ssmax"], qkv_bias=True, qk_norm=True, head_dim=16)
+    found["stickbreaking-nope-norm"] = replace(MODELS["stickbreaking"], qk_norm=True)
     found["hybrid-alibi-window"] = replace(
         sticks, mixers=["softmax", "stickbreaking"], position=position_config("alibi", window=WINDOW)
     )

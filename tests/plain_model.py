@@ -1,5 +1,6 @@
 """An independent decoder in plain torch: no Megatron, no fusion, one document at a time."""
 
+import math
 from itertools import pairwise
 
 import torch
@@ -28,12 +29,26 @@ def rope(x: Tensor, position: RoPE) -> Tensor:
         f = position.factor
         base *= (f * len(x) / position.train_length - (f - 1)) ** (size / (size - 2))
     theta = base ** (-torch.arange(half, dtype=torch.float64) * 2 / size)
+    if position.scaling == RopeScaling.llama3:
+        theta = torch.tensor([llama3(float(t), position) for t in theta], dtype=torch.float64)
     angle = torch.outer(torch.arange(len(x), dtype=torch.float64) * step, theta)
     turned = (
         torch.complex(x[..., :half].double(), x[..., half:].double())
         * torch.polar(torch.ones_like(angle), angle)[:, None]
     )
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+
+
+def llama3(theta: float, position: RoPE) -> float:
+    """The three cases of Llama 3.1's code, by wavelength."""
+    length, wavelength = position.train_length, 2 * math.pi / theta
+    if wavelength < length / position.high_freq_factor:
+        return theta
+    if wavelength > length / position.low_freq_factor:
+        return theta / position.factor
+    low, high = position.low_freq_factor, position.high_freq_factor
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * theta / position.factor + smooth * theta
 
 
 def alibi(length: int, heads: int) -> Tensor:
@@ -121,7 +136,12 @@ def plain_logits(w: dict[str, Tensor], config: ModelConfig, tokens: Tensor, layo
     for i in range(config.num_layers):
         layer, mixer = f"blocks.{i}", config.mixers[i % len(config.mixers)]
         y = rms(x, w[f"{layer}.attention_norm.weight"], config.norm_eps) @ w[f"{layer}.attention.qkv.weight"].T
+        extra = f"{layer}.attention.projection_weights"
+        if config.qkv_bias:
+            y = y + torch.cat([w[f"{extra}.{name}_bias"] for name in "qkv"])
         q, k, v = (t.unflatten(-1, (-1, config.head_size)) for t in y.split(sizes, -1))
+        if config.qk_norm:
+            q, k = (rms(t, w[f"{extra}.{name}_norm"], config.norm_eps) for name, t in (("q", q), ("k", k)))
         parts = []
         for a, b in pairwise(bounds):
             qd, kd = q[a:b], k[a:b]

@@ -2,7 +2,8 @@
 
 It has bf16 weights and optimizer state, torch.compile of the whole model, cuDNN attention and fused AdamW, but no
 DeepSpeed, no Megatron-core and no data loading. `python -m eval.benchmarks.plain_torch CONFIG MICROBATCH ACCUMULATION
-STEPS` prints one JSON line.
+STEPS [masters]` prints one JSON line. With `masters`, gradients are clipped, and master weights and optimizer state are
+fp32.
 """
 
 import json
@@ -66,8 +67,20 @@ class PlainDecoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
 
-def measure(name: str, microbatch: int, accumulation: int, steps: int) -> dict[str, float]:
-    """Time training steps of a config.
+def update_masters(weights: list[Tensor], masters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Clips the gradients of bf16 weights to norm 1, updates fp32 master weights and copies them to the weights."""
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
+    for weight, master in zip(weights, masters, strict=True):
+        assert weight.grad is not None
+        master.grad = weight.grad.float()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        torch._foreach_copy_(weights, masters)
+
+
+def measure(name: str, microbatch: int, accumulation: int, steps: int, masters: bool = False) -> dict[str, float]:
+    """Time training steps of a config. masters: whether to clip and to keep fp32 master weights.
 
     Returns tokens per second (median of the steps after the second), MFU with all and with only causal attention FLOPs,
     peak memory in GiB, and seconds until the first step has ended.
@@ -76,7 +89,9 @@ def measure(name: str, microbatch: int, accumulation: int, steps: int) -> dict[s
     model, length = config.model, config.data.length
     began = time.perf_counter()
     decoder = PlainDecoder(model).cuda().bfloat16()
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-5, fused=True)
+    weights = list(decoder.parameters())
+    updated = [weight.detach().float().requires_grad_() for weight in weights] if masters else weights
+    optimizer = torch.optim.AdamW(updated, lr=1e-5, fused=True)
     compiled = torch.compile(decoder)
     theta = POSITIONS["rope"]().base ** -(torch.arange(0, model.head_size, 2, device="cuda") / model.head_size)
     angle = torch.outer(torch.arange(length, device="cuda"), theta).repeat(1, 2)
@@ -89,8 +104,11 @@ def measure(name: str, microbatch: int, accumulation: int, steps: int) -> dict[s
             start = time.perf_counter()
             for _ in range(accumulation):
                 (compiled(tokens, tokens.roll(-1, 1), cos, sin) / accumulation).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            if masters:
+                update_masters(weights, updated, optimizer)
+            else:
+                optimizer.step()
+            decoder.zero_grad(set_to_none=True)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
             if step == 0:
@@ -106,4 +124,6 @@ def measure(name: str, microbatch: int, accumulation: int, steps: int) -> dict[s
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], *(int(argument) for argument in sys.argv[2:5]))))
+    name, *numbers = sys.argv[1:5]
+    microbatch, accumulation, steps = map(int, numbers)
+    print(json.dumps(measure(name, microbatch, accumulation, steps, masters="masters" in sys.argv[5:])))

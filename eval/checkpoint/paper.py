@@ -8,6 +8,8 @@ from rich.box import ASCII
 from rich.console import Console
 from rich.table import Table
 
+from eval.checkpoint.chance import against_chance, interval
+
 # (task, metric, heading) of Table 2: normalised accuracies first, then accuracies. Word perplexity is its last column.
 TABLE_2 = [
     ("arc_challenge", "acc_norm,none", "ARC-c"),
@@ -70,8 +72,41 @@ def our_rows(tasks: Mapping[str, Mapping[str, Any]]) -> tuple[Row, Row, Row]:
     return (*accuracies, average, value(*PERPLEXITY[:2])), tuple(percent(TABLE_3)), tuple(percent(TABLE_4))
 
 
-def paper_tables(tasks: Mapping[str, Mapping[str, Any]], name: str) -> list[Table]:
-    """Return Tables 2 to 4 with this model as the last row. tasks: metrics by task. name: the model's row label."""
+def chance_rows(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[tuple[str, ...], ...]]:
+    """Return, for each table, rows of the 95 % intervals, of chance, and of whether the intervals exclude it.
+
+    Rates are in percent. results: the "tasks" entry of a results file.
+    """
+    rows = []
+    for columns in ([*TABLE_2, None, PERPLEXITY], TABLE_3, TABLE_4):
+        cells = []
+        for column in columns:
+            result = None if column is None else results.get(column[0])
+            share = column is not None and column != PERPLEXITY
+            cells.append(_cells(result, column[1], share) if column and result else ("–", "–", "–"))
+        rows.append(tuple(zip(*cells, strict=True)))
+    return rows
+
+
+def _cells(result: Mapping[str, Any], metric: str, share: bool) -> tuple[str, str, str]:
+    value, name = result["metrics"].get(metric), metric.partition(",")[0]
+    if value is None:
+        return "–", "–", "–"
+    stderr = result["metrics"].get(metric.replace(",", "_stderr,"))
+    found = interval(name, value, stderr if isinstance(stderr, int | float) else None, result["items"])
+    chance = result["chance"] if share else None
+    times = 100 if share else 1
+    shown = "–" if found is None else f"{times * found[0]:,.1f}–{times * found[1]:,.1f}"
+    rate = "–" if chance is None else f"{100 * chance:.1f}"
+    return shown, rate, against_chance(found, chance) or "–"
+
+
+def paper_tables(results: Mapping[str, Mapping[str, Any]], name: str) -> list[Table]:
+    """Return Tables 2 to 4 with this model, its 95 % intervals and chance as the last rows.
+
+    results: the "tasks" entry of a results file. name: the model's row label.
+    """
+    tasks = {task: found["metrics"] for task, found in results.items()}
     headings = [
         [*(heading for _, _, heading in TABLE_2), "Avg", PERPLEXITY[2]],
         [heading for _, _, heading in TABLE_3],
@@ -84,7 +119,8 @@ def paper_tables(tasks: Mapping[str, Mapping[str, Any]], name: str) -> list[Tabl
     ]
     tables = []
     papers: list[dict[str, Any]] = [PAPER_2, PAPER_3, PAPER_4]
-    for title, columns, paper, ours in zip(titles, headings, papers, our_rows(tasks), strict=True):
+    every = zip(titles, headings, papers, our_rows(tasks), chance_rows(results), strict=True)
+    for title, columns, paper, ours, chance in every:
         table = Table(title=f"{title} (arXiv:2410.17980)", box=ASCII, title_justify="left")
         table.add_column("model", no_wrap=True)
         for column in columns:
@@ -93,12 +129,14 @@ def paper_tables(tasks: Mapping[str, Mapping[str, Any]], name: str) -> list[Tabl
             table.add_row(row, *(f"{x:.1f}" for x in values))
         table.add_section()
         table.add_row(name, *("–" if x is None else f"{x:,.1f}" for x in ours))
+        for label, cells in zip(("95 % interval", "chance", "excludes chance"), chance, strict=True):
+            table.add_row(label, *cells)
         tables.append(table)
     return tables
 
 
 def show_paper(tasks: Mapping[str, Mapping[str, Any]], name: str, console: Console) -> None:
     """Print `paper_tables` for the "tasks" entry of a results file."""
-    wide = Console(width=max(console.width, 112))  # a narrower console cuts Table 2
-    for table in paper_tables({task: found["metrics"] for task, found in tasks.items()}, name):
+    wide = Console(width=max(console.width, 150))  # a narrower console cuts Table 2
+    for table in paper_tables(tasks, name):
         wide.print(table)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,7 @@ from jinja2.exceptions import UndefinedError
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 
+from eval.checkpoint.chance import SHARES, WRITTEN, against_chance, interval
 from eval.checkpoint.harness import PackedLM
 from eval.checkpoint.lm_eval_patches import templates_end_with, without_environment
 from eval.checkpoint.own_tasks import first_line, is_own
@@ -29,7 +30,7 @@ class TaskResult:
     """The result of one task or group.
 
     metric, value, stderr: the first metric with its standard error.
-    chance: the expected accuracy of guessing, for multiple choice.
+    chance: the expected score of guessing, if it is known (`eval.checkpoint.chance`).
     items: number of scored documents.
     num_fewshot: examples before each document. None: the tasks of a group differ.
     limit: number of first documents that were scored. None: all.
@@ -48,8 +49,23 @@ class TaskResult:
     length: int
     metrics: dict[str, Any]
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the value."""
+        return interval(self.metric, self.value, self.stderr, self.items)
+
+    @property
+    def against_chance(self) -> str:
+        """Whether the interval excludes chance: above, below, no, or "" if one of both is not known."""
+        return against_chance(self.interval, self.chance)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "TaskResult":
+        """Return the result that `to_json` gave."""
+        return cls(**{entry.name: found[entry.name] for entry in fields(cls)})
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"interval": self.interval, "against_chance": self.against_chance}
 
 
 @dataclass(frozen=True)
@@ -233,7 +249,7 @@ def _scored(task: str, output: dict[str, Any], limit: int | None, length: int) -
     result = make_result(
         task,
         metrics,
-        chance=fmean(1 / count for count in choices) if multiple_choice else None,
+        chance=fmean(1 / count for count in choices) if multiple_choice else guessing(task, first_metric(metrics)),
         items=len({sample["doc_id"] for sample in samples}),  # a document occurs once per filter of the task
         num_fewshot=output["n-shot"][task] or in_documents,
         limit=limit,
@@ -242,10 +258,24 @@ def _scored(task: str, output: dict[str, Any], limit: int | None, length: int) -
     return Scored(result, samples, metrics)
 
 
+def guessing(task: str, metric: str) -> float | None:
+    """Return the score of guessing on a task that is not multiple choice, or None. RULER's tasks are TASK@LENGTH.
+
+    A metric such as perplexity has none.
+    """
+    found = WRITTEN.get(task.partition("@")[0])
+    return found.rate if found and metric.partition(",")[0] in (*SHARES, "string_match") else None
+
+
+def first_metric(metrics: dict[str, Any]) -> str:
+    """Return the first metric with its filter, as `acc,none`."""
+    return next(key for key in metrics if "," in key and "_stderr" not in key)
+
+
 def make_result(task: str, metrics: dict[str, Any], **more: Any) -> TaskResult:
     """Make a TaskResult whose metric is the first one in `metrics`. more: the other fields."""
     values = {key: value for key, value in metrics.items() if "," in key}
-    metric = next(key for key in values if "_stderr" not in key)
+    metric = first_metric(values)
     name, kind = metric.split(",")
     stderr = values.get(f"{name}_stderr,{kind}")
     return TaskResult(

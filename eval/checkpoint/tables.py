@@ -18,13 +18,15 @@ def show(console: Console, checkpoint: Path, tasks: list[TaskResult], losses: di
         console.width = WIDE
     title = f"{checkpoint}, {settings}" if settings else f"{checkpoint}"
     table = Table(title=title, box=ASCII, title_justify="left")
-    for column in ("task", "shots", "metric", "value", "chance", "items"):
+    for column in ("task", "shots", "metric", "value", "95 % interval", "chance", "excludes chance", "items"):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right", no_wrap=True)
     for task in tasks:
         error = "" if task.stderr is None else f" ± {task.stderr:.4f}"
         chance = "" if task.chance is None else f"{task.chance:.4f}"
         shots = "" if task.num_fewshot is None else f"{task.num_fewshot}"
-        table.add_row(task.task, shots, task.metric, f"{task.value:.4f}{error}", chance, f"{task.items:,}")
+        bounds = "" if task.interval is None else f"{task.interval[0]:.4f} to {task.interval[1]:.4f}"
+        value = f"{task.value:.4f}{error}"
+        table.add_row(task.task, shots, task.metric, value, bounds, chance, task.against_chance, f"{task.items:,}")
     if tasks:
         console.print(table)
     table = Table(box=ASCII)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Blocks of tokens whose sums one iteration of `reduce_kernel` reads.
+# Number of partial sums, one per block of tokens, that `reduce_kernel` reads in one iteration.
 REDUCED = tl.constexpr(1024)
 
 
@@ -56,7 +56,7 @@ def _half(
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Pointers to the values FIRST to FIRST + COUNT of each head, and which of them exist: both [BT, BH, BD]."""
+    """Returns pointers to the values FIRST to FIRST + COUNT of each head [BT, BH, BD], and which exist [BT, 1, BD]."""
     offsets = tokens[:, None, None] * token_stride + heads[None, :, None] * H + dims[None, None, :] + FIRST
     return ptr + offsets, valid[:, None, None] & (dims < COUNT)[None, None, :]
 
@@ -218,7 +218,7 @@ def backward_kernel(
     FACTOR_GRAD: tl.constexpr,
     LOG_N_GRAD: tl.constexpr,
 ):
-    """dq [T, N, H], dk [T, K, H] of what forward returned → the q and k parts of dqkv [T, N + 2K, H], sums, dlog_n.
+    """dq' [T, N, H], dk' [T, K, H] (`dq_ptr`, `dk_ptr`) → dq and dk as parts of dqkv [T, N + 2K, H], sums, dlog_n.
 
     The v part of dqkv is not written here. Grid: as `forward_kernel`.
     """
@@ -237,8 +237,8 @@ def backward_kernel(
     if HAS_FACTOR and is_query:
         log_n, s, factor = _factor(log_n_ptr, s_ptr, b_ptr, tokens, heads, valid, HAS_B)
         if FACTOR_GRAD:
-            # df = dq' · (R q) = (R⁻¹ dq') · q, so q need not be rotated again. It is not read back as q' / f:
-            # f may be 0.
+            # df = dq' · (R q) = (R⁻¹ dq') · q, so q need not be rotated again. R q could also be had from forward's
+            # result as q' / f, but f may be 0.
             q_x, q_y = _load(qkv_ptr, tokens, heads, dims, stride_qkv_t, valid, H)
             # [BT, BH]
             d_factor = tl.sum(x * q_x + y * q_y, 2)

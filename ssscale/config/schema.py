@@ -107,6 +107,8 @@ class ModelConfig:
     head_dim: int | None = None  # H, dimension of a head; None: hidden_size / num_heads
     vocab_size: int = 50_257  # at least the tokenizer's size; tensor parallelism pads its own copy
     tie_embeddings: bool = False  # the head shares the embedding's weight
+    qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen2
+    qk_norm: bool = False  # RMSNorm of each head of q and k, before they are rotated, as in Qwen3
     norm_eps: float = 1e-5  # ε of RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     depth_scaled_init: bool = True  # sqrt(2 · num_layers) divides init_std if a matrix writes to the residual stream

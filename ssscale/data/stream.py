@@ -51,7 +51,7 @@ class PackedData:
     ) -> "PackedData":
         """Opens a data folder and checks it, without reading a shard.
 
-        cache: local folder for remote shards. cache_gb: its limit in 10^9 bytes; None keeps all shards.
+        cache: local folder for remote or decompressed shards. cache_gb: its limit in 10^9 bytes; None keeps all shards.
         vocab_size: of the model. length: tokens per row of the run. fingerprint: of the data that a checkpoint was trained
         on. None skips these checks. hint: tells in the error how to make the folder.
         Raises UserError if the folder is missing, unfinished or broken, if its tokenizer has more entries than vocab_size,
@@ -280,10 +280,11 @@ def _steps(dataset: _Microbatches, loader: DataLoader, one_document: bool) -> It
 def valid_batches(
     data: PackedData, rows: int, microbatch: int, rank: int = 0, world_size: int = 1, one_document: bool = False
 ) -> Iterator[Batch]:
-    """Yields this rank's batches of `rows` rows, which are spread evenly over the split and the same at every call.
+    """Yields this rank's share of `rows` validation rows, in batches of `microbatch` rows.
 
-    If the split has fewer rows, all are taken. Every rank gets the same number of batches, as collectives require. The
-    last batches are padded with rows without targets, so that sums over the ranks are equal in every layout.
+    The rows are spread evenly over the split and are the same at every call. If the split has fewer, all are taken. Every
+    rank gets the same number of batches, as collectives require. The last batches are padded with rows without targets,
+    so that sums over the ranks are equal in every layout.
     """
     numbers = [(source, number) for source, name in enumerate(data.names) for number in range(data.sources[name])]
     count = min(rows, len(numbers))

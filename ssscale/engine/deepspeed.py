@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from ssscale.config.schema import Config
 from ssscale.engine.base import Fragment, Microbatch, StepResult
-from ssscale.engine.deepspeed_patches import add_gradients_in_one_kernel, leave_out_shared_memory
+from ssscale.engine.deepspeed_patches import add_gradients_in_one_kernel, leave_out_shared_memory, replace_update
+from ssscale.engine.update import OnePassUpdate
+from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.optim.base import settings_of
@@ -89,6 +91,10 @@ class DeepSpeedEngine:
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
         bf16 = next(model.parameters()).dtype == torch.bfloat16
         self.kind = config.optimizer.chosen
+        if self.kind.one_pass and not bf16:
+            raise UserError(
+                f"optimizer.{self.kind.name}.one_pass needs bf16 weights, and the precision is fp32: set train.precision=bf16"
+            )
         self.optimizer = self.kind.make(parameter_groups(model, config))
         num_elements = sum(weight.numel() for weight in model.parameters())
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory use whatever its log level is
@@ -98,7 +104,13 @@ class DeepSpeedEngine:
                 config=deepspeed_config(config, groups, bf16, num_elements),
                 mpu=MegatronMPU(),
             )
-        add_gradients_in_one_kernel(self.engine.optimizer)
+        self.update: OnePassUpdate | None = None
+        if self.kind.one_pass:
+            self.update = OnePassUpdate(self.engine.optimizer, self.kind, groups, config.optimizer.clip)
+            self.update.set_accumulation(self.accumulation)
+            replace_update(self.engine.optimizer, self.update)
+        else:
+            add_gradients_in_one_kernel(self.engine.optimizer)
         self.module: nn.Module = self.engine.module
         self.term_weights = {name: weight for name, weight in model.terms.items() if weight}
         self._microbatches = 0  # since the last optimizer step
@@ -113,6 +125,8 @@ class DeepSpeedEngine:
 
     def set_batch_size(self, rows: int, microbatch: int) -> None:
         self.accumulation = rows // (microbatch * self.groups.data_size)
+        if self.update is not None:
+            self.update.set_accumulation(self.accumulation)
 
     def forward_backward(
         self, tokens: Tensor, layout: PackedLayout, labels: Tensor, divisor: int, rows: Tensor | None = None
@@ -185,6 +199,8 @@ class DeepSpeedEngine:
             flats = [flat for group in self.optimizer.param_groups for flat in group["params"]]
         for flat in flats:
             self.optimizer.state[flat] = self.kind.state_after(flat, applied_steps)
+        if self.update is not None:
+            self.update.states_changed()
 
     def local_shape(self, name: str) -> torch.Size:
         return self.shapes[name]

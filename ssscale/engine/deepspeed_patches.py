@@ -27,6 +27,19 @@ def add_gradients_in_one_kernel(optimizer: Any) -> None:
         optimizer._update_hp_grad = types.MethodType(_add_gradient, optimizer)
 
 
+def replace_update(optimizer: Any, update: Any) -> None:
+    """Makes BF16_Optimizer collect gradients and update weights through `update` (`ssscale.engine.update`).
+
+    DeepSpeed passes over memory ten times between backward and forward. It copies most gradients to one tensor, rounds them
+    to bf16 and copies them back even if there is nothing to reduce. It clips them in place, zeroes them twice, and rounds
+    the weights in a pass of their own (docs/log/2026-11-24-optimizer-step.md).
+    """
+    optimizer._update_hp_grad = update.take
+    optimizer.get_grads_for_reduction = update.to_reduce
+    optimizer.step = update.step
+    optimizer.zero_grad = update.clear
+
+
 @torch.no_grad()
 def _add_gradient(optimizer: Any, weight: Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
     if weight.grad is None:

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 class SSScaleConfig(PretrainedConfig):
     """The configuration of a Llama-2-style decoder with a mixer per layer.
 
+    qkv_bias: biases of the query, key and value projections. qk_norm: norms of each head of q and k, before rotation.
     mixers: names of the mixers, a pattern that repeats over the layers. mixer: the options of each mixer by name.
     position: method, window, and the options of each method by name. width: embedding_multiplier, residual_multiplier,
     logits_divisor, attention_scale, ... learned: the weights that mixers and the position method declare, as
@@ -26,6 +27,8 @@ class SSScaleConfig(PretrainedConfig):
         num_attention_heads: int = 12,
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
         rms_norm_eps: float = 1e-5,
         initializer_range: float = 0.02,
         max_position_embeddings: int = 1024,
@@ -45,6 +48,8 @@ class SSScaleConfig(PretrainedConfig):
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads or num_attention_heads
         self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.qkv_bias = qkv_bias
+        self.qk_norm = qk_norm
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.max_position_embeddings = max_position_embeddings

@@ -23,8 +23,7 @@ from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.hf.code import exported_files
 from ssscale.hf.plain import (
-    ARCHITECTURES,
-    IMPORTED,
+    FAMILIES,
     LACKING,
     check_exportable,
     family_config,
@@ -92,7 +91,7 @@ def export_checkpoint(
         raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy the one of its data folder there")
     _check_link(checkpoint / "tokenizer.json", checkpoint)
     config, reader = saved_config(checkpoint), CheckpointReader(checkpoint)
-    if form in ARCHITECTURES:
+    if form in FAMILIES:
         check_exportable(config.model, form)
     code = exported_files(config.model) if form == "ssscale" else {}
     check_shapes(
@@ -192,7 +191,7 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], out: Path) -> int:
 def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     """Converts a folder to a run with one checkpoint, and returns the checkpoint.
 
-    folder: written by `export_checkpoint`, or a model of one of the IMPORTED families. The checkpoint is at step 0 and
+    folder: written by `export_checkpoint`, or a model of one of the FAMILIES. The checkpoint is at step 0 and
     holds weights only, without optimizer state. Raises UserError if the folder is damaged or holds another kind of model,
     or if `out` is not empty.
     """
@@ -237,11 +236,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _native_config(content: dict[str, Any], name: str, file: Path) -> Config:
     kind = content.get("model_type")
-    if kind in IMPORTED:
+    if kind in FAMILIES:
         return _imported_config(content, name, file)
     if kind != "ssscale":
         lacking = f": it has {LACKING[kind]}" if kind in LACKING else ""
-        raise UserError(f"{file} is of a model_type {kind!r}, not 'ssscale', {', '.join(map(repr, IMPORTED))}{lacking}")
+        raise UserError(f"{file} is of a model_type {kind!r}, not 'ssscale', {', '.join(map(repr, FAMILIES))}{lacking}")
     names = asdict(Config())["model"]
     model = {key: content[RENAMED.get(key, key)] for key in names if RENAMED.get(key, key) in content}
     if isinstance(model.get("mixer"), dict):

@@ -5,6 +5,8 @@ x: [B, T, D]; q: [B, N, T, H]; k, v: [B, K, S, H], S: cached and new tokens.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,7 +58,10 @@ class SwiGLU(nn.Module):
 
 
 class Attention(nn.Module):
-    """y = W_o mix(rotate(W_q x, W_k x), W_v x). W_q, W_k and W_v are one matrix; `mix` is the layer's mixer."""
+    """y = W_o mix(rotate(W_q x, W_k x), W_v x). W_q, W_k and W_v are one matrix; `mix` is the layer's mixer.
+
+    With qkv_bias, W_q x, W_k x and W_v x get biases. With qk_norm, each head of q and k is normed before its rotation.
+    """
 
     def __init__(self, config: SSScaleConfig, layer: int, part: Part) -> None:
         super().__init__()
@@ -69,6 +74,8 @@ class Attention(nn.Module):
         self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         self.qkv = nn.Linear(config.hidden_size, sum(self.sizes) * self.head_dim, bias=False)
         self.out = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+        self.biased, self.normed, self.eps = config.qkv_bias, config.qk_norm, config.rms_norm_eps
+        self.projection_weights = Learned(config, f"blocks.{layer}.attention.projection_weights")
         self.weights = Learned(config, f"blocks.{layer}.attention.weights")
         self.position_weights = Learned(config, f"blocks.{layer}.attention.position_weights")
         bias = BIASES.get(config.position["method"]) if placed else None
@@ -80,8 +87,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: Cache | None, weights: bool) -> tuple[Tensor, Tensor | None]:
         """Returns y and, if `weights`, the attention weights [B, N, T, S]."""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = qkv.split(self.sizes, 1)
+        qkv = self.qkv(x)
+        if self.biased:
+            qkv = qkv + torch.cat([cast(Tensor, self.projection_weights(f"{name}_bias")) for name in ("q", "k", "v")])
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.sizes, 1)
+        if self.normed:
+            q = F.rms_norm(q, (self.head_dim,), self.projection_weights("q_norm"), self.eps)
+            k = F.rms_norm(k, (self.head_dim,), self.projection_weights("k_norm"), self.eps)
         factor = self.part.factor(batch, self) if self.part.factor else None
         rotation = batch.rotation if self.rotates else None
         q, k = rotate(q, rotation, factor), rotate(k, rotation)

@@ -1,12 +1,11 @@
 """Conversion to and from models that transformers has its own classes for: Llama's attention with rotary positions.
 
-`llama` is LlamaForCausalLM. `mistral` is MistralForCausalLM, which also has a sliding window. `granite` is
-GraniteForCausalLM, which also has the four multipliers of width transfer. These models can be served and fine-tuned
-without `trust_remote_code`.
+`FAMILIES` lists them. These models can be served and fine-tuned without `trust_remote_code`.
 """
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,67 +15,110 @@ from torch import Tensor
 from ssscale.config.schema import Config, ModelConfig
 from ssscale.errors import UserError
 from ssscale.model.positions.rope import RoPE, RopeScaling
+from ssscale.model.weight import projection_weights
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "granite": "GraniteForCausalLM"}
-IMPORTED = tuple(ARCHITECTURES)  # model types that can be imported
+
+@dataclass(frozen=True)
+class Family:
+    """A class of transformers, and what it has beside Llama's.
+
+    multipliers: the four multipliers of width transfer. window: a sliding window in all layers. qkv_bias, qk_norm: as the
+    keys of `model`; the family has no models without them. head_dim: whether its configuration has this key. Without it,
+    transformers still reads the key, and other programs do not.
+    """
+
+    architecture: str
+    multipliers: bool = False
+    window: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: bool = True
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", window=True),
+    "granite": Family("GraniteForCausalLM", multipliers=True),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim=False),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+}
 # What related families have and this decoder does not.
 LACKING = {
-    "qwen2": "biases of the query, key and value projections",
-    "qwen3": "norms of queries and keys",
     "smollm3": "layers without rotary positions (no_rope_layers)",
-    "olmo2": "norms of queries and keys, and norms after attention and MLP",
+    "llama4_text": "experts (num_local_experts), and layers without rotary positions (no_rope_layers)",
+    "olmo2": "norms of all of q and k, and norms after attention and MLP",
+    "olmo3": "norms of all of q and k, norms after attention and MLP, and windows in some layers only (layer_types)",
+    "exaone4": "norms after attention and MLP, and windows in some layers only (layer_types)",
     "phi3": "its own order of fused weights",
     "gemma": "norms by 1 + w and a GELU",
     "gemma2": "norms by 1 + w, a GELU and soft caps",
     "gemma3_text": "norms by 1 + w, a GELU, and windows in some layers only (layer_types)",
     "ministral": "windows in some layers only (layer_types)",
     "starcoder2": "layer norms with biases and a GELU",
-    "mixtral": "experts",
-    "qwen2_moe": "experts",
-    "qwen3_moe": "experts",
-    "granitemoe": "experts",
+    "gpt_oss": "experts (num_local_experts), attention sinks, and windows in some layers only (layer_types)",
+    "mixtral": "experts (num_local_experts)",
+    "qwen2_moe": "experts (num_experts)",
+    "qwen3_moe": "experts (num_experts)",
+    "qwen3_next": "experts (num_experts), and linear attention in some layers (layer_types)",
+    "deepseek_v3": "experts (n_routed_experts), and compressed keys and values (kv_lora_rank)",
+    "granitemoe": "experts (num_local_experts)",
 }
 # What transformers takes for a key that config.json lacks, where families differ.
-DEFAULT_KV_HEADS = {"mistral": 8}  # others: num_attention_heads
-DEFAULT_WINDOW = {"mistral": 4096}
+DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # others: num_attention_heads
+DEFAULT_HEAD_DIM = {"qwen3": 128}  # others: hidden_size / num_attention_heads
+DEFAULT_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}  # others: none
+DEFAULT_FULL_LAYERS = 28  # max_window_layers of qwen2 and qwen3
 
 
 def check_exportable(model: ModelConfig, family: str) -> None:
     """Raises UserError if the family cannot represent the model."""
-    other = "use format=ssscale, which has all of it"
-    for name, mixer in model.used.items():
-        if not mixer.plain:
-            raise UserError(f"format={family}: model.mixers has {name}, which transformers has no model for: {other}")
-    place = model.place
-    if not isinstance(place, RoPE) or place.scaling is RopeScaling.dynamic_ntk:
-        what = f"model.position.method={place.name}" + (" with scaling=dynamic_ntk" if isinstance(place, RoPE) else "")
-        raise UserError(f"format={family} has rotary positions of a fixed base only, and this model {what}: {other}")
-    if model.position.window is not None and family != "mistral":
+    reason = _mismatch(model, family)
+    if reason is not None:
+        fitting = [name for name in FAMILIES if _mismatch(model, name) is None]
         raise UserError(
-            f"format={family} has no model.position.window={model.position.window}: use format=mistral or format=ssscale"
+            f"format={family} {reason}: use {' or '.join(f'format={name}' for name in [*fitting, 'ssscale'])}"
         )
-    width = model.width
-    scaled = [
-        width.embedding_multiplier != 1.0 and "model.width.embedding_multiplier",
-        width.residual_multiplier != 1.0 and "model.width.residual_multiplier",
-        width.attention_scale not in (None, model.head_size**-0.5) and "model.width.attention_scale",
-        model.logits_divisor != 1.0 and "model.width.logits_divisor",
-    ]
-    first = next(filter(None, scaled), None)
-    if family != "granite" and first:
-        better = "granite" if model.position.window is None else "ssscale"
-        raise UserError(f"format={family} has no {first}, which this model sets: use format={better}")
+
+
+def _mismatch(model: ModelConfig, name: str) -> str | None:
+    """Returns what the family lacks or what the model lacks, as the end of a sentence; None if they fit."""
+    family, place, width = FAMILIES[name], model.place, model.width
+    for mixer in model.used.values():
+        if not mixer.plain:
+            return f"has no layers of {mixer.name}, which model.mixers has; transformers has no model with them"
+    if not isinstance(place, RoPE):
+        return f"has rotary positions, and this model has model.position.method={place.name}"
+    if place.scaling is RopeScaling.dynamic_ntk:
+        return f"has no model.position.rope.scaling={place.scaling.value}, which this model sets"
+    if model.position.window is not None and not family.window:
+        return f"has no model.position.window={model.position.window}"
+    scaled = {
+        "embedding_multiplier": width.embedding_multiplier != 1.0,
+        "residual_multiplier": width.residual_multiplier != 1.0,
+        "attention_scale": width.attention_scale not in (None, model.head_size**-0.5),
+        "logits_divisor": model.logits_divisor != 1.0,
+    }
+    for key in scaled:
+        if scaled[key] and not family.multipliers:
+            return f"has no model.width.{key}, which this model sets"
+    for key in ("qkv_bias", "qk_norm"):
+        if getattr(model, key) and not getattr(family, key):
+            return f"has no model.{key}, which this model sets"
+        if getattr(family, key) and not getattr(model, key):
+            return f"needs model.{key}=true, and this model has {key}=false"
+    if not family.head_dim and model.head_size * model.num_heads != model.hidden_size:
+        return f"has heads of hidden_size / num_heads dimensions, and this model has model.head_dim={model.head_dim}"
+    return None
 
 
 def family_config(config: Config, family: str, dtype: str) -> dict[str, Any]:
     """Returns config.json without the token ids. The model must pass `check_exportable`."""
     model, place = config.model, config.model.place
-    linear = place.scaling is RopeScaling.linear
     base = place.base
     if place.scaling is RopeScaling.ntk:
         base *= place.factor ** (model.head_size / (model.head_size - 2))
     content = {
-        "architectures": [ARCHITECTURES[family]],
+        "architectures": [FAMILIES[family].architecture],
         "model_type": family,
         "dtype": dtype,
         "vocab_size": model.vocab_size,
@@ -92,10 +134,14 @@ def family_config(config: Config, family: str, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": base,
-        "rope_scaling": {"rope_type": "linear", "factor": place.factor} if linear else None,
+        "rope_scaling": _rope_scaling(place),
     }
     if family == "mistral":
         return content | {"sliding_window": model.position.window}
+    if family == "qwen2":
+        return content | {"use_sliding_window": False}
+    if family == "qwen3":
+        return content | {"use_sliding_window": False, "attention_bias": False}
     content |= {"attention_bias": False, "mlp_bias": False}
     if family == "granite":
         width = model.width
@@ -106,6 +152,20 @@ def family_config(config: Config, family: str, dtype: str) -> dict[str, Any]:
             "logits_scaling": model.logits_divisor,
         }
     return content
+
+
+def _rope_scaling(place: RoPE) -> dict[str, Any] | None:
+    if place.scaling is RopeScaling.linear:
+        return {"rope_type": "linear", "factor": place.factor}
+    if place.scaling is RopeScaling.llama3:
+        return {
+            "rope_type": "llama3",
+            "factor": place.factor,
+            "low_freq_factor": place.low_freq_factor,
+            "high_freq_factor": place.high_freq_factor,
+            "original_max_position_embeddings": place.train_length,
+        }
+    return None
 
 
 def family_parts(model: ModelConfig) -> dict[str, list[tuple[str, int]]]:
@@ -124,6 +184,10 @@ def family_parts(model: ModelConfig) -> dict[str, list[tuple[str, int]]]:
             f"{ours}.mlp.gate_up.weight": gates,
             f"{ours}.mlp.down.weight": [(f"{theirs}.mlp.down_proj.weight", hidden)],
         }
+        for own, weight in projection_weights(model).items():
+            name, kind = own.split("_")  # q_bias, q_norm, ...
+            full = f"{name}_proj.bias" if kind == "bias" else f"{name}_norm.weight"
+            found[f"{ours}.attention.projection_weights.{own}"] = [(f"{theirs}.self_attn.{full}", weight.shape[0])]
     found["norm.weight"] = [("model.norm.weight", hidden)]
     if not model.tie_embeddings:
         found["head.weight"] = [("lm_head.weight", model.vocab_size)]
@@ -164,7 +228,7 @@ def from_family(files: Mapping[str, Any], model: ModelConfig, folder: Path) -> d
 
 
 def native_tree(content: dict[str, Any], file: object) -> dict[str, Any]:
-    """Returns the section `model` for the config.json of a model type in IMPORTED.
+    """Returns the section `model` for the config.json of a model type in FAMILIES.
 
     A key that is missing has the value that transformers gives it. Raises UserError, which names the key, for what this
     decoder does not have; LookupError, TypeError or ValueError if config.json is broken.
@@ -178,10 +242,12 @@ def native_tree(content: dict[str, Any], file: object) -> dict[str, Any]:
         "ffn_hidden_size": content["intermediate_size"],
         "num_heads": heads,
         "num_kv_heads": content.get("num_key_value_heads", DEFAULT_KV_HEADS.get(kind, heads)),
-        "head_dim": content.get("head_dim") or hidden // heads,
+        "head_dim": content.get("head_dim", DEFAULT_HEAD_DIM.get(kind)) or hidden // heads,
         "vocab_size": content["vocab_size"],
         "tie_embeddings": content.get("tie_word_embeddings", False),
         "norm_eps": content.get("rms_norm_eps", 1e-6),
+        "qkv_bias": FAMILIES[kind].qkv_bias,
+        "qk_norm": FAMILIES[kind].qk_norm,
         "init_std": content.get("initializer_range", 0.02),
         "position": {"method": "rope", "rope": _rope(content, file), "window": _window(content, file)},
     }
@@ -197,15 +263,18 @@ def native_tree(content: dict[str, Any], file: object) -> dict[str, Any]:
 
 def _check_importable(content: dict[str, Any], file: object) -> None:
     """Raises UserError for a key whose value this decoder does not have."""
-    for key in ("attention_bias", "mlp_bias"):
-        if content.get(key):
-            raise UserError(f"{file}: {key}=true, and this decoder has no biases")
+    kind = content["model_type"]
+    if content.get("attention_bias") and kind != "qwen2":  # transformers does not read the key in a Qwen2
+        raise UserError(
+            f"{file}: attention_bias=true adds a bias to the output projection too, and this decoder has biases of "
+            "queries, keys and values only"
+        )
+    if content.get("mlp_bias"):
+        raise UserError(f"{file}: mlp_bias=true, and this decoder has no biases in the MLP")
     if content.get("hidden_act", "silu") != "silu":
         raise UserError(f"{file}: hidden_act={content['hidden_act']!r}, and this decoder has silu only")
     if content.get("quantization_config") is not None:
         raise UserError(f"{file}: quantization_config is set, and only weights that are not quantized are imported")
-    if len(set(content.get("layer_types") or ())) > 1:
-        raise UserError(f"{file}: layer_types differ, and in this decoder all layers have the same window")
     for key in ("bos_token_id", "eos_token_id"):
         if type(content.get(key)) is not int:
             raise UserError(
@@ -218,11 +287,23 @@ def _window(content: dict[str, Any], file: object) -> int | None:
     """Returns the number of keys that a query attends to, its own included. transformers counts in the same way."""
     kind = content["model_type"]
     window: int | None = content.get("sliding_window", DEFAULT_WINDOW.get(kind))
-    if window is not None and kind != "mistral":
+    types = content.get("layer_types")
+    if kind in ("qwen2", "qwen3"):
+        window = window if content.get("use_sliding_window", False) else None
+        if types is None:  # the first `max_window_layers` layers have no window
+            layers = range(content["num_hidden_layers"])
+            full = content.get("max_window_layers", DEFAULT_FULL_LAYERS)
+            types = ["sliding_attention" if i >= full else "full_attention" for i in layers]
+        if window is not None and set(types) == {"full_attention"}:
+            window = None
+    elif window is not None and kind != "mistral":
         raise UserError(
             f"{file}: sliding_window={window}, which transformers does not apply in a model of type {kind}: "
             "set it to null, or model_type to mistral"
         )
+    if len(set(types or ())) > 1 and (window is not None or kind not in ("qwen2", "qwen3")):
+        key = "layer_types" if content.get("layer_types") else "max_window_layers"
+        raise UserError(f"{file}: with this {key} layers differ, and in this decoder all layers have the same window")
     return window
 
 
@@ -234,18 +315,31 @@ def _rope(content: dict[str, Any], file: object) -> dict[str, Any]:
     """
     section = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
     given = content.get(section) or {}
-    kind = given.get("rope_type", given.get("type", "default"))
+    if any(isinstance(value, dict) for value in given.values()):
+        raise UserError(
+            f"{file}: {section} differ by the type of a layer, and in this decoder all layers have the same"
+        )
+    kinds = {given[key] for key in ("rope_type", "type") if key in given} or {"default"}
+    if len(kinds) > 1:
+        raise UserError(f"{file}: {section}.rope_type and {section}.type differ: remove one")
+    (kind,) = kinds
     rotated = given.get("partial_rotary_factor", content.get("partial_rotary_factor"))
     if rotated not in (None, 1):
         raise UserError(f"{file}: partial_rotary_factor={rotated}, and this decoder rotates whole heads only")
     found = {"base": float(given.get("rope_theta", content.get("rope_theta", 10_000.0)))}
     if kind == "default":
         return found
-    if kind not in ("linear", "dynamic"):
-        raise UserError(f"{file}: {section}.rope_type={kind!r} is not imported; default, linear and dynamic are")
+    if kind not in ("linear", "dynamic", "llama3"):
+        raise UserError(
+            f"{file}: {section}.rope_type={kind!r} is not imported; default, linear, dynamic and llama3 are"
+        )
     factor = float(given["factor"])
-    if factor == 1.0 and kind == "linear":
+    if factor == 1.0 and kind != "dynamic":
         return found
     if kind == "linear":
         return found | {"scaling": "linear", "factor": factor}
+    if kind == "llama3":
+        bounds = {key: float(given[key]) for key in ("low_freq_factor", "high_freq_factor")}
+        length = given["original_max_position_embeddings"]
+        return found | {"scaling": "llama3", "factor": factor, "train_length": length} | bounds
     return found | {"scaling": "dynamic_ntk", "factor": factor, "train_length": content["max_position_embeddings"]}

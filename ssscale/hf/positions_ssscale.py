@@ -5,6 +5,7 @@ i: [B, T] and j: [B, S] are the positions of queries and keys in their documents
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ FIRE_HIDDEN, FIRE_LENGTH, FIRE_EPS = 32, 512.0, 1e-6
 
 
 def rope_tables(rope: dict[str, Any], size: int, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of p · base^(−2k / H)   (arXiv:2104.09864, Eq. 15), base and p after scaling: [B, T, H / 2]
+    """Returns cos and sin of p · base^(−2k / H)   (arXiv:2104.09864, Eq. 15), after scaling: [B, T, H / 2]
 
     rope: the options of the method. size: H. positions: [B, T]. lengths: [B, 1] or [B, T] float64, the final number of
     tokens of each token's document, which only dynamic_ntk needs.
@@ -29,8 +30,12 @@ def rope_tables(rope: dict[str, Any], size: int, positions: Tensor, lengths: Ten
     elif scaling == "dynamic_ntk":
         excess = (lengths / rope["train_length"]).clamp(min=1.0) - 1
         base = (base * (factor * excess + 1) ** (size / (size - 2))).float()[..., None]
-    exponent = torch.arange(0, size, 2, device=p.device, dtype=torch.float32) / size
-    angle = p[..., None] * base**-exponent
+    theta = base ** -(torch.arange(0, size, 2, device=p.device, dtype=torch.float32) / size)
+    if scaling == "llama3":  # frequencies of few turns in train_length tokens are divided by the factor
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        kept = ((rope["train_length"] * theta / (2 * math.pi) - low) / (high - low)).clamp(0.0, 1.0)
+        theta = (1 - kept) * theta / factor + kept * theta
+    angle = p[..., None] * theta
     return angle.cos(), angle.sin()
 
 

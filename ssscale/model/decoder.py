@@ -17,7 +17,7 @@ from ssscale.config.schema import ModelConfig, Recompute
 from ssscale.layout import PackedLayout
 from ssscale.model.mixers.base import Tables
 from ssscale.model.recompute import keep_products, leave_products_whole
-from ssscale.model.weight import Weight
+from ssscale.model.weight import Weight, projection_weights
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import (
     MegatronConfig,
@@ -78,7 +78,7 @@ class SwiGLU(nn.Module):
 
 
 class Weights(nn.Module):
-    """The learned tensors that a mixer or a position method declares, filled with their start values.
+    """The learned tensors that a mixer, a position method or the projections declare, filled with their start values.
 
     A tensor with a `split` dimension is divided over the tensor-parallel ranks. Each rank holds its slice.
     """
@@ -114,7 +114,9 @@ class Weights(nn.Module):
 class Attention(nn.Module):
     """y = W_o mix(W_q x, W_k x, W_v x) with grouped queries (arXiv:2305.13245). [T, D] → [T, D].
 
-    The mixer of the layer (ssscale/model/mixers) computes `mix`. It reads the attributes of this module.
+    With `qkv_bias`, biases are added to W_q x, W_k x and W_v x. With `qk_norm`, each head of q and k then passes through
+    an RMSNorm, whose weight [H] all heads of the layer share (as in Qwen2 and Qwen3). The mixer of the layer
+    (ssscale/model/mixers) computes `mix`. It reads the attributes of this module.
     """
 
     def __init__(self, config: ModelConfig, groups: Groups, megatron: MegatronConfig, layer: int) -> None:
@@ -130,17 +132,33 @@ class Attention(nn.Module):
         q_size, kv_size = config.num_heads * self.head_size, config.kv_heads * self.head_size
         self.qkv = column_linear(config.hidden_size, (q_size, kv_size, kv_size), megatron)
         self.out = row_linear(q_size, config.hidden_size, megatron)
+        self.projection_weights = Weights(projection_weights(config), groups)
+        self.norm_eps = config.norm_eps
         self.weights = Weights(self.mixer.weights(config), groups)
         self.position_weights = Weights(self.position.weights(config), groups)
 
     def forward(
         self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None
     ) -> tuple[Tensor, Terms]:
-        qkv = self.qkv(x)[0].unflatten(-1, (-1, self.head_size))  # [T, N + 2K, H]
+        qkv = self._project(x)
         extend = None if cache is None else cache.extend
         mixed = self.mixer.mix(qkv, self, layout, tables, extend)  # [T, N, H]
         terms = self.mixer.measure(qkv, mixed, self, layout) if self.mixer.terms else {}
         return self.out(mixed.flatten(1))[0], terms
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Returns q, k and v, one after the other: [T, N + 2K, H]."""
+        qkv = self.qkv(x)[0].unflatten(-1, (-1, self.head_size))
+        own = self.projection_weights
+        if "q_bias" in own:
+            biases = torch.cat([own.take(f"{name}_bias") for name in ("q", "k", "v")])
+            qkv = qkv + biases.view(-1, self.head_size)
+        if "q_norm" in own:
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+            q = F.rms_norm(q, (self.head_size,), own.take("q_norm"), self.norm_eps)
+            k = F.rms_norm(k, (self.head_size,), own.take("k_norm"), self.norm_eps)
+            qkv = torch.cat((q, k, v), 1)
+        return qkv
 
     def for_heads(self, weight: Tensor, count: int) -> Tensor:
         """Returns the part of a tensor [N, ...] that belongs to the `count` heads of q in `attend`.

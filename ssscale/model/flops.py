@@ -3,7 +3,7 @@
 import math
 
 from ssscale.config.schema import ModelConfig
-from ssscale.model.weight import Weight
+from ssscale.model.weight import Weight, projection_weights
 
 # Dense bf16 FLOP/s of one H100 SXM or H200 according to NVIDIA's data sheet. MFU is relative to it.
 PEAK_FLOPS = 989e12
@@ -12,8 +12,7 @@ PEAK_FLOPS = 989e12
 def count_parameters(model: ModelConfig, length: int) -> int:
     """Returns the parameters of the whole model: L·(4d² + 3·d·f + 2d) + d + embeddings. Under GQA, 4d² is smaller.
 
-    The weights that mixers and the position method declare are added. The vocabulary is the tokenizer's, without the
-    padding of tensor parallelism.
+    `declared_weights` are added. The vocabulary is the tokenizer's, without the padding of tensor parallelism.
     """
     return sum(parameters_by_part(model, length).values())
 
@@ -22,7 +21,7 @@ def parameters_by_part(model: ModelConfig, length: int) -> dict[str, int]:
     """Returns the parameters by kind.
 
     `embedding`: the embedding and, if untied, the head. `matrices`: the matrices of the blocks, which tensor
-    parallelism splits. `vectors`: norms and what the mixers and the position method declare.
+    parallelism splits. `vectors`: norms and `declared_weights`.
     """
     d = model.hidden_size
     attention = 2 * d * model.head_size * (model.num_heads + model.kv_heads)
@@ -35,7 +34,7 @@ def parameters_by_part(model: ModelConfig, length: int) -> dict[str, int]:
 
 
 def declared_weights(model: ModelConfig, length: int) -> dict[str, Weight]:
-    """Returns the weights that the mixers and the position method declare, by parameter name."""
+    """Returns the weights that the mixers, the position method and the projections declare, by parameter name."""
     found: dict[str, Weight] = {}
     for name, mixer in model.used.items():
         found |= {f"shared.{name}.{own}": weight for own, weight in mixer.shared_weights(model, length).items()}
@@ -43,6 +42,7 @@ def declared_weights(model: ModelConfig, length: int) -> dict[str, Weight]:
         at = f"blocks.{layer}.attention"
         found |= {f"{at}.weights.{own}": weight for own, weight in mixer.weights(model).items()}
         found |= {f"{at}.position_weights.{own}": w for own, w in model.place_of(mixer).weights(model).items()}
+        found |= {f"{at}.projection_weights.{own}": weight for own, weight in projection_weights(model).items()}
     return found
 
 

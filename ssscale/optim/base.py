@@ -25,12 +25,14 @@ class Optimizer:
         checkpoints save them.
     momentum: the state that stays exactly 0 as long as no gradient has reached the weight.
     whole_matrices: whether an update needs the whole matrix, which ZeRO and tensor parallelism would divide.
+    one_pass: whether the engine updates weights by `ssscale_kernels.adamw` and not by `make`'s optimizer. For AdamW only.
     """
 
     name: ClassVar[str]
     states: ClassVar[tuple[str, ...]]
     momentum: ClassVar[str]
     whole_matrices: ClassVar[bool] = False
+    one_pass = False
 
     def check(self, config: Config) -> None:
         """Raises UserError if the options contradict each other or the parallel layout."""

@@ -84,6 +84,8 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     | 1 | w·N' | 4·N' + w·(largest matrix, before it is added to the sum) | (4 + o)·N'/D |
     | 2 | w·N' | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
     | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
+
+    With `optimizer.adamw.one_pass`, a step of one microbatch keeps its gradients in bf16: w·N'.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -94,11 +96,14 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     block = parts["matrices"] / model.num_layers / tensor
     largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
     partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
+    summed = 4 * n + width * largest
+    if config.optimizer.chosen.one_pass and train.microbatch_rows * (ranks // parallel.context) == train.batch_size:
+        summed = width * n
     kept = config.optimizer.chosen.state_bytes
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(
         weights=width * (n if stage < 3 else n / ranks + block),
-        gradients=(width * n, 4 * n + width * largest, partitioned, partitioned)[stage],
+        gradients=(width * n, summed, partitioned, partitioned)[stage],
         optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / ranks,
         activations=tokens * activation_bytes_per_token(config)
         + model.place.kept_bytes(model.num_heads / tensor, config.data.length),
@@ -148,8 +153,9 @@ def activation_bytes_per_token(config: Config) -> float:
     w bytes per element, N query and K key/value heads of H dimensions, hidden size D, ffn size F, by `train.recompute`:
 
     none:      L · w·(4D + (N + 2K)·H + N·H + 3F): inputs and outputs of both norms; q, k, v as one matrix; the output of
-               the mixer; gate, up and their product. Also what the mixer keeps besides (`Mixer.kept_bytes`), and w·F per
-               layer without torch.compile.
+               the mixer; gate, up and their product. Also what the mixer keeps besides (`Mixer.kept_bytes`), w·F per layer
+               without torch.compile, and with `qk_norm` w·(N + 2K)·H + 4·(N + K): q, k and v before the norms of q and
+               k, and the inverse roots of these norms.
     selective: L · w·(2D + (2N + 2K)·H + 2F): the input of the block, matrix products and the output of the mixer. Also
                what the mixer of each layer keeps besides, w·D per layer (the last product) without torch.compile, and one
                block of `none`.
@@ -164,6 +170,7 @@ def activation_bytes_per_token(config: Config) -> float:
     q = model.num_heads * model.head_size / tensor
     kv = model.kv_heads * model.head_size / tensor
     f = model.ffn_hidden_size / tensor
+    norms = w * (q + 2 * kv) + 4 * (model.num_heads + model.kv_heads) / tensor if model.qk_norm else 0.0
     mixed = [
         mixer.kept_bytes(
             Sizes(
@@ -179,7 +186,7 @@ def activation_bytes_per_token(config: Config) -> float:
         for mixer in model.layer_mixers
     ]
     gathered = 2 * w * model.hidden_size if d < model.hidden_size and parallel.keep_gathered else 0
-    block = w * (2 * d + 2 * q + 2 * kv + 3 * f) + (gathered or 2 * w * d)
+    block = w * (2 * d + 2 * q + 2 * kv + 3 * f) + (gathered or 2 * w * d) + norms
     if config.compile_on_gpu is Compile.none:
         block += w * f
     ends = w * d + (gathered / 2 or w * d)  # the last norm's input and output

@@ -51,7 +51,7 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the data. A run must resume with the same fingerprint."""
+        """Identifies the data. Resuming with another fingerprint needs `data.accept_changed`."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -86,7 +86,8 @@ class Run:
     """A run, built from its configuration and its newest checkpoint. `ssscale.train.loop.train` trains it.
 
     config: the configuration of the current stage. given: the configuration of the whole run.
-    state: the progress after the last step. last: the result of the last step; None after a start and after a rollback.
+    state: the progress after the last step. last: the result of the last step; None after a start, a rollback
+    or a change of the model.
     Raises UserError if the run cannot start.
     """
 
@@ -214,7 +215,7 @@ class Run:
             raise Stop(f"losses are NaN up to step {step} and there is no checkpoint to go back to", DIVERGED)
         reader = CheckpointReader(found)
         state, passed = reader.state, self.state.skipped
-        if passed and passed[-1][0] == state.step:  # from memory, as the main rank may have changed the file
+        if passed and passed[-1][0] == state.step:  # not from the rollback file, which the main rank may have changed
             state = replace(state, skipped=passed)
         times = sum(at == state.step for at, _ in state.skipped)
         if times == MAX_ROLLBACKS:

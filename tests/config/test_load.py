@@ -167,5 +167,5 @@ def test_a_wrong_file_gives_a_sentence_with_its_name(configs, text, expected):
 def test_a_missing_run_file_is_answered_with_the_nearest():
     assert "there is no configs/3b_bs.yaml; did you mean 3b_sb" in sentence(["config=3b_bs"])
     assert "config=a/b.yaml: there is no file a/b.yaml" in sentence(["config=a/b.yaml"])
-    assert "config=NAME is missing: name one of 162m_softmax" in sentence([])
+    assert "config=NAME is missing: name one of 162m_sb" in sentence([])
     assert "config=NAME is missing" in sentence(["config="])

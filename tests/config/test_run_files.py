@@ -13,6 +13,7 @@ from ssscale.validate import validate
 
 PARAMETERS = {
     "162m_softmax": 162_148_608,
+    "162m_sb": 162_148_608,
     "162m_ssmax_after": 162_148_752,
     "162m_ssmax_during": 162_148_608,
     "162m_ssmax": 162_148_752,

@@ -98,6 +98,19 @@ def test_tiny_sb_refuses(overrides, expected):
             ["rope.scaling=dynamic_ntk", "rope.train_length=0"],
             "model.position.rope.train_length must be at least 1, not 0",
         ),
+        (["rope.scaling=llama3"], "model.position.rope.scaling=llama3 with factor=1 changes nothing"),
+        (
+            ["rope.scaling=llama3", "rope.factor=8"],
+            "scaling=llama3 needs model.position.rope.train_length, which is original_max_position_embeddings",
+        ),
+        (
+            ["rope.scaling=llama3", "rope.factor=8", "rope.train_length=64", "rope.low_freq_factor=4"],
+            "model.position.rope.low_freq_factor=4 must be above 0 and below model.position.rope.high_freq_factor=4",
+        ),
+        (
+            ["rope.high_freq_factor=8"],
+            "model.position.rope.high_freq_factor=8 has no effect without model.position.rope.scaling=llama3",
+        ),
     ],
 )
 def test_ssmax_refuses_positions(overrides, expected):

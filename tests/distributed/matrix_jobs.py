@@ -55,13 +55,13 @@ def sticks(**options: bool) -> ModelConfig:
 
 
 MODELS = {
-    "softmax": (model(), model(tie_embeddings=True, position=nope)),
+    "softmax": (model(), model(tie_embeddings=True, position=nope, qkv_bias=True, qk_norm=True)),
     "ssmax": (
         model(mixers=["ssmax"], tie_embeddings=True),
-        model(mixers=["ssmax"], mixer=mixer_config("ssmax", variant=Variant.pn)),
+        model(mixers=["ssmax"], mixer=mixer_config("ssmax", variant=Variant.pn), qkv_bias=True),
     ),
     "stickbreaking": (
-        sticks(remainder=True),
+        sticks(remainder=True, qk_norm=True),
         sticks(tie_embeddings=True),
     ),
 }

@@ -86,7 +86,7 @@ def _kept(decoder: Decoder, groups: Groups) -> int:
 
 
 @pytest.mark.parametrize("recompute", list(Recompute))
-@pytest.mark.parametrize("core", ["ssmax", "stickbreaking"])  # softmax keeps what ssmax does
+@pytest.mark.parametrize("core", ["ssmax", "stickbreaking", "ssmax_norm", "stickbreaking_norm"])  # softmax: as ssmax
 def test_each_layer_keeps_what_the_formula_says(core: str, recompute: Recompute, groups: Groups) -> None:
     kept = kept_bytes(core, groups, compiled=True, recompute=recompute) / TOKENS
     assert kept == pytest.approx(formula(core, ParallelConfig(), recompute=recompute), rel=0.02)
@@ -120,6 +120,7 @@ def test_ranks_that_share_a_layer_keep_what_the_formula_says(
         ("stickbreaking", 1, 1, 2),
         ("ssmax", 2, 1, 1),
         ("stickbreaking", 2, 1, 1),
+        ("ssmax_norm", 2, 1, 1),
     ],
 )
 def test_compiled_ranks_that_share_a_layer_keep_what_the_formula_says(

@@ -43,8 +43,10 @@ def test_resuming_in_the_same_layout_changes_no_bit(layout: str, pools: dict[int
     assert rest["norms"] == whole["norms"][2:]
 
 
-def layout(processes: int, zero: int, tensor: int = 1, context: str = "1", sequence: bool = False) -> Layout:
-    return Layout(processes, tensor, sequence, context, zero, 1, "ssmax", 0, "none")
+def layout(
+    processes: int, zero: int, tensor: int = 1, context: str = "1", sequence: bool = False, variant: int = 0
+) -> Layout:
+    return Layout(processes, tensor, sequence, context, zero, 1, "ssmax", variant, "none")
 
 
 MOVES = [
@@ -58,6 +60,9 @@ MOVES = [
     (layout(2, 3), layout(2, 1, tensor=2, sequence=True)),
     (layout(2, 2, context="ring2"), layout(1, 1)),
     (layout(2, 0, tensor=2), layout(4, 3)),
+    # with biases
+    (layout(2, 1, tensor=2, variant=1), layout(2, 3, variant=1)),
+    (layout(2, 3, variant=1), layout(4, 2, tensor=2, sequence=True, variant=1)),
 ]
 
 

@@ -63,6 +63,7 @@ def differences(
     ("core", "tensor", "sequence", "ulysses", "ring", "recompute"),
     [
         ("ssmax", 2, True, 1, 1, Recompute.none),
+        ("ssmax_norm", 2, True, 1, 1, Recompute.none),
         ("stickbreaking", 2, False, 1, 1, Recompute.none),
         ("stickbreaking", 2, True, 1, 1, Recompute.full),
         ("softmax", 1, False, 1, 2, Recompute.none),
@@ -152,7 +153,7 @@ def test_own_tokens_may_be_multiplied_while_others_arrive(ranks: int, keep: bool
         ("ssmax", 2, 1, PARTITIONED, {"sequence": True, "keep_gathered": True}),
         ("stickbreaking", 2, 1, PARTITIONED, {"sequence": True, "recompute": Recompute.selective}),
         ("stickbreaking", 2, 1, PARTITIONED, {"sequence": True, "overlap_gathers": True}),
-        ("ssmax", 2, 1, PARTITIONED, {"sequence": False, "recompute": Recompute.selective}),
+        ("ssmax_norm", 2, 1, PARTITIONED, {"sequence": False, "recompute": Recompute.selective}),
         ("softmax", 2, 1, PARTITIONED, {"sequence": True, "keep_gathered": True, "recompute": Recompute.selective}),
         ("ssmax", 1, 2, PARTITIONED, {}),
         ("stickbreaking", 1, 2, PARTITIONED, {"recompute": Recompute.selective}),

@@ -12,8 +12,9 @@ from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import extend, generate
 from ssscale.model.init import initialize_weights
+from ssscale.parallel.megatron import global_shape, local_part
 from tests.distributed.jobs import TRAIN, regroup
-from tests.models import MODELS
+from tests.models import MODELS, SETTINGS
 from tests.pool import Pool
 
 POSITIONS = {
@@ -22,11 +23,13 @@ POSITIONS = {
     "ssmax_window": position_config("rope", window=5),
     "ssmax_pn": position_config(),
     "stickbreaking_remainder": position_config("nope"),
+    "softmax_llama3": SETTINGS["rope_llama3"],
 }
 CASES = {
     name: dataclasses.replace(MODELS[name if name in MODELS else name.split("_")[0]], position=position)
     for name, position in POSITIONS.items()
 }
+CASES["ssmax_bias_norm"] = dataclasses.replace(MODELS["ssmax"], qkv_bias=True, qk_norm=True)
 
 
 def passes(models: dict[str, ModelConfig], tensor: int, sequence: bool) -> dict[str, list[Any]]:
@@ -36,6 +39,10 @@ def passes(models: dict[str, ModelConfig], tensor: int, sequence: bool) -> dict[
         decoder = Decoder(model, groups, 64, sequence_parallel=sequence)
         initialize_weights(decoder, model, groups, seed=3)
         decoder.requires_grad_(False)
+        for key, weight in decoder.named_parameters():
+            if ".projection_weights." in key:  # biases begin at 0
+                size = global_shape(weight, groups.tensor_size)
+                weight += local_part(torch.linspace(0, 1, *size), weight, groups.tensor_rank, groups.tensor_size)
         tokens = torch.randint(0, 300, (28,), generator=torch.Generator().manual_seed(0))
         whole = decoder(tokens, PackedLayout.from_lengths([28]))
         cache = KVCache(decoder, [28, 40])

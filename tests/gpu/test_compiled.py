@@ -41,7 +41,7 @@ def gradients(core: str, groups: Groups, compiled: bool, recompute: Recompute) -
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", list(Recompute))
-@pytest.mark.parametrize("core", ["softmax", "ssmax", "stickbreaking"])
+@pytest.mark.parametrize("core", ["softmax", "ssmax", "stickbreaking", "ssmax_norm", "stickbreaking_norm"])
 def test_compiling_and_recomputing_change_no_gradient(
     core: str, recompute: Recompute, compiled: bool, groups: Groups
 ) -> None:

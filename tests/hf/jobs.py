@@ -14,7 +14,7 @@ from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import split_dim
+from ssscale.parallel.megatron import global_shape, local_part, split_dim
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
 from tests.distributed.jobs import regroup
@@ -55,7 +55,7 @@ class Share(WeightsOnly):
 
 
 def make_decoder(model: ModelConfig, groups: Groups) -> Decoder:
-    """Weights whose s, b, p_n and FIRE parameters all matter."""
+    """Weights whose s, b, p_n, FIRE parameters, biases and norms of q and k all matter."""
     decoder = Decoder(model, groups, LENGTH)
     initialize_weights(decoder, model, groups, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -63,6 +63,9 @@ def make_decoder(model: ModelConfig, groups: Groups) -> Decoder:
         for name, weight in decoder.named_parameters():
             if name.startswith("shared.") or name.endswith(("attention.weights.s", "attention.weights.b")):
                 weight += 0.3 * torch.rand(1, generator=generator)
+            if ".projection_weights." in name:
+                whole = torch.rand(global_shape(weight, groups.tensor_size), generator=generator)
+                weight += 0.3 * local_part(whole, weight, groups.tensor_rank, groups.tensor_size)
     return decoder.eval().requires_grad_(False)
 
 

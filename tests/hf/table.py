@@ -27,10 +27,10 @@ from tests.models import make_model
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "transformers.md"
 FIVE = "SSSCALE_TRANSFORMERS_5"
-# With rows for ids that the tokenizer does not have.
+# With rows for ids that the tokenizer does not have. One of them has biases, and norms of queries and keys.
 CORES = {
     "softmax": replace(make_model("softmax"), vocab_size=304),
-    "SSMax": replace(make_model("ssmax", tied=True), vocab_size=304),
+    "SSMax": replace(make_model("ssmax", tied=True), vocab_size=304, qkv_bias=True, qk_norm=True),
     "stick-breaking": replace(make_model("stickbreaking"), vocab_size=304),
 }
 GROUPS = {
@@ -49,7 +49,8 @@ do with it, in the two pinned versions. A cell says *works* if the values agree 
 the same folder and is independent of the exported code (`tests/hf/uses/`). A number is the note below the tables with
 the sentence that the user reads. `make test` runs nearly all rows with transformers {four}, each with one core in turn
 and the forward passes with all cores, and compares them with this page. `make test-transformers5` runs everything with
-both versions. Everything ran on a CPU; `torch.compile` with `backend="aot_eager"`.
+both versions. Everything ran on a CPU; `torch.compile` with `backend="aot_eager"`. The SSMax model also has
+`model.qkv_bias` and `model.qk_norm`.
 """
 
 Cells = dict[str, dict[str, str]]

@@ -130,7 +130,7 @@ def test_ids_beyond_the_tokenizer_are_never_generated(groups: Groups, tokenizer_
     assert drawn.max() < 300
 
 
-@pytest.mark.parametrize("name", ["softmax-fire", "ssmax_pn-rope", "stickbreaking-nope"])
+@pytest.mark.parametrize("name", ["softmax-fire", "ssmax_pn-rope", "stickbreaking-nope", "ssmax-rope-bias_norm"])
 def test_tensor_parallel_checkpoints_export_the_same_bytes(
     name: str, pool1: Pool, pool2: Pool, tokenizer_file: Path, tmp_path: Path
 ) -> None:
@@ -187,7 +187,7 @@ def exported(names: list[str], groups: Groups, tokenizer_file: Path, tmp_path: P
 
 
 def test_a_folder_loads_where_only_transformers_is(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None:
-    names = ["softmax-fire", "ssmax-rope-window", "stickbreaking_remainder-nope"]
+    names = ["softmax-fire", "ssmax-rope-window", "ssmax-rope-bias_norm", "stickbreaking_remainder-nope"]
     load_elsewhere(exported(names, groups, tokenizer_file, tmp_path), tmp_path, "")
 
 

@@ -1,126 +1,97 @@
 """Import of small random models of transformers' own classes: logits, weights on the way back, tokenizers, refusals."""
 
 import json
+import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from eval.checkpoint.text import TextTokenizer
-from ssscale.config.schema import ModelConfig
 from ssscale.errors import UserError
+from ssscale.hf import register
 from ssscale.hf.convert import export_checkpoint, import_checkpoint
 from ssscale.hf.plain import native_tree
-from ssscale.layout import PackedLayout
 from ssscale.parallel.groups import Groups
-from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.checkpoint_folder import list_checkpoints
+from tests.hf.families import LLAMA_3_1, MODELS, QWEN, SIZES, SMOLLM, logits_of, save_theirs
+from tests.hf.import_table import FIVE, PAGE, of_version, our_logits, read_page, there_and_back, write_page
 from tests.hf.jobs import write_checkpoint
 from tests.models import make_model
+from tests.pool import Pool
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "initializer_range": 0.2,
-}
-MULTIPLIERS = {
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.1,
-    "logits_scaling": 4.0,
-}
-# What SmolLM and SmolLM2 write beside their sizes.
-SMOLLM: dict[str, Any] = {
-    "is_llama_config": True,
-    "rope_interleaved": False,
-    "pretraining_tp": 1,
-    "rope_scaling": None,
-    "rope_theta": 100_000,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "rms_norm_eps": 1e-5,
-    "hidden_size": 36,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-}
-# name → (model type, its keys, the format of the way back)
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama": ("llama", {}, "llama"),
-    "llama_tied": ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}, "llama"),
-    "llama_all_heads": ("llama", {"num_key_value_heads": 4, "head_dim": 6}, "llama"),
-    "llama_3": ("llama", {"rope_theta": 500_000.0, "num_key_value_heads": 1}, "llama"),
-    "llama_linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}, "llama"),
-    "llama_linear_1": ("llama", {"rope_scaling": {"type": "linear", "factor": 1.0}}, "llama"),
-    "llama_dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}}, "ssscale"),
-    "smollm2": ("llama", SMOLLM, "llama"),
-    "mistral": ("mistral", {"sliding_window": None}, "llama"),
-    "mistral_window": ("mistral", {"sliding_window": 6, "tie_word_embeddings": True}, "mistral"),
-    "mistral_window_1": ("mistral", {"sliding_window": 1}, "mistral"),
-    "mistral_wide": ("mistral", {"sliding_window": 4096, "head_dim": 16}, "mistral"),
-    "granite": ("granite", MULTIPLIERS, "granite"),
-    "granite_tied": ("granite", MULTIPLIERS | {"tie_word_embeddings": True}, "granite"),
-    "granite_linear": (
-        "granite",
-        MULTIPLIERS | {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-        "granite",
-    ),
-}
-TEXT = [0, 200, 3, 77, 8, 150, 299, 41, *range(5, 27)]  # longer than max_position_embeddings
-
-
-def save_theirs(kind: str, keys: dict[str, Any], folder: Path, tokenizer_file: Path) -> torch.nn.Module:
-    """Writes a random model of transformers, in float32, and returns it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | keys)).eval()
-    for name, weight in theirs.named_parameters():
-        if "norm" in name:  # 1 in a new model, which would hide norms that are swapped
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-    theirs.save_pretrained(folder)
-    shutil.copy(tokenizer_file, folder / "tokenizer.json")
-    return theirs
-
-
-def logits(folder: Path, groups: Groups) -> tuple[torch.Tensor, ModelConfig]:
-    ours, config = load_for_inference(folder, groups)
-    with torch.no_grad():
-        return ours(torch.tensor(TEXT), PackedLayout.from_lengths([len(TEXT)])), config.model
+FLOAT32 = 3e-6  # more than float32 rounding gives here, of the largest logit
+ROUNDING = 6e-7  # what another machine may add to it
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_theirs_and_the_weights_come_back(
     name: str, groups: Groups, tokenizer_file: Path, tmp_path: Path
 ) -> None:
+    import transformers
+
     kind, keys, form = MODELS[name]
     theirs = save_theirs(kind, keys, tmp_path / "hf", tokenizer_file)
-    checkpoint = import_checkpoint(tmp_path / "hf", tmp_path / "run", groups)
-    with torch.no_grad():
-        expected = theirs(torch.tensor([TEXT])).logits[0]
-    found, model = logits(checkpoint, groups)
-    # Float32 rounding gives at most 9.3e-7 of the largest logit here.
-    assert (found - expected).abs().max() < 3e-6 * expected.abs().max()
-    assert model.tie_embeddings == keys.get("tie_word_embeddings", False)
+    expected = logits_of(theirs)
+    difference = there_and_back(name, tmp_path / "hf", expected, groups, tmp_path)
+    assert difference < FLOAT32
+    assert difference <= max(ROUNDING, 3 * read_page()[transformers.__version__][name])
+    register()
+    again = logits_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"))
+    if form == "ssscale":
+        assert (again - expected).abs().max() < FLOAT32 * expected.abs().max()
+    else:
+        assert torch.equal(again, expected)
 
-    export_checkpoint(checkpoint, tmp_path / "again", 1, 2, form=form)
-    if form != "ssscale":
-        before, after = load_file(tmp_path / "hf/model.safetensors"), load_file(tmp_path / "again/model.safetensors")
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[key], after[key]) for key in before)
-    twice = import_checkpoint(tmp_path / "again", tmp_path / "twice", groups)
-    once, again = CheckpointReader(checkpoint), CheckpointReader(twice)
-    assert all(torch.equal(once.whole(key, "weight"), again.whole(key, "weight")) for key in once.weights)
-    assert torch.equal(logits(twice, groups)[0], found)
+
+def test_the_page_reads_as_it_was_written() -> None:
+    found = read_page()
+    assert len(found) == 2
+    assert write_page(found) == PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_models_of_transformers_5_go_there_and_back(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None:
+    packages = os.environ.get(FIVE, "")
+    if not packages:
+        pytest.skip(f"{FIVE} names no folder of `pip install --target` with transformers 5")
+    found = of_version(packages, groups, tmp_path, tokenizer_file)
+    (version,) = (name for name in read_page() if name.startswith("5."))
+    for name, difference in found.items():
+        assert difference <= max(ROUNDING, 3 * read_page()[version][name]), name
+    content = json.loads((tmp_path / "theirs/Llama 3.1/config.json").read_text())
+    assert content["rope_parameters"]["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize(("name", "mixer"), [("Qwen2", "ssmax"), ("Qwen3, tied", "softmax"), ("Llama 3.1", "ssmax")])
+def test_an_imported_model_trains_and_is_exported(
+    name: str, mixer: str, groups: Groups, pool1: Pool, corpus: Path, tmp_path: Path
+) -> None:
+    """As docs/guide/ssmax_your_model.md does it, with steps of the trainer itself."""
+    from transformers import AutoModelForCausalLM
+
+    kind, keys, form = MODELS[name]
+    tokenizer = corpus / "tokenizer.json"
+    save_theirs(kind, keys | {"vocab_size": 1024, "initializer_range": 0.02}, tmp_path / "hf", tokenizer)
+    checkpoint = import_checkpoint(tmp_path / "hf", tmp_path / "imported", groups)
+    changes = {"init_from": str(tmp_path / "imported"), "model.mixers": [mixer], "train.max_steps": 3}
+    given = f"config={tmp_path / 'imported/config.yaml'}"
+    run = tmp_path / "run"
+    assert pool1.run("tests.train.jobs:continue_run", given=given, data=str(corpus), run=str(run), **changes) == [""]
+    trained = list_checkpoints(run / "checkpoints")[-1]
+    before, after = CheckpointReader(checkpoint), CheckpointReader(trained)
+    for key in before.weights:
+        changed = not torch.equal(before.whole(key, "weight"), after.whole(key, "weight"))
+        assert changed, f"{key} is not trained"
+    form = "ssscale" if mixer == "ssmax" else form
+    export_checkpoint(trained, tmp_path / "exported", 1, 2, form=form)
+    register()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    expected = our_logits(trained, groups)
+    assert (logits_of(theirs) - expected).abs().max() < FLOAT32 * expected.abs().max()
 
 
 def test_stored_in_bf16_and_in_several_files(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None:
@@ -132,22 +103,23 @@ def test_stored_in_bf16_and_in_several_files(groups: Groups, tokenizer_file: Pat
     shutil.copy(tokenizer_file, tmp_path / "hf/tokenizer.json")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    with torch.no_grad():
-        expected = theirs(torch.tensor([TEXT])).logits[0]
-    found, _ = logits(import_checkpoint(tmp_path / "hf", tmp_path / "run", groups), groups)
-    assert (found - expected).abs().max() < 3e-6 * expected.abs().max()
+    expected = logits_of(theirs)
+    found = our_logits(import_checkpoint(tmp_path / "hf", tmp_path / "run", groups), groups)
+    assert (found - expected).abs().max() < FLOAT32 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "granite"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "granite", "qwen2", "qwen3"])
 def test_missing_keys_have_the_values_of_transformers(kind: str) -> None:
     """config.json as an author may write it: any key may be missing for which transformers has a default."""
     from transformers import AutoConfig
 
     needed = {key: SIZES[key] for key in list(SIZES)[:5]} | {"num_attention_heads": 8, "max_position_embeddings": 16}
-    content = needed | {"model_type": kind, "bos_token_id": 1, "eos_token_id": 2}
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    content = needed | {"model_type": kind} | ids
     whole = AutoConfig.for_model(kind, **needed).to_dict()
-    whole.pop("layer_types", None)
-    assert native_tree(content, "config.json") == native_tree(content | whole, "config.json")
+    if kind not in ("qwen2", "qwen3"):
+        whole.pop("layer_types", None)
+    assert native_tree(content, "config.json") == native_tree(content | whole | ids, "config.json")
 
 
 def test_a_sentencepiece_tokenizer_comes_along(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None:
@@ -177,22 +149,42 @@ def test_a_sentencepiece_tokenizer_comes_along(groups: Groups, tokenizer_file: P
         assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text))
 
 
+SLIDING = ["sliding_attention"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "qwen2"}, "it has biases of the query, key and value projections"),
-        ({"model_type": "qwen3"}, "it has norms of queries and keys"),
         ({"model_type": "smollm3"}, "it has layers without rotary positions (no_rope_layers)"),
         ({"model_type": "ministral"}, "it has windows in some layers only (layer_types)"),
-        ({"model_type": "bert"}, "is of a model_type 'bert', not 'ssscale', 'llama', 'mistral', 'granite'"),
-        ({"attention_bias": True}, "attention_bias=true, and this decoder has no biases"),
-        ({"mlp_bias": True}, "mlp_bias=true, and this decoder has no biases"),
+        ({"model_type": "gpt_oss"}, "it has experts (num_local_experts), attention sinks, and windows"),
+        ({"model_type": "qwen3_moe"}, "it has experts (num_experts)"),
+        ({"model_type": "bert"}, "model_type 'bert', not 'ssscale', 'llama', 'mistral', 'granite', 'qwen2', 'qwen3'"),
+        ({"attention_bias": True}, "attention_bias=true adds a bias to the output projection too"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=true adds a bias to the output projection"),
+        ({"model_type": "qwen2"}, "is not whole: only config.json describes blocks."),
+        (QWEN | {"model_type": "qwen3", "use_sliding_window": True}, "with this max_window_layers layers differ"),
+        (
+            QWEN | {"model_type": "qwen2", "use_sliding_window": True, "layer_types": [*SLIDING, "full_attention"]},
+            "with this layer_types layers differ, and in this decoder all layers have the same window",
+        ),
+        ({"mlp_bias": True}, "mlp_bias=true, and this decoder has no biases in the MLP"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', and this decoder has silu only"),
         ({"sliding_window": 32}, "sliding_window=32, which transformers does not apply in a model of type llama"),
         ({"model_type": "mistral", "sliding_window": 0}, "model.position.window must be"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types differ"),
+        ({"layer_types": ["full_attention", *SLIDING]}, "with this layer_types layers differ"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type='yarn' is not imported"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.rope_type='llama3' is not"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type='longrope' is not imported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama model: KeyError('low_freq_factor')"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters differ by the type of a layer"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "yarn"}},
+            "rope_scaling.rope_type and rope_scaling.type differ",
+        ),
+        (
+            {"rope_scaling": LLAMA_3_1["rope_scaling"] | {"low_freq_factor": 4}},
+            "model.position.rope.low_freq_factor=4 must be above 0 and below model.position.rope.high_freq_factor=4",
+        ),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "does not describe a llama model: KeyError('factor')"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, and this decoder rotates whole heads only"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is set"),

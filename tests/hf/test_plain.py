@@ -1,4 +1,4 @@
-"""Exports as plain Llamas, Mistrals and Granites, and the way back: logits in stock transformers."""
+"""Exports as plain Llamas, Mistrals, Granites and Qwens, and the way back: logits in stock transformers."""
 
 import json
 from dataclasses import replace
@@ -23,6 +23,15 @@ from tests.models import make_model
 
 WIDTH = WidthConfig(16, 3.0, 0.5, 0.1)
 PLAIN = make_model("softmax")
+LLAMA3 = position_config(
+    "rope",
+    scaling=RopeScaling.llama3,
+    factor=4.0,
+    train_length=16,
+    base=100.0,
+    low_freq_factor=0.5,
+    high_freq_factor=2.0,
+)
 EXPORTED: dict[str, tuple[str, ModelConfig]] = {
     "llama": ("llama", PLAIN),
     "tied": ("llama", replace(PLAIN, tie_embeddings=True, head_dim=12)),
@@ -31,6 +40,11 @@ EXPORTED: dict[str, tuple[str, ModelConfig]] = {
         replace(PLAIN, position=position_config("rope", scaling=RopeScaling.linear, factor=2.5, base=500.0)),
     ),
     "ntk": ("llama", replace(PLAIN, position=position_config("rope", scaling=RopeScaling.ntk, factor=4.0))),
+    "llama3": ("llama", replace(PLAIN, position=LLAMA3)),
+    "qwen2": ("qwen2", replace(PLAIN, qkv_bias=True)),
+    "qwen2_tied": ("qwen2", replace(PLAIN, qkv_bias=True, tie_embeddings=True, num_kv_heads=1, position=LLAMA3)),
+    "qwen3": ("qwen3", replace(PLAIN, qk_norm=True, head_dim=12)),
+    "qwen3_tied": ("qwen3", replace(PLAIN, qk_norm=True, tie_embeddings=True, num_kv_heads=4)),
     "mistral": ("mistral", replace(PLAIN, position=position_config("rope", 6, base=500.0))),
     "mistral_without_window": ("mistral", replace(PLAIN, tie_embeddings=True, num_kv_heads=1)),
     "granite": ("granite", replace(PLAIN, width=WIDTH)),
@@ -88,14 +102,14 @@ def test_stock_transformers_gives_the_same_logits_and_back(
 @pytest.mark.parametrize(
     ("model", "form", "said"),
     [
-        (make_model("ssmax"), "llama", "format=llama: model.mixers has ssmax, which transformers has no model for"),
-        (make_model("stickbreaking"), "granite", "format=granite: model.mixers has stickbreaking"),
+        (make_model("ssmax"), "llama", "format=llama has no layers of ssmax, which model.mixers has"),
+        (make_model("stickbreaking"), "granite", "format=granite has no layers of stickbreaking"),
         (
             replace(PLAIN, width=WIDTH),
             "llama",
             "no model.width.embedding_multiplier, which this model sets: use format=granite",
         ),
-        (replace(PLAIN, position=position_config("alibi")), "llama", "this model model.position.method=alibi"),
+        (replace(PLAIN, position=position_config("alibi")), "llama", "this model has model.position.method=alibi"),
         (
             replace(PLAIN, position=position_config("rope", 6)),
             "llama",
@@ -109,7 +123,32 @@ def test_stock_transformers_gives_the_same_logits_and_back(
         (
             replace(PLAIN, position=position_config("rope", scaling=RopeScaling.dynamic_ntk, train_length=48)),
             "llama",
-            "this model model.position.method=rope with scaling=dynamic_ntk",
+            "format=llama has no model.position.rope.scaling=dynamic_ntk, which this model sets: use format=ssscale",
+        ),
+        (
+            replace(PLAIN, qkv_bias=True),
+            "llama",
+            "format=llama has no model.qkv_bias, which this model sets: use format=qwen2 or format=ssscale",
+        ),
+        (
+            replace(PLAIN, qk_norm=True),
+            "granite",
+            "format=granite has no model.qk_norm, which this model sets: use format=qwen3 or format=ssscale",
+        ),
+        (
+            replace(PLAIN, qk_norm=True, qkv_bias=True),
+            "qwen3",
+            "format=qwen3 has no model.qkv_bias, which this model sets: use format=ssscale",
+        ),
+        (
+            replace(PLAIN, qkv_bias=True, head_dim=12),
+            "qwen2",
+            "format=qwen2 has heads of hidden_size / num_heads dimensions, and this model has model.head_dim=12: use",
+        ),
+        (
+            PLAIN,
+            "qwen2",
+            "format=qwen2 needs model.qkv_bias=true, and this model has qkv_bias=false: use format=llama or format=mistral",
         ),
     ],
 )

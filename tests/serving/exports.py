@@ -1,7 +1,8 @@
 """Tiny random exports of every core and option that vLLM serves, and of some that it must refuse.
 
 `python -m tests.serving.exports FOLDER` writes them with this package's own exporter, to FOLDER/served and
-FOLDER/refused. The environment with vLLM lacks the trainer and only reads them.
+FOLDER/refused; and to FOLDER/plain those of transformers' own classes, which vLLM serves without the plugin. The
+environment with vLLM lacks the trainer and only reads them.
 """
 
 import sys
@@ -63,6 +64,12 @@ SERVED = {
     "softmax": tiny("softmax"),
     "softmax-linear": tiny("softmax", scaled("linear", factor=2.5)),
     "softmax-ntk": tiny("softmax", scaled("ntk", factor=4.0)),
+    "softmax-llama3": tiny(
+        "softmax", scaled("llama3", factor=4.0, train_length=24, low_freq_factor=0.5, high_freq_factor=2.0)
+    ),
+    "softmax-bias": tiny("softmax", qkv_bias=True, num_kv_heads=1),  # fewer key heads than tensor-parallel ranks
+    "ssmax-bias-norm": ssmax("learned", qkv_bias=True, qk_norm=True),
+    "stickbreaking-norm": tiny("stickbreaking", qk_norm=True),
     "softmax-nope": tiny("softmax", position_config("nope"), tie_embeddings=True),
     "softmax-window": tiny("softmax", position_config("rope", window=WINDOW)),
     "softmax-alibi": tiny("softmax", position_config("alibi"), num_heads=6),  # no power of two
@@ -85,6 +92,12 @@ SERVED = {
     "hybrid-alibi": tiny(HYBRID, position_config("alibi", window=WINDOW)),
     "spare-ids": tiny("softmax", vocab_size=4 * VOCAB),  # most ids have no entry in the tokenizer
 }
+PLAIN = {  # by format
+    "llama": SERVED["softmax-llama3"],
+    "granite": SERVED["softmax-width"],
+    "qwen2": tiny("softmax", qkv_bias=True, hidden_size=128),
+    "qwen3": tiny("softmax", qk_norm=True),
+}
 REFUSED = {
     "softmax-fire": tiny("softmax", position_config("fire")),
     "softmax-dynamic": tiny("softmax", scaled("dynamic_ntk", factor=2.0, train_length=LENGTH)),
@@ -101,7 +114,7 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def write(model: ModelConfig, groups: Groups, folder: Path) -> None:
+def write(model: ModelConfig, groups: Groups, folder: Path, form: str = "ssscale") -> None:
     decoder = Decoder(model, groups, LENGTH)
     initialize_weights(decoder, model, groups, seed=1)
     disturb(decoder)
@@ -109,7 +122,7 @@ def write(model: ModelConfig, groups: Groups, folder: Path) -> None:
     files = {"config.yaml": to_yaml(config), "tokenizer.json": tokenizer().to_str()}
     with TemporaryDirectory() as run:
         save_checkpoint(Path(run), Share(decoder), groups, TrainState(step=1), files)
-        export_checkpoint(next(Path(run).iterdir()), folder, 0, 0)
+        export_checkpoint(next(Path(run).iterdir()), folder, 0, 0, form=form)
 
 
 def main(folder: str) -> None:
@@ -118,6 +131,8 @@ def main(folder: str) -> None:
     for kind, found in (("served", SERVED), ("refused", REFUSED)):
         for name, model in found.items():
             write(model, groups, Path(folder) / kind / name)
+    for form, model in PLAIN.items():
+        write(model, groups, Path(folder) / "plain" / form, form)
 
 
 if __name__ == "__main__":

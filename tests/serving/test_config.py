@@ -35,9 +35,9 @@ NO_EFFECT = {
     "mixer.softmax.backend",
     "mixer.ssmax.backend",
     "mixer.stickbreaking.skip_below",
-    # read by dynamic_ntk, which is refused
-    "position.rope.train_length",
 }
+# Read by the scaling llama3 only, and train_length by dynamic_ntk, which is refused.
+LLAMA3 = {f"position.rope.{key}" for key in ("train_length", "low_freq_factor", "high_freq_factor")}
 
 
 def content(name: str) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def test_every_key_has_an_effect_or_is_known_to_have_none(name: str) -> None:
             without.add(".".join(path))
     without -= {"bos_token_id", "eos_token_id", "pad_token_id"}
     fixed = {"mixer.ssmax.scale"} if name == "ssmax-fixed" else set()
-    assert without == {key for key in NO_EFFECT if section_exists(tree, key)} - fixed
+    others = set() if name == "softmax-llama3" else LLAMA3
+    assert without == {key for key in NO_EFFECT | others if section_exists(tree, key)} - fixed
 
 
 def section_exists(tree: dict[str, Any], key: str) -> bool:
@@ -119,11 +120,12 @@ def test_keys_that_are_not_known_or_missing_are_refused(name: str) -> None:
         key = ".".join(path)
         assert (
             missing == read_model(tree)
-            if key in NO_EFFECT - {"mixer.ssmax.scale"} or "token" in key
+            if key in (NO_EFFECT | LLAMA3) - {"mixer.ssmax.scale"} or "token" in key
             else key in missing
         )
 
 
+LLAMA3_ROPE = {"base": 500, "scaling": "llama3", "factor": 4, "train_length": 24, "high_freq_factor": 4}
 REFUSALS = {
     "position.method=fire cannot be served: FIRE": ("softmax-fire", {}),
     "position.rope.scaling=dynamic_ntk rotates": ("softmax-dynamic", {}),
@@ -140,6 +142,12 @@ REFUSALS = {
     "learned=None": ("softmax", {"learned": None}),
     "mixers=[]": ("softmax", {"mixers": []}),
     "the weight blocks.0.attention.weights.s": ("ssmax", {"learned": []}),
+    "the weight blocks.0.attention.projection_weights.q_bias": ("softmax", {"qkv_bias": True}),
+    "the weight blocks.0.attention.projection_weights.q_norm": ("stickbreaking-norm", {"learned": []}),
+    "position.rope.low_freq_factor=4 is not below high_freq_factor=4": (
+        "softmax-llama3",
+        {"position": {"rope": LLAMA3_ROPE | {"low_freq_factor": 4}}},
+    ),
     "chunk_size_feed_forward=4 is not": ("softmax", {"chunk_size_feed_forward": 4}),
 }
 
@@ -179,7 +187,7 @@ def test_positions_are_those_of_the_trained_model() -> None:
     import torch
 
     from ssscale.model.positions.alibi import alibi_slopes
-    from ssscale.model.positions.rope import rope_tables
+    from ssscale.model.positions.rope import frequencies, llama3_frequencies, rope_tables
 
     slopes = read_model(content("softmax-alibi")).position.slopes(6)
     assert torch.equal(torch.tensor(slopes), alibi_slopes(6, range(6), torch.device("cpu")))
@@ -188,7 +196,12 @@ def test_positions_are_those_of_the_trained_model() -> None:
         ("softmax", 1.0, 1e4),
         ("softmax-linear", 2.5, 500.0),
         ("softmax-ntk", 1.0, 500 * 4 ** (32 / 30)),
+        ("softmax-llama3", 1.0, 500.0),
     ):
         tables = read_model(content(name)).position.tables(positions, 32)
-        for got, wanted in zip(tables or (), rope_tables(positions / scale, 32, base), strict=True):
+        theta = frequencies(32, base, torch.device("cpu"))
+        if name == "softmax-llama3":
+            kept, theta = theta, llama3_frequencies(theta, 4.0, 0.5, 2.0, 24)
+            assert len({0.25, 1.0} & set((theta / kept).tolist())) == 2, "no frequency is kept, or none is divided"
+        for got, wanted in zip(tables or (), rope_tables(positions / scale, theta), strict=True):
             assert torch.equal(got[:, 0], wanted)

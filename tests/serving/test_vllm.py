@@ -24,7 +24,7 @@ pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPORTS = Path(os.environ.get("SSSCALE_EXPORTS", "/nonexistent"))
-SERVED = sorted(path.name for path in (EXPORTS / "served").glob("*"))
+SERVED, PLAIN = (sorted(path.name for path in (EXPORTS / kind).glob("*")) for kind in ("served", "plain"))
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # texts longer than a training row
@@ -58,14 +58,19 @@ def environment() -> None:
 
 @pytest.fixture(scope="session")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Kept beside the exports, for repeated runs."""
-    file = EXPORTS / "tokens.json"
+    return by_transformers("served", tmp_path_factory.mktemp("modules"))
+
+
+def by_transformers(kind: str, scratch: Path) -> dict[str, dict[str, Any]]:
+    """What transformers finds for the exports of a kind. Kept beside them, for repeated runs."""
+    file = EXPORTS / ("tokens.json" if kind == "served" else f"{kind}.json")
     if not file.exists():
-        modules = {"HF_MODULES_CACHE": str(tmp_path_factory.mktemp("modules"))}
-        command = [sys.executable, "-m", "tests.serving.reference", str(EXPORTS / "served"), str(file)]
+        modules = {"HF_MODULES_CACHE": str(scratch)}
+        command = [sys.executable, "-m", "tests.serving.reference", str(EXPORTS / kind), str(file)]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | modules, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(file.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 @contextmanager
@@ -109,13 +114,24 @@ def test_greedy_tokens_are_those_of_transformers(name: str, way: str, expected: 
             assert (text, cached) == (wanted[0], 0)
 
 
-@pytest.mark.parametrize("name", ["hybrid-alibi", "hybrid-pn-window"])
+@pytest.mark.parametrize("name", ["hybrid-alibi", "hybrid-pn-window", "softmax-bias", "ssmax-bias-norm"])
 def test_two_tensor_parallel_ranks_give_the_same_tokens(
     name: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with engine(EXPORTS / "served" / name, tensor_parallel_size=2, **WAYS["chunked"]) as llm:
         assert generate(llm, prompts())[0] == expected[name]["ids"]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_vllm_itself_serves_exports_of_transformers_own_classes(name: str, tmp_path: Path) -> None:
+    """Up to the length of training: vLLM has no rotations for later positions."""
+    length = json.loads((EXPORTS / "plain" / name / "config.json").read_text())["max_position_embeddings"]
+    wanted = by_transformers("plain", tmp_path)[name]["ids"]
+    pairs = [(row, ids) for row, ids in zip(prompts(), wanted, strict=True) if len(row) + NEW <= length]
+    assert len(pairs) >= 2
+    with engine(EXPORTS / "plain" / name, max_model_len=length) as llm:
+        assert generate(llm, [row for row, _ in pairs])[0] == [ids for _, ids in pairs]
 
 
 def log_probabilities(name: str, dtype: str) -> torch.Tensor:

@@ -41,6 +41,19 @@ def train(data: str, run: str, **changes: object) -> str:
     return ""
 
 
+def continue_run(given: str, data: str, run: str, **changes: object) -> str:
+    """Train another run file than tiny_sb for a few small steps; an error that a user would see is returned."""
+    small = {key: value for key, value in SMALL.items() if key.startswith("train.")} | {"train.eval_every": 0}
+    more = {"data.path": data, "run_dir": run, "data.length": 256, "data.num_workers": 0, "train.save_every": 3}
+    more |= {"train.stages.0.tokens": 65536, "train.stages.0.schedule.lr": 0.01}
+    arguments = [f"{key}={json.dumps(value)}" for key, value in (small | more | changes).items()]
+    try:
+        train_run(pretraining(load_config([given, *arguments]), regroup(1)))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def first_losses_by_source(data: str, run: str, **changes: object) -> dict[str, float]:
     """Nats a token by source over the rows of the first step, from the initial weights, row by row."""
     opened = pretraining(_config(data, run, **changes), regroup(1))

@@ -11,9 +11,18 @@ from tests.models import MODELS
 from tests.pool import Pool
 
 
-@pytest.mark.parametrize("name", ["3b_ssmax", "162m_ssmax_bias", "1b_sb"])
+@pytest.mark.parametrize("name", ["3b_ssmax", "162m_ssmax_bias", "1b_sb", "with_biases"])
 def test_every_weight_starts_on_16_bytes_and_only_matrices_decay(name: str, groups: Groups) -> None:
-    config = load_config([f"config={name}"])
+    # Biases of 85 and 17 elements, and norms of 17.
+    odd = [
+        "model.qkv_bias=true",
+        "model.qk_norm=true",
+        "model.num_heads=5",
+        "model.num_kv_heads=1",
+        "model.head_dim=17",
+    ]
+    given = ["config=tiny_softmax", *odd, "model.position.method=nope"] if name == "with_biases" else [f"config={name}"]
+    config = load_config(given)
     with torch.device("meta"):
         decoder = Decoder(config.model, groups, config.data.length)
     made = parameter_groups(decoder, config)

@@ -1,7 +1,7 @@
 """Runs RULER's 13 tasks (arXiv:2404.06654) at several lengths, one task at one length at a time."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -101,18 +101,30 @@ def prepare_ruler(
 
 
 def run_ruler(
-    ruler: Ruler, model: Decoder, tokenizer: TextTokenizer, name: str, console: Console
+    ruler: Ruler,
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    name: str,
+    console: Console,
+    done: Mapping[str, dict[str, Any]],
 ) -> Iterator[TaskResult]:
     """Yield the result `TASK@LENGTH` of each task at each length, on the ranks to which lm-eval gives results.
 
     All ranks must call it. Every rank makes the same samples. The metrics include the mean and the maximum tokens per
-    sample, and the source file of the samples.
+    sample, and the source file of the samples. done: results that are not computed again, if their samples were made from
+    the same files.
     """
     show = model.groups.is_main
     limit = None if ruler.samples == SAMPLES else ruler.samples
     for length in ruler.lengths:
         lm = PackedLM(model, tokenizer, length, name=name, show=show)
         for task in ruler.tasks:
+            sources = [{"data": ruler.sources[source].to_json()} for source in needed([task])]  # one, or none
+            data = sources[0] if sources else {}
+            before = done.get(f"{task}@{length}")
+            if before is not None and before["metrics"].get("data") == data.get("data"):
+                yield TaskResult.from_json(before)
+                continue
             began = time.perf_counter()
 
             def shown(steps: Iterable[int], what: str = f"{task}@{length}") -> Iterable[int]:
@@ -124,9 +136,7 @@ def run_ruler(
             manager = TaskManager(include_defaults=False)
             for result in run_lm_eval(lm, [definition(task, length, docs)], manager):
                 sizes = [doc["length"] for doc in docs]
-                metrics = result.metrics | {"mean_length": fmean(sizes), "longest": max(sizes)}
-                for source in needed([task]):
-                    metrics["data"] = ruler.sources[source].to_json()
+                metrics = result.metrics | {"mean_length": fmean(sizes), "longest": max(sizes)} | data
                 fewer = f" of {ruler.samples}, because the others do not fit" if len(docs) < ruler.samples else ""
                 console.print(
                     f"{result.task}: {100 * result.value:.1f} ({len(docs)} samples{fewer}; "
@@ -144,14 +154,15 @@ def evaluate_ruler(
     file: Path,
     results: dict[str, Any],
     console: Console,
+    done: Mapping[str, dict[str, Any]],
 ) -> list[TaskResult]:
     """Run RULER and add each result to the results file as soon as it is known, because the whole may take hours.
 
-    results: further content for the file.
+    results: further content for the file. done: results by name that are not computed again.
     """
     cells: list[TaskResult] = []
     about = ruler.to_json()
-    for cell in run_ruler(ruler, model, tokenizer, name, console):
+    for cell in run_ruler(ruler, model, tokenizer, name, console, done):
         cells.append(cell)
         if model.groups.is_main:
             content = {"ruler": about | {"average": averages(cells)}, "tasks": {cell.task: cell.to_json()}}

@@ -12,6 +12,7 @@ NAME is one of these:
     mqrar [FOLDER]                   Figure 3 of arXiv:2410.17980 (python -m eval.papers.mqrar curve)
     mqrar_attention [FOLDER]         its Figure 4                 (python -m eval.papers.mqrar picture)
     extrapolation RUN ...            its Figure 5                 (python -m eval.papers.long_context)
+    ruler RUN ...                    its Figure 6                 (python launch/evaluate.py suite=ruler)
     repeats RUN ...                  what a repeated passage saves (python -m eval.papers.repeats)
 
 Each figure is written as PNG and PDF. `python -m eval.papers.pn_fit RUN` draws Figure 2 of arXiv:2501.19399.
@@ -27,7 +28,7 @@ from matplotlib.figure import Figure
 from eval.checkpoint.command import sentences
 from eval.checkpoint.drawing import save
 from eval.checkpoint.environment import prepare
-from eval.papers.figures import length, needle, recall, repeats, theory, training
+from eval.papers.figures import length, needle, recall, repeats, ruler, theory, training
 from ssscale.errors import UserError
 
 ALONE: dict[str, Callable[[], Figure]] = {"fading": theory.fading, "threshold": theory.threshold}
@@ -36,6 +37,7 @@ OF_RUNS: dict[str, Callable[[list[Path]], Figure]] = {
     "loss_by_position": length.by_position,
     "extrapolation": length.by_context,
     "repeats": repeats.gain,
+    "ruler": ruler.scores,
     "needle_map": needle.heat_map,
     "needle_heads": needle.heads,
     "needle_top": needle.top_heads,

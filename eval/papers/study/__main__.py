@@ -2,18 +2,21 @@
 
     python -m eval.papers.study NAME --text TEXT [--questions FILE,...] [--wikitext FILE] [--jobs PATTERN,...]
         [--seeds 0,1,2] [--out FOLDER] [--deadline SECONDS] [--pause SECONDS]
+    python -m eval.papers.study cores --text TEXT --questions FILE,... --eval-data FOLDER --rates [...]
     python -m eval.papers.study NAME --choose [--out FOLDER]
     python -m eval.papers.study NAME --report [FOLDER] [--out FOLDER]
 
-NAME is ssmax, positions, why or mqrar (eval/papers/study/studies.py has their jobs). TEXT is made by `python -m
-eval.papers.study.split`. Every job trains, measures and writes OUT/NAME/JOB-sSEED.json. A file that exists is not made
-again. The order is:
+NAME is ssmax, positions, why, mqrar (eval/papers/study/studies.py has their jobs) or cores (cores.py). TEXT is made by
+`python -m eval.papers.study.split`. Every job trains, measures and writes OUT/NAME/JOB-sSEED.json. A file that exists
+is not made again. The order is:
 
 1. --jobs 'rate-*' tries three learning rates per method on validation documents, and writes OUT/NAME/rates/*.json.
 2. --choose writes the best to OUT/NAME/rates.json. State and commit it. Without it no job that reads test documents
    starts. A learning rate that is on file stays.
 3. The jobs without rate-, which are the default.
 4. --report draws the figures and writes the claims with their verdicts as FOLDER/NAME.md.
+
+--rates takes the first two steps for the jobs that lack a learning rate, and then the third.
 
 Jobs share the GPUs of the machine, up to --per-gpu on each. --print only prints their commands. --plan MINUTES prints
 which jobs fit into which stay of so many minutes on one GPU.
@@ -26,18 +29,26 @@ continues. Where a command may take 600 s and a machine is held for 1,800 s, cal
 
 import argparse
 import fnmatch
+import math
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from eval.checkpoint.command import sentences, whole_numbers
+from eval.papers.study.cores import check_files as check_cores
+from eval.papers.study.cores import cores
 from eval.papers.study.jobs import Job, Place
 from eval.papers.study.rates import choose
-from eval.papers.study.runner import ROOT, Runner, gpus_here, plan
-from eval.papers.study.sizes import SIZES
+from eval.papers.study.runner import ROOT, Runner, gpus_here
+from eval.papers.study.schedule import plan
+from eval.papers.study.sizes import SIZES, Size
 from eval.papers.study.studies import STUDIES, Study
 from ssscale.errors import UserError
+
+EVERY = STUDIES | {"cores": cores}
 
 
 def select(jobs: list[Job], patterns: str | None) -> list[Job]:
@@ -75,13 +86,18 @@ def check_files(study: str, place: Place) -> None:
         raise UserError(f"there is no file {missing[0]}")
     if study == "ssmax" and not place.questions:
         raise UserError("--questions is needed: files in SQuAD's form for fine-tuning")
+    if study == "cores":
+        check_cores(place)
 
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("name", choices=STUDIES)
+    found.add_argument("name", choices=EVERY)
     found.add_argument("--text", type=Path, default=Path("data/study"), help="folder of eval.papers.study.split")
     found.add_argument("--questions", help="comma-separated files in SQuAD's form")
+    found.add_argument("--eval-data", type=Path, help="folder of the tasks' data, for cores")
+    found.add_argument("--tokens", type=int, help="of each training of cores, in place of 262,144,000")
+    found.add_argument("--rates", action="store_true", help="first try and choose the learning rates that are lacking")
     found.add_argument("--wikitext", type=Path, help="Wikitext's articles as .jsonl, for positions and why")
     found.add_argument("--jobs", help="comma-separated names, also with * and with the seed as in ssmax-s0")
     found.add_argument("--seeds", default="0")
@@ -102,6 +118,26 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+def size_of(options: argparse.Namespace) -> Size:
+    """Return the size, with --tokens. Raises UserError if they are fewer than a step's."""
+    size = SIZES[options.size]
+    if options.tokens is None:
+        return size
+    form = size.cores.form
+    if options.name != "cores" or options.tokens < form.rows * form.length:
+        raise UserError(f"--tokens is for cores, and at least the {form.rows * form.length:,} of a step")
+    return replace(size, cores=replace(size.cores, form=replace(form, tokens=options.tokens)))
+
+
+def place_of(options: argparse.Namespace) -> Place:
+    """Return the folders and files of the study. Raises UserError for missing ones."""
+    questions = tuple(Path(file).resolve() for file in options.questions.split(",")) if options.questions else ()
+    wikitext, eval_data = (path.resolve() if path else None for path in (options.wikitext, options.eval_data))
+    place = Place(options.text.resolve(), options.work.resolve(), options.out.resolve(), questions, wikitext, eval_data)
+    check_files(options.name, place)
+    return place
+
+
 def study(options: argparse.Namespace) -> int:
     """Do what the options say. Returns the exit code."""
     out, name = options.out.resolve(), options.name
@@ -115,27 +151,38 @@ def study(options: argparse.Namespace) -> int:
         return 0
     if options.per_gpu < 1 or options.slower <= 0:
         raise UserError("--per-gpu must be at least 1 and --slower greater than 0")
-    questions = tuple(Path(file).resolve() for file in options.questions.split(",")) if options.questions else ()
-    wikitext = options.wikitext.resolve() if options.wikitext else None
-    place = Place(options.text.resolve(), options.work.resolve(), out, questions, wikitext)
-    check_files(name, place)
-    of = Study(name, place, SIZES[options.size])
-    jobs = select(STUDIES[name](of, whole_numbers(options.seeds, "--seeds", 0)), options.jobs)
+    place, size, seeds = place_of(options), size_of(options), whole_numbers(options.seeds, "--seeds", 0)
+    every = EVERY[name](Study(name, place, size), seeds)
+    jobs = select(every, options.jobs)
+    lacking = {job.method for job in jobs if job.rate is not None and math.isnan(job.rate)}
+    rates = [job for job in every if job.name.startswith("rate-") and job.method in lacking and job not in jobs]
     if options.plan is not None:
-        print(plan(jobs, options.plan, options.per_gpu))
+        print(plan([*rates, *jobs], options.plan, options.per_gpu))
         return 0
     if options.print:
         for job in jobs:
             print(f"# {job.label}: {job.minutes:.1f} minutes", *(place.plain(s.command) for s in job.steps), sep="\n")
         return 0
-    for job in jobs:
-        of.check(job)
     gpus = gpus_here(options.gpus)
     if gpus[0].name is None and options.size == "full":
         raise UserError("this machine has no GPU, and the smallest of these models takes hours on a CPU")
     commit = options.commit or os.environ.get("STUDY_COMMIT") or commit_here()
-    limits = {"deadline": options.deadline, "pause": options.pause, "slower": options.slower}
-    return Runner(place, jobs, gpus, commit, options.per_gpu, keep_models=options.keep_models, **limits).run()
+    began = time.monotonic()
+
+    def run(some: list[Job]) -> int:
+        passed = time.monotonic() - began
+        limits = {"deadline": options.deadline - passed, "pause": options.pause - passed, "slower": options.slower}
+        return Runner(place, some, gpus, commit, options.per_gpu, keep_models=options.keep_models, **limits).run()
+
+    if options.rates and rates:
+        if code := run(rates):
+            return code
+        print(*choose(out / name), sep="\n", flush=True)
+        jobs = select(EVERY[name](Study(name, place, size), seeds), options.jobs)
+    of = Study(name, place, size)
+    for job in jobs:
+        of.check(job)
+    return run(jobs)
 
 
 def main() -> None:

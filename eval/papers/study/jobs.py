@@ -12,6 +12,7 @@ from ssscale.errors import UserError
 
 TRAIN_GIB = 27.0  # of a microbatch of 65,536 tokens at 50m, by launch/estimate.py, and CUDA's context
 AGAIN = 0.5  # minutes to start, to load and to compile once more
+WIDE_GIB = 34.0  # the same at 162m
 READ_GIB = 30.0  # of 65,536 tokens with all their logits
 
 
@@ -22,6 +23,7 @@ class Step:
     minutes: alone on one H200, the start included.
     folder: where the marker of the finished step lies. Steps of several jobs with the same marker run once.
     codes: exit codes with which the step has ended well.
+    alone: whether nothing else may run on its GPU meanwhile, because its time is a result.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Step:
     minutes: float
     folder: Path
     codes: tuple[int, ...] = (0,)
+    alone: bool = False
 
     @property
     def marker(self) -> Path:
@@ -64,6 +67,7 @@ class Place:
     out: Path
     questions: tuple[Path, ...] = ()
     wikitext: Path | None = None
+    eval_data: Path | None = None
 
     @property
     def test(self) -> Path:
@@ -80,6 +84,7 @@ class Place:
         names = [(self.text, "TEXT"), (self.work, "WORK"), (self.out, "OUT")]
         names += [(file.parent, "QUESTIONS") for file in self.questions]
         names += [(self.wikitext.parent, "WIKITEXT")] if self.wikitext else []
+        names += [(self.eval_data, "EVAL")] if self.eval_data else []
         line = shlex.join(["python", *command])
         for folder, name in sorted(names, key=lambda pair: -len(str(pair[0]))):
             line = line.replace(str(folder), name)
@@ -92,6 +97,9 @@ class Job:
 
     reads_test: whether a step reads test documents, which needs a chosen learning rate.
     measure: returns the content of the JSON file besides what every job records.
+    gib, share: the memory it takes, in GiB and in addition as a share of the GPU's.
+    method: whose learning rate the job tries or has.
+    group: of jobs that measure one model, which is deleted after the last of them. They start in one stay.
     """
 
     study: str
@@ -103,6 +111,9 @@ class Job:
     measure: Callable[[], dict[str, Any]] = field(compare=False)
     rate: float | None = None
     reads_test: bool = False
+    group: str | None = None
+    share: float = 0.0
+    method: str | None = None
 
     @property
     def label(self) -> str:
@@ -120,8 +131,8 @@ class Job:
 
     @property
     def begun(self) -> bool:
-        """Whether one of its steps was stopped."""
-        return any(step.paused.is_file() for step in self.left)
+        """Whether one of its steps was stopped, or its model is there and nowhere else."""
+        return any(step.paused.is_file() for step in self.left) or any(step.alone and step.done for step in self.steps)
 
     def identity(self, place: Place) -> dict[str, Any]:
         """What a JSON file must share with the job that would make it."""

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from eval.papers.figures.results import of_runs, read
+from eval.papers.figures.ruler import cells_of
 from ssscale.errors import UserError
 from ssscale.train.records import read_metrics
 
+CAP = 3.0  # times the median step
 POINTS = 160  # maximum number of points of a training curve
 
 
@@ -39,6 +41,10 @@ def _mean(losses: list[float | None]) -> float | None:
 def by_position(run: Path) -> dict[str, Any]:
     """Return the loss by position: mean over all windows of each bin, and its standard error."""
     (result,) = of_runs([run], "long_context")
+    return _by_position(result)
+
+
+def _by_position(result: dict[str, Any]) -> dict[str, Any]:
     found = next(iter(result["lengths"].values()))
     losses = np.array(found["losses"])
     error = losses.std(0, ddof=1) / len(losses) ** 0.5 if len(losses) > 1 else np.zeros(losses.shape[1])
@@ -49,6 +55,73 @@ def by_position(run: Path) -> dict[str, Any]:
         "mean": losses.mean(0).round(4).tolist(),
         "error": error.round(4).tolist(),
     }
+
+
+def positions(run: Path) -> dict[str, dict[str, Any]]:
+    """Return {kind: loss by position}: `plain` as trained, `base` with another base of RoPE."""
+    found = {}
+    for result in of_runs([run], "long_context"):
+        kind = "base" if any("rope.base" in change for change in result["changes"]) else "plain"
+        found[kind] = _by_position(result)
+    return found
+
+
+def to_loss(run: Path) -> list[list[float]]:
+    """Return [tokens, seconds, validation loss] of each validation.
+
+    Seconds are those of training, without validations and saves. A step counts at most CAP times the median step, because the
+    first one after every start compiles.
+    """
+    records = read_metrics(run / "metrics.jsonl")
+    rates = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
+    longest = CAP / float(np.median(rates)) if rates else 0.0
+    found: list[list[float]] = []
+    seconds, tokens = 0.0, 0
+    for record in records:
+        if record.get("tokens_per_second"):
+            seconds += (record["tokens"] - tokens) * min(1 / record["tokens_per_second"], longest)
+            tokens = record["tokens"]
+        elif record.get("valid_loss") is not None:
+            found.append([record["tokens"], round(seconds, 2), round(record["valid_loss"], 5)])
+    return found
+
+
+def tables(run: Path) -> dict[str, dict[str, Any]]:
+    """Return {task: metrics, 95 % interval of the printed one, chance, items} of the results of launch/evaluate.py."""
+    found = {}
+    for file in sorted((run / "eval").rglob("step-*.json")):
+        for task, result in read(file).get("tasks", {}).items():
+            metrics = {key: round(value, 5) for key, value in result["metrics"].items() if _number(value)}
+            entry = {"metrics": metrics, "items": result["items"], "chance": result["chance"]}
+            found[task] = entry | {"metric": result["metric"], "value": round(result["value"], 5)}
+    if not found:
+        raise UserError(f"{run} has no results of launch/evaluate.py")
+    return found
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def ruler(run: Path) -> dict[str, list[float | None]]:
+    """Return {TASK@LENGTH: [score, standard error]}."""
+    found: dict[str, list[float | None]] = {}
+    for file in sorted((run / "eval").rglob("step-*.json")):
+        found |= {name: list(cell) for name, cell in cells_of(read(file)).items()}
+    if not found:
+        raise UserError(f"{run} has no results of RULER")
+    return found
+
+
+def skipping(run: Path) -> dict[str, Any]:
+    """Return {length: seconds of an evaluation and bits per byte, with and without skipping}."""
+    return dict(read(sorted((run / "eval").glob("skipping-*.json"))[-1])["lengths"])
+
+
+def cells(run: Path) -> dict[str, Any]:
+    """Return the cells of retrieval by length and depth."""
+    (result,) = of_runs([run], "needle")
+    return {"cells": result["cells"]}
 
 
 def by_length(run: Path, kind: str) -> dict[str, dict[str, Any]]:

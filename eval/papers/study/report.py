@@ -4,11 +4,20 @@ from pathlib import Path
 from typing import Any
 
 from eval.checkpoint.drawing import save
+from eval.papers.figures.cores import FIGURES as OF_CORES
 from eval.papers.figures.results import read
 from eval.papers.figures.studies import FIGURES, Results, has
-from eval.papers.study.claims import CLAIMS
+from eval.papers.study.claims import CLAIMS, Claim
+from eval.papers.study.cores_report import claims, summary
 from eval.papers.study.rates import FILE
 from ssscale.errors import UserError
+
+EVERY = FIGURES | {"cores": OF_CORES}
+
+
+def claims_of(name: str, results: Results) -> list[Claim]:
+    """Return the claims that a study touches."""
+    return claims(results) if name == "cores" else CLAIMS[name]()
 
 
 def results_of(folder: Path) -> Results:
@@ -70,14 +79,16 @@ def report(name: str, out: Path, to: Path) -> list[Path]:
     results = results_of(folder)
     line = record(name, results)
     parts = [f"# {name}: figures and claims", f"Written by `python -m eval.papers.study {name} --report`."]
+    if name == "cores" and (tables := summary(results)):
+        parts += [tables, line]
     files = []
-    for figure, (key, draw) in FIGURES[name].items():
+    for figure, (key, draw) in EVERY[name].items():
         if has(folder, key):
             png, pdf = save(draw(folder), to / name / figure)
             pdf.unlink()
             files.append(png)
             parts += [f"![{figure}]({name}/{figure}.png)", line]
-    rows = [row for claim in CLAIMS[name]() if (row := claim.row(results)) is not None]
+    rows = [row for claim in claims_of(name, results) if (row := claim.row(results)) is not None]
     if rows:
         head = ["| claim | measure | expected lower | expected higher | verdict |", "|---|---|---|---|---|"]
         text = "A verdict compares the ranges over seeds: `holds` and `does not hold here` mean that they are apart."

@@ -15,18 +15,13 @@ from typing import IO, Any, Protocol
 from eval.checkpoint.command import write
 from eval.papers.study import measure
 from eval.papers.study.jobs import Job, Place, Step
+from eval.papers.study.schedule import duration, slowdown, works
 from ssscale.errors import SAVED, UserError
 
 ROOT = Path(__file__).resolve().parents[3]
-TOGETHER = 1.3  # several jobs on one GPU do this much work in the time of one (eval/papers: 3 jobs, two H200s)
 MEMORY = 0.9  # share of a GPU's memory that jobs may declare
 START = 0.3  # minutes at the start of a step in which it does not come on
 GRACE = 90.0  # seconds that a stopped step may take to save
-
-
-def slowdown(jobs: int) -> float:
-    """Return the factor by which each of `jobs` jobs on one GPU takes longer than alone."""
-    return 1.0 if jobs < 2 else jobs / TOGETHER
 
 
 class Process(Protocol):
@@ -93,11 +88,11 @@ def gpus_here(chosen: str | None) -> list[Gpu]:
 
 @dataclass
 class Running:
-    """A job that has a GPU. left: minutes of work alone on it, counted down as time passes."""
+    """A job that has a GPU. done: minutes of its step as if alone on the GPU, counted up as time passes."""
 
     job: Job
     gpu: Gpu
-    left: float
+    done: float = 0.0
     step: Step | None = None
     process: Process | None = None
     log: IO[str] | None = None
@@ -172,41 +167,47 @@ class Runner:
     def _on(self, gpu: Gpu) -> list[Running]:
         return [running for running in self.running if running.gpu is gpu]
 
-    def _count_down(self) -> None:
-        """Subtract the work that has been done since the last call."""
+    def _busy(self, gpu: Gpu) -> list[Running]:
+        """The jobs whose steps run now. The others wait for a step that another job runs, or for the GPU alone."""
+        return [running for running in self._on(gpu) if running.process is not None]
+
+    def _count(self) -> None:
+        """Add the work that has been done since the last call."""
         now = time.monotonic()
-        for running in self.running:
-            done = (now - self.counted) / 60 / slowdown(len(self._on(running.gpu))) / self.slower
-            running.left = max(0.0, running.left - done)
+        for gpu in self.gpus:
+            busy = self._busy(gpu)
+            for running in busy:
+                running.done += (now - self.counted) / 60 / slowdown(len(busy)) / self.slower
         self.counted = now
 
     def _admit(self, waiting: list[Job]) -> list[Job]:
         """Start the next step of every job that has a GPU, and jobs that fit. Returns the jobs that still wait."""
-        self._count_down()
+        self._count()
         for running in [running for running in self.running if running.process is None]:
             self._next_step(running)
         later = []
         for job in waiting:
             gpu = min(self.gpus, key=lambda gpu: len(self._on(gpu)))
             there = self._on(gpu)
-            fits = sum(other.job.gib for other in there) + job.gib <= MEMORY * gpu.gib
+            fits = sum(_memory(some, gpu) for some in (job, *(other.job for other in there))) <= MEMORY * gpu.gib
             if self.stopped or len(there) >= self.per_gpu or (there and not fits):
                 later.append(job)
-            elif not (job.begun or self._in_time(job, there)):
+            elif not (job.begun or self._in_time([job, *_mates(job, waiting)], there)):
                 later.append(job)
                 if job.label not in self.postponed:
                     self.postponed.append(job.label)
                     self.say(f"{job.label}: not started, {job.minutes * self.slower:.1f} minutes would end too late")
             else:
-                running = Running(job, gpu, job.minutes)
+                running = Running(job, gpu)
                 self.running.append(running)
                 self._next_step(running)
         return later
 
-    def _in_time(self, job: Job, there: list[Running]) -> bool:
-        """Whether the job and those on its GPU would end before the deadline, if they shared it until then."""
-        most = max([job.minutes, *(running.left for running in there)]) * self.slower
-        return self.seconds + 60 * most * slowdown(len(there) + 1) <= self.deadline
+    def _in_time(self, jobs: list[Job], there: list[Running]) -> bool:
+        """Whether jobs that measure one model, and those on the GPU, would end before the deadline."""
+        left = [works(running.job, running.done) for running in there]
+        minutes = duration([*left, *(works(job) for job in jobs)], self.per_gpu) * self.slower
+        return self.seconds + 60 * minutes <= self.deadline
 
     def _next_step(self, running: Running) -> None:
         """Start the next step, unless another job runs the same one. Without one, write the result."""
@@ -214,15 +215,17 @@ class Runner:
         if not left:
             self._finish(running)
             return
-        step = left[0]
+        step, busy = left[0], self._busy(running.gpu)
         if self.stopped or any(other.step and other.step.marker == step.marker for other in self.running):
+            return
+        if busy and (step.alone or any(other.step and other.step.alone for other in busy)):
             return
         file = self.place.work / "logs" / f"{running.job.study}-{running.job.label}-{step.name}.log"
         file.parent.mkdir(parents=True, exist_ok=True)
         step.folder.mkdir(parents=True, exist_ok=True)
         environment = {} if running.gpu.name is None else {"CUDA_VISIBLE_DEVICES": running.gpu.name}
         running.log = file.open("a", encoding="utf-8")
-        running.step, running.began, running.together = step, time.monotonic(), len(self._on(running.gpu))
+        running.step, running.began, running.together, running.done = step, time.monotonic(), len(busy) + 1, 0.0
         running.process = self.start(step.command, environment, running.log)
         self.say(f"{running.job.label}: {step.name} on GPU {running.gpu.name}")
 
@@ -235,6 +238,7 @@ class Runner:
             step, log = running.step, running.log
             log.close()
             running.step = running.process = running.log = None
+            running.done = 0.0
             seconds = round(time.monotonic() - running.began, 1)
             before = step.before
             total = round(before["seconds"] + seconds, 1)
@@ -314,6 +318,15 @@ class Runner:
                 self.say(f"{job.label}: its model {folder.name} is deleted")
 
 
+def _memory(job: Job, gpu: Gpu) -> float:
+    return job.gib + (job.share * gpu.gib if job.share else 0.0)
+
+
+def _mates(job: Job, waiting: Sequence[Job]) -> list[Job]:
+    """Return the other waiting jobs that measure the model of `job`."""
+    return [other for other in waiting if job.group and other.group == job.group and other is not job]
+
+
 def _last(file: str) -> str:
     lines = Path(file).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else "it wrote nothing"
@@ -327,31 +340,3 @@ def device_name() -> str:
     except (OSError, subprocess.CalledProcessError):
         lines = []
     return f"{len(lines)} × {lines[0].strip()}" if lines else "CPU"
-
-
-def stays(jobs: Sequence[Job], minutes: float, per_gpu: int) -> list[list[Job]]:
-    """Divide jobs into stays of `minutes` on one GPU, in their order, by the declared minutes.
-
-    Jobs of a stay share the GPU, and do TOGETHER times the work of one. Steps that jobs share count once per stay.
-    """
-    gain = TOGETHER if per_gpu > 1 else 1.0
-    found: list[list[Job]] = []
-    for job in jobs:
-        if found and _alone([*found[-1], job]) <= minutes * gain:
-            found[-1].append(job)
-        else:
-            found.append([job])
-    return found
-
-
-def _alone(jobs: Sequence[Job]) -> float:
-    return sum({step.marker: step.minutes for job in jobs for step in job.left}.values())
-
-
-def plan(jobs: Sequence[Job], minutes: float, per_gpu: int) -> str:
-    """Return the stays as a table in Markdown."""
-    lines = ["| stay | minutes, shared | jobs |", "|---|---|---|"]
-    gain = TOGETHER if per_gpu > 1 else 1.0
-    for number, some in enumerate(stays(jobs, minutes, per_gpu), 1):
-        lines.append(f"| {number} | {_alone(some) / gain:.0f} | {', '.join(job.label for job in some)} |")
-    return "\n".join(lines)

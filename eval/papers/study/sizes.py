@@ -37,6 +37,40 @@ class Recall:
 
 
 @dataclass(frozen=True)
+class Cores:
+    """Of the study of softmax, SSMax and stick-breaking at 162m.
+
+    keys: arguments of every training. evals: validations of a training, on eval_rows rows. by_position, windows: of the
+    loss by position. questions: of RULER's kinds, of up to tune_length tokens. ruler_tasks: "ruler" for all 13.
+    table_length: tokens of the longest text of the tables.
+    """
+
+    form: Training = Training(2048, 64, 32, 262_144_000, 52_428_800, 1 / 20, 0.45e6)
+    keys: tuple[str, ...] = (
+        "model.vocab_size=50304",
+        "train.stages.0.schedule.kind=cosine",
+        "train.stages.0.schedule.floor=0.1",
+    )
+    evals: int = 40
+    eval_rows: int = 512
+    by_position: int = 20_480
+    windows: int = 150
+    questions: int = 6144
+    tune_length: int = 2048
+    tune_epochs: float = 4.0
+    tune_rate: float = 3e-4
+    tune_batch: int = 64
+    tune_microbatch: int = 32
+    needle_lengths: str = "2048,8192,20480"
+    samples: int = 100
+    skip_lengths: str = "4096,8192,16384,32768"
+    ruler_tasks: str = "ruler"
+    ruler_lengths: str = "2048,4096,8192,16384"
+    ruler_samples: int = 100
+    table_length: int = 2048
+
+
+@dataclass(frozen=True)
 class Size:
     """keys: arguments of every training. widths: arguments that double the width, with heads as wide as before.
 
@@ -62,6 +96,7 @@ class Size:
     lengths: str = "2048,4096,8192,16384,32768,65536"
     long_windows: int = 32
     mqrar: Recall = Recall()
+    cores: Cores = Cores()
 
 
 FULL = Size()
@@ -93,5 +128,25 @@ TINY = Size(
     lengths="64,128",
     long_windows=3,
     mqrar=Recall(16, 8, 8, 16, (2,), 128, 2, 128, 2, 1.0),
+    cores=Cores(
+        Training(64, 4, 4, 4 * 64 * 24, 4 * 64 * 4, 1 / 8, 1e4),
+        keys=("train.stages.0.schedule.kind=cosine", "train.stages.0.schedule.floor=0.1"),
+        evals=4,
+        eval_rows=4,
+        by_position=256,
+        windows=3,
+        questions=8,
+        tune_length=1536,
+        tune_epochs=2,
+        tune_batch=4,
+        tune_microbatch=2,
+        needle_lengths="150",
+        samples=2,
+        skip_lengths="64",
+        ruler_tasks="niah_multikey_2",
+        ruler_lengths="1280",
+        ruler_samples=2,
+        table_length=256,
+    ),
 )
 SIZES = {"full": FULL, "tiny": TINY}

@@ -7,6 +7,7 @@ from eval.papers.study.jobs import Place, Step
 from eval.papers.study.sizes import Size, Training
 
 START = 0.6  # minutes that a process takes to start, to compile and to save
+NTK = "model.position.rope.scaling=dynamic_ntk"  # with the training length
 BASE = "model.position.rope.base=500000"  # 50 times that of training
 DURING = (7 / 8, 0.139, 1 / 25)  # of 50m_ssmax_during: tokens before the switch, rate at it, warmup after it
 
@@ -38,10 +39,13 @@ def train(
     speed: float | None = None,
     data: str | None = None,
     codes: tuple[int, ...] = (0,),
+    evals: int = 4,
+    eval_rows: int | None = None,
+    alone: bool = False,
 ) -> Step:
     """Trains a model. The seed chooses the weights and the order of the rows, which all methods share.
 
-    tokens, speed, data: in place of those of `form`. changes: further arguments.
+    tokens, speed, data: in place of those of `form`. changes: further arguments. evals: validations. alone: see `Step`.
     """
     total = tokens or form.tokens
     step = form.rows * form.length
@@ -64,10 +68,16 @@ def train(
     command = ["launch/pretrain.py", f"config={config}", f"run_dir={run}"]
     command += [f"data.path={place.work}/data/{data or form.length}", f"data.length={form.length}"]
     command += [f"data.shuffle_seed={seed}", f"train.seed={seed}", f"train.batch_size={form.rows}"]
-    command += [f"train.microbatch={form.microbatch}", "train.log_every=1", f"train.eval_every={max(1, steps // 4)}"]
-    command += [f"train.eval_rows={size.eval_rows}", f"train.save_every={steps}", "train.keep=1"]
+    command += [
+        f"train.microbatch={form.microbatch}",
+        "train.log_every=1",
+        f"train.eval_every={max(1, steps // evals)}",
+    ]
+    command += [f"train.eval_rows={eval_rows or size.eval_rows}", f"train.save_every={steps}", "train.keep=1"]
     command += ["train.observe_every=0", *(f"train.stages.{stage}" for stage in stages)]
-    return Step("train", (*command, *size.keys, *changes), START + total / (speed or form.speed) / 60, run, codes)
+    return Step(
+        "train", (*command, *size.keys, *changes), START + total / (speed or form.speed) / 60, run, codes, alone
+    )
 
 
 def switch(place: Place, size: Size, config: str, source: Path, run: Path, length: int) -> Step:

@@ -70,7 +70,9 @@ class Study:
     ) -> Job:
         return Job(self.name, name, seed, tuple(every), gib, rest.pop("file", self.file(name, seed)), measured, **rest)
 
-    def rate_job(self, method: str, config: str, form: Training, rate: float) -> Job:
+    def rate_job(
+        self, method: str, config: str, form: Training, rate: float, *changes: str, gib: float = TRAIN_GIB
+    ) -> Job:
         """Trains a short time at one learning rate and keeps the validation loss. No test set is read."""
         name = f"rate-{method}-{rate:g}"
         run = self.work / name
@@ -82,6 +84,7 @@ class Study:
             run,
             rate,
             0,
+            *changes,
             tokens=form.rate_tokens,
             speed=SPEEDS.get(method),
             codes=(0, 77),  # 77: the loss stayed NaN
@@ -91,9 +94,10 @@ class Study:
             0,
             [steps.pack(self.place, form.length), step],
             partial(_rate, run, method, rate),
-            TRAIN_GIB,
+            gib,
             file=self.folder / "rates" / f"{method}-{rate:g}.json",
             rate=rate,
+            method=method,
         )
 
 
@@ -113,7 +117,8 @@ def ssmax(study: Study, seeds: list[int]) -> list[Job]:
 
 def _ssmax_job(study: Study, method: str, seed: int) -> Job:
     place, size, form = study.place, study.size, study.size.ssmax
-    run, rate = study.work / f"{method}-s{seed}", study.rate("softmax" if method in FROM_SOFTMAX else method)
+    run, tried = study.work / f"{method}-s{seed}", "softmax" if method in FROM_SOFTMAX else method
+    rate = study.rate(tried)
     every = [steps.pack(place, form.length)]
     if method == "ssmax_after":
         softmax = study.work / f"softmax-s{seed}"
@@ -124,7 +129,9 @@ def _ssmax_job(study: Study, method: str, seed: int) -> Job:
     if method == "ssmax_pn":
         file = run / "pn.json"
         every.append(Step("fit", ("-m", "eval.papers.pn_fit", str(run), "--json", str(file)), 0.3, run))
-        return study.job(method, seed, every, lambda: {"training": measure.training(run), "pn": read(file)}, rate=rate)
+        return study.job(
+            method, seed, every, lambda: {"training": measure.training(run), "pn": read(file)}, rate=rate, method=tried
+        )
     every += [
         steps.positions(place, size, run),
         steps.fine_tune(place, size, run, seed),
@@ -136,7 +143,8 @@ def _ssmax_job(study: Study, method: str, seed: int) -> Job:
         tuned = run.with_name(f"{run.name}_qa")
         return trained | {"by_position": measure.by_position(run), "needle": measure.needle(tuned)}
 
-    return study.job(method, seed, every, measured, rate=rate, reads_test=True)
+    group = f"softmax-s{seed}" if method in ("softmax", "ssmax_after") else None  # one training
+    return study.job(method, seed, every, measured, rate=rate, method=tried, reads_test=True, group=group)
 
 
 def _form(study: Study, method: str) -> Training:
@@ -191,7 +199,7 @@ def _positions_job(study: Study, name: str, method: str, seed: int, *changes: st
             **articles,
         }
 
-    return study.job(name, seed, every, measured, rate=rate, reads_test=True)
+    return study.job(name, seed, every, measured, rate=rate, method=method, reads_test=True)
 
 
 def why(study: Study, seeds: list[int]) -> list[Job]:
@@ -226,7 +234,7 @@ def mqrar(study: Study, seeds: list[int]) -> list[Job]:
                 many = ["--plain", "--batch", str(size.batch), "--steps", str(size.steps), "--give-up"]
                 many += ["--lrs", f"{rate:g}", "--minutes", f"{size.minutes:g}"]
                 job = _recall_job(study, f"{core}_{pairs}", core, pairs, seed, many, size.minutes + 0.7)
-                jobs.append(replace(job, rate=rate))
+                jobs.append(replace(job, rate=rate, method=core))
         jobs += [
             _recall_job(study, f"curriculum_{core}_{pairs}", core, pairs, seed, ["--minutes", "60"], 1.5)
             for pairs in size.pairs
@@ -253,7 +261,7 @@ def _recall_job(
         return {"method": core, "losses": {str(number): loss for number, loss in enumerate(losses, 1)}, "mqrar": found}
 
     file = study.folder / "rates" / f"{core}.json" if rates else study.file(name, seed)
-    return study.job(name, seed, [step], measured, 45.0, file=file)
+    return study.job(name, seed, [step], measured, 45.0, file=file, method=core)
 
 
 STUDIES: dict[str, Callable[[Study, list[int]], list[Job]]] = {

@@ -72,10 +72,8 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = (
-        1.0  # start of s: in a run that has no init_from, and in a stage that sets `scale`. `fixed`: the constant s
-    )
-    bias: float = 0.0  # start of b: in a run that has no init_from, and in a stage that sets `bias`
+    scale: float = 1.0  # start value of s, for a new model and for a stage that sets this key. `fixed`: the constant s
+    bias: float = 0.0  # start value of b, for a new model and for a stage that sets this key
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:
@@ -98,10 +96,10 @@ class SSMax(Softmax):
         return {"pn": Weight((length,), start=1.0)} if self.variant is Variant.pn else {}
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """Returns the bytes kept for the backward pass. Even without RoPE, they are as many as for softmax
-        with RoPE, because the operator that scales q copies both q and k.
+        """Returns the bytes kept for the backward pass.
 
-        Under context parallelism, q in fp32 and the factor of q are kept as well.
+        They include copies of q and k, as for softmax with RoPE: the operator that scales q also rotates, and it copies
+        both even if it has nothing to rotate. Under context parallelism, q in fp32 and the factor of q are kept as well.
         """
         kept = super().kept_bytes(replace(sizes, rotated=True))
         shared = sizes.ulysses * sizes.ring > 1

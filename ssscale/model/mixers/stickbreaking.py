@@ -12,8 +12,8 @@ from ssscale.config.registry import MIXERS
 from ssscale.errors import UserError
 from ssscale.model.mixers.base import Export, Mixer, Sizes
 
-# `mix_stickbreaking` and `break_stick` run only in the modeling file of exported models, into which `ssscale.hf.code`
-# copies their source. It defines F and the other names.
+# `mix_stickbreaking` and `break_stick` run only in exported models. `ssscale.hf.code` copies their source into the modeling
+# file, and this file defines the names that they use.
 if TYPE_CHECKING:
     import torch.nn.functional as F
     from torch import Tensor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROWS, KEYS = 128, 64  # queries and keys per tile in `live_tiles`
 HEADS = 4  # `live_tiles` counts only this many heads, to save time
-BLOCK = 1024  # queries per pass of `live_tiles`: [HEADS, BLOCK, T] float32 is 256 MiB for T = 16,384 tokens, not 4 GiB
+BLOCK = 1024  # queries per pass of `live_tiles`, so that 16,384 tokens need 256 MiB at a time instead of 4 GiB
 
 
 def mix_stickbreaking(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAttention) -> Tensor:
@@ -44,14 +44,15 @@ def break_stick(
     """Returns the output for a block of queries that starts at index `first`."""
     z = q.float() @ k.float().transpose(-1, -2) * layer.scale
     kept = F.logsigmoid(-z).masked_fill(~visible, 0.0)
-    # spent[..., i + 1] is the logarithm of the stick that the keys nearer than i have left; spent[..., 0] that of the
-    # unspent stick. The sum excludes key i from the start, because subtracting it again would cancel digits.
-    spent = F.pad(kept.flip(-1).cumsum(-1).flip(-1), (0, 1))
-    weights = (F.logsigmoid(z) + spent[..., 1:]).exp().masked_fill(~visible, 0.0)
+    # rest[..., i + 1] is the logarithm of the stick that key i finds, after the keys nearer to the query have taken their
+    # shares; rest[..., 0] is that of the unspent stick. The sum over the keys from i on, minus key i, would give the same,
+    # but would lose digits.
+    rest = F.pad(kept.flip(-1).cumsum(-1).flip(-1), (0, 1))
+    weights = (F.logsigmoid(z) + rest[..., 1:]).exp().masked_fill(~visible, 0.0)
     o = weights @ v.float()
     if layer.options["remainder"]:
         own = first + batch.past
-        o = o + spent[..., :1].exp() * v[:, :, own : own + q.shape[2]].float()
+        o = o + rest[..., :1].exp() * v[:, :, own : own + q.shape[2]].float()
     return o.to(q.dtype)
 
 
@@ -65,7 +66,7 @@ class StickBreaking(Mixer):
     """
 
     positions_reason = "it takes the nearest keys first, which tells positions apart"
-    # the end of an error message: model.mixers=[stickbreaking], which …
+    # completes the error message "model.mixers=[stickbreaking], which"
     no_window = "spends its stick on the nearest keys anyway"
     ulysses = ring = cached = True
     kept_operators = ("stickbreaking",)
@@ -74,7 +75,7 @@ class StickBreaking(Mixer):
     observes = ("stick_unspent", "stick_live_tiles")
 
     remainder: bool = False  # the unspent stick goes to the query's own value (Eq. 13)
-    skip_below: float = 2.0**-12  # on a GPU, a tile of queries stops once each has less of its stick left; 0 = exact
+    skip_below: float = 2.0**-12  # on a GPU, a tile of queries stops once all of them have less stick left; 0: exact
 
     def check(self, model: ModelConfig) -> None:
         if not 0 <= self.skip_below < 1:
@@ -86,7 +87,7 @@ class StickBreaking(Mixer):
         return 12.0 * width * keys
 
     def kept_bytes(self, sizes: Sizes) -> float:
-        """The logarithm of the unspent stick, float32 per head. In a ring, also k and v of one more ring step."""
+        """The logarithm of the unspent stick, float32 per head. In a ring, also the k and v that were received last."""
         return 4 * sizes.heads + (2 * sizes.number * sizes.kv if sizes.ring > 1 else 0.0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:

@@ -42,10 +42,10 @@ class Guard(Hook):
 
 
 def check_copies(engine: Engine, groups: Groups, step: int) -> None:
-    """Raises Stop on all ranks, naming a weight and the ranks, if copies of a weight differ in any bit.
+    """Raises Stop on all ranks, naming a weight and the ranks, if copies of a weight differ.
 
-    Each weight is read once and summed as 64-bit integers. Flipping a bit changes the sum. The sums (8 bytes per weight)
-    are compared on the CPU.
+    Each rank reads its weights once and sums their bits as 64-bit integers. Only the sums, 8 bytes per weight, are
+    compared, on the CPU. A single flipped bit always changes the sum. Several differences could cancel each other.
     """
     names, sums, owners = [], [], []
     for name, weight, owner in engine.copies():
@@ -58,7 +58,7 @@ def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     every = [torch.empty_like(mine) for _ in range(groups.world_size)]
     dist.all_gather(every, mine)
     for number, name in enumerate(names):
-        found: dict[int, dict[int, int]] = {}  # by owner, the sum of each rank
+        found: dict[int, dict[int, int]] = {}  # rank → sum, for each group of ranks that hold copies of the same tensor
         for rank, (theirs, theirs_of) in enumerate(torch.stack(every)[:, :, number].tolist()):
             found.setdefault(theirs_of, {})[rank] = theirs
         for copies in found.values():
@@ -92,12 +92,13 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
     agree = [rank for rank, value in copies.items() if value == usual]
     others = [rank for rank in copies if rank not in agree]
     if 2 * count > len(copies):
-        who = f"on rank {listed(others)} from rank {listed(agree)}"
+        who, suspects = f"on rank {listed(others)} from rank {listed(agree)}", others
     else:
-        who = f"between rank {listed(list(copies))}"
+        who, suspects = f"between rank {listed(list(copies))}", list(copies)
+    machine = "the machine of rank" if len(suspects) == 1 else "one of the machines of rank"
     return (
         f"{name} differs {who}, which must hold the same bits: the same command continues from the last checkpoint; if it "
-        "happens again, exclude the machine of that rank"
+        f"happens again, exclude {machine} {listed(suspects)}"
     )
 
 

@@ -29,10 +29,10 @@ OWN_PHASES = {0: ("forward", "backward"), 1: ("forward", "backward"), 2: ("forwa
 class Stragglers(Hook):
     """Compares the seconds that the ranks compute per step, without their waiting for each other.
 
-    The times are those of the marks that `Phases` sets in every step anyway: events on a GPU, which are read once per
-    interval, so that no step waits for the GPU. A rank is named if its median step was above LIMIT times the median of the
-    others in the first half of the interval as well as in the second. The ranks of a tensor-parallel or context-parallel
-    group wait for each other within both passes. They are compared and named together.
+    The times are those of the marks that `Phases` sets in every step anyway. On a GPU they are events. They are read once
+    per interval, so that no other step waits for the GPU. A rank is named if its median step was above LIMIT times the
+    median of the others in the first half of the interval as well as in the second. The ranks of a tensor-parallel or
+    context-parallel group wait for each other within both passes. They are compared and named together.
     """
 
     every = 1  # it notes the marks of each step
@@ -79,13 +79,15 @@ def own_seconds(marks: Sequence[tuple[str, Any]], phases: Sequence[str], cuda: b
 
 
 def halves(seconds: Sequence[float]) -> tuple[float, float]:
-    """Returns the medians of the first and of the second half of the steps. A single step counts for both."""
+    """Returns the medians of the first and of the second half of the steps.
+
+    If the number of steps is odd, the step in the middle belongs to the first half. A single step is both halves."""
     middle = len(seconds) // 2
     return statistics.median(seconds[: middle + len(seconds) % 2]), statistics.median(seconds[middle:])
 
 
 def ratios(seconds: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """Returns each group's time relative to the median of the other groups, in the half in which this is less.
+    """Returns for each group its time divided by the median of the other groups: the smaller of its two halves' ratios.
 
     seconds: two medians (`halves`) by group, for two groups or more.
     """
@@ -97,7 +99,10 @@ def ratios(seconds: Mapping[int, Sequence[float]]) -> dict[int, float]:
 
 
 def _median_without(value: float, ordered: Sequence[float]) -> float:
-    """Returns the median of ascending numbers without one of them, so that thousands of ranks need one sort."""
+    """Returns the median of `ordered` after one `value` is left out.
+
+    `ordered` is ascending and the same for all groups, so it is sorted only once.
+    """
     place, last = bisect_left(ordered, value), len(ordered) - 2
     low, high = (ordered[middle + (middle >= place)] for middle in (last // 2, (last + 1) // 2))
     return (low + high) / 2

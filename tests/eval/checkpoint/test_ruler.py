@@ -209,6 +209,31 @@ def test_all_13_run_end_to_end_and_two_processes_write_the_same_file(ruler_run, 
     assert len(json.loads(alone)["tasks"]) == 6
 
 
+def test_only_what_is_missing_is_computed(ruler_run, eval_data, tmp_path, monkeypatch, capsys) -> None:
+    """A stopped command continues. A result from other texts is not one of its results."""
+    more = [f"checkpoint={ruler_run}", f"eval_data={eval_data}", "limit=1", "valid=false", f"out={tmp_path}/some.json"]
+    arguments = [*more, "tasks=niah_single_2,ruler_vt,ruler_fwe", f"lengths={LENGTH}"]
+    evaluate(arguments)
+    file = tmp_path / "some.json"
+    whole = json.loads(file.read_text())
+    less = json.loads(file.read_text())
+    del less["tasks"][f"ruler_vt@{LENGTH}"]
+    less["tasks"][f"niah_single_2@{LENGTH}"]["metrics"]["data"]["sha256"] = "other"
+    file.write_text(json.dumps(less))
+    made: list[str] = []
+    original = generate
+
+    def noted(task: str, *rest: Any) -> Any:
+        made.append(task)
+        return original(task, *rest)
+
+    monkeypatch.setattr("eval.checkpoint.ruler.run.generate", noted)
+    evaluate([*arguments, "missing=true"])
+    assert made == ["niah_single_2", "ruler_vt"]
+    assert json.loads(file.read_text()) == whole
+    assert "average of 3" in capsys.readouterr().out
+
+
 def test_generated_texts_are_those_of_lm_evals_hf_backend(ruler_run, groups, texts, english, tmp_path) -> None:
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer

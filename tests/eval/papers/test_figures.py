@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.papers.figures import theory, training
+from eval.papers.figures import ruler, theory, training
 from eval.papers.figures.__main__ import main
 from ssscale.config import load_config, to_yaml
 
@@ -54,9 +54,40 @@ def test_training_losses(tmp_path, monkeypatch):
     assert (tmp_path / "both.png").stat().st_size > 10_000
 
 
+def ruler_results(file, cells, **more):
+    tasks = {
+        name: {"metric": "string_match", "value": v, "stderr": e, "chance": 0.0, "items": 9} for name, (v, e) in cells
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"tasks": tasks | more}))
+
+
+def test_ruler(tmp_path, monkeypatch):
+    """The means of each panel with their intervals. Evaluations with other keys are curves of their own."""
+    cells = [
+        (f"{task}@{n}", (n / 8192, 0.1))
+        for n in (2048, 4096)
+        for task in ("niah_single_1", "niah_single_2", "ruler_vt")
+    ]
+    ruler_results(tmp_path / "a" / "eval" / "step-00000002.json", [*cells, ("ruler_fwe@2048", (1.0, None))], piqa={})
+    ruler_results(tmp_path / "a" / "eval" / "limit=5" / "step-00000002.json", cells[:1])
+    (tmp_path / "a" / "eval" / "cloze-step-1.json").write_text("{}")
+    assert ruler.by_length(dict(cells), "all") == {
+        n: pytest.approx((n / 8192, 1.959964 * 0.1 / 3**0.5)) for n in (2048, 4096)
+    }
+    found = ruler.results_of([tmp_path / "a"])
+    assert {*found} == {"a", "a (limit=5)"}
+    assert ruler.by_length(found["a"], "all") == {2048: pytest.approx((0.4375, 1.959964 * 0.1 * 3**0.5 / 4))}
+    assert ruler.by_length(found["a"], "tracking")[4096][0] == 0.5
+    call(monkeypatch, "ruler", tmp_path / "a", "--out", tmp_path / "ruler")
+    assert (tmp_path / "ruler.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["ruler"], "python launch/evaluate.py checkpoint=RUN suite=ruler"),
+        (["ruler", "."], "has no results of RULER: make them with `python launch/evaluate.py"),
         (["neddle_map"], "did you mean needle_map"),
         (["training_losses", "x"], "give the reference run first"),
         (["training_losses", "docs", "docs"], "docs is not a run folder"),

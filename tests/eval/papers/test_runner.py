@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -15,7 +16,8 @@ import pytest
 from eval.papers.study import runner
 from eval.papers.study.jobs import Job, Place, Step
 from eval.papers.study.rates import choose
-from eval.papers.study.runner import Gpu, Program, Runner, plan, slowdown, stays
+from eval.papers.study.runner import Gpu, Program, Runner
+from eval.papers.study.schedule import Work, duration, minutes_of, plan, shared, slowdown, stays
 from ssscale.errors import UserError
 
 SAVES = (
@@ -82,19 +84,63 @@ def test_jobs_share_gpus_by_memory(place):
 
 
 def test_no_job_starts_that_would_end_too_late(place, capsys):
-    jobs = [job(place, n, step(place, n, "train", m)) for n, m in (("a", 5.0), ("b", 5.0), ("c", 1.0), ("d", 9.0))]
-    # Alone, 5 minutes fit into 9. Two together take 5 · 2 / 1.3 = 7.7, three 11.5 minutes.
+    jobs = [job(place, n, step(place, n, "train", m)) for n, m in (("a", 5.0), ("b", 5.0), ("c", 2.0), ("d", 9.0))]
+    # Alone, 5 minutes fit into 9. Two together take 5 · 2 / 1.3 = 7.7, with 2 minutes more 2 · 3 / 1.3 + 3 · 2 / 1.3 = 9.2.
     found = Runner(place, jobs, [Gpu("0", 140.0)], deadline=9 * 60, start=Clocked)
     waiting = found._admit(list(jobs))
     assert [r.job.name for r in found.running] == ["a", "b"]
-    assert "c-s0: not started, 1.0 minutes would end too late" in capsys.readouterr().out
-    found.running[0].left = found.running[1].left = 0.5  # nearly done
+    assert "c-s0: not started, 2.0 minutes would end too late" in capsys.readouterr().out
+    found.running[0].done = found.running[1].done = 4.5  # nearly done
     found._admit(waiting)
     assert [r.job.name for r in found.running] == ["a", "b", "c"]
     assert slowdown(1) == 1
     slow = Runner(place, jobs[:1], [Gpu("0", 140.0)], deadline=9 * 60, slower=2, start=Clocked)
     assert slow.run() == 75
     assert Runner(place, jobs[:1], [Gpu("0", 140.0)], deadline=0, start=Clocked).run() == 75
+
+
+def one_model(place: Place, name: str, train: float = 10.0, tests: tuple[float, ...] = (2.0, 3.0)) -> list[Job]:
+    """Jobs that measure one model, which is trained alone on its GPU."""
+    first = replace(step(place, name, "train", train), alone=True)
+    kinds = [job(place, f"{name}{i}", first, step(place, name, f"test{i}", m)) for i, m in enumerate(tests)]
+    return [replace(found, group=name) for found in kinds]
+
+
+def test_a_step_that_needs_its_gpu_alone_gets_it(place):
+    """Its time is a result. The jobs that share it wait, then run together; another training waits for them."""
+    jobs = [*one_model(place, "a"), *one_model(place, "b")]
+    found = Runner(place, jobs, [Gpu("0", 140.0)], start=Clocked, keep_models=True)
+    waiting = found._admit(list(jobs))
+    assert [r.job.name for r in found.running] == ["a0", "a1", "b0"]
+    assert [x.command for x in Clocked.all] == [["a", "train"]]
+    Clocked.all[0].code = 0
+    found._collect()
+    waiting = found._admit(waiting)
+    assert [x.command for x in Clocked.all[1:]] == [["a", "test0"], ["a", "test1"]]
+    assert [r.together for r in found.running if r.process] == [1, 2]
+    Clocked.all[1].code = 0
+    found._collect()
+    found._admit(waiting)
+    assert len(Clocked.all) == 3  # a1 still runs
+    Clocked.all[2].code = 0
+    found._collect()
+    found._admit(waiting)
+    assert [x.command for x in Clocked.all[3:]] == [["b", "train"]]
+    assert json.loads((place.work / "a" / "train.done").read_text())["jobs"] == 1
+
+
+def test_the_jobs_of_a_model_start_in_one_stay(place, capsys):
+    """None starts if not all would end in time. Once the model is there, the others start whatever the time."""
+    jobs = one_model(place, "a")  # 10 + 2 · 2 / 1.3 + 1 minutes
+    assert minutes_of(jobs, 3) == pytest.approx(14.08, abs=0.01)
+    found = Runner(place, jobs, [Gpu("0", 140.0)], deadline=14 * 60, start=Clocked)
+    assert len(found._admit(list(jobs))) == 2
+    assert "not started" in capsys.readouterr().out
+    found = Runner(place, jobs, [Gpu("0", 140.0)], deadline=14.2 * 60, start=Clocked)
+    assert not found._admit(list(jobs))
+    (place.work / "a" / "train.done").write_text("{}")
+    late = Runner(place, jobs, [Gpu("0", 140.0)], deadline=1.0, start=Clocked)
+    assert not late._admit(list(jobs))
 
 
 def test_results_and_failures(place, capsys, monkeypatch):
@@ -178,7 +224,30 @@ def test_plan(place):
     jobs = [job(place, n, step(place, n, "train", m)) for n, m in (("a", 13.0), ("b", 13.0), ("c", 14.0))]
     assert [[x.name for x in some] for some in stays(jobs, 20.0, 3)] == [["a", "b"], ["c"]]
     assert [[x.name for x in some] for some in stays(jobs, 20.0, 1)] == [["a"], ["b"], ["c"]]
-    assert "| 1 | 20 | a-s0, b-s0 |" in plan(jobs, 20.0, 3)
+    assert "| 1 | 20 | a-s0 (train 13.0); b-s0 (train 13.0) |" in plan(jobs, 20.0, 3)
+    assert "| 3 | 14 **longer than a stay** | c-s0" in plan(jobs, 13.5, 1)
+    later = [
+        *jobs[:1],
+        job(place, "d", step(place, "d", "train", 19.0)),
+        job(place, "e", step(place, "e", "train", 1.0)),
+    ]
+    assert [[x.name for x in some] for some in stays(later, 20.0, 3)] == [
+        ["a", "e"],
+        ["d"],
+    ]  # room that is left is used
+
+
+def test_minutes_of_sharing():
+    """Two jobs are 1.3 times as fast as one after the other, for as long as both run; a fourth waits for its turn."""
+    assert shared([3.0], 3) == 3
+    assert shared([2.0, 2.0], 3) == pytest.approx(4 / 1.3)
+    assert shared([2.0, 3.0], 3) == pytest.approx(4 / 1.3 + 1)
+    assert shared([2.0, 3.0], 1) == 5
+    assert shared([1.0, 1.0, 1.0, 1.0], 2) == pytest.approx(4 / 1.3)
+    assert shared([], 3) == 0
+    # A job that waits for a step which another has begun waits for what is left of it.
+    begun, same, own = Work(Path("a"), 2.0, True), Work(Path("a"), 5.0, True), Work(Path("b"), 1.0, False)
+    assert duration([[same, own], [begun]], 3) == duration([[begun], [same, own]], 3) == 3.0
 
 
 def test_a_choice_needs_three_rates_and_stays(tmp_path):

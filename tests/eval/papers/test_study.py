@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,6 +18,7 @@ from eval.papers.study import runner, split
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from tests.eval.conftest import make_documents
+from tests.eval.local_data import write_local_data
 
 SEEN: list[list[str]] = []
 
@@ -45,7 +47,7 @@ class InProcess:
                 else:
                     name = (
                         module
-                        if module.startswith("eval.papers.") and module != "eval.papers.mqrar"
+                        if module.startswith(("eval.papers.", "eval.benchmarks.")) and module != "eval.papers.mqrar"
                         else f"{module}.__main__"
                     )
                     import_module(name).main()
@@ -105,6 +107,7 @@ def study(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path], name: str, *w
     )
     places = ["--text", files["split"], "--out", files["out"], "--work", files["work"], "--size", "tiny"]
     places += ["--questions", files["root"] / "squad.json", "--wikitext", files["root"] / "articles.jsonl"]
+    places += ["--eval-data", files["root"] / "eval"]
     return call(monkeypatch, command, name, *places, *words)
 
 
@@ -221,11 +224,85 @@ def test_positions_and_mqrar(files, monkeypatch, capsys):
     assert study(monkeypatch, files, "mqrar", "--report", files["root"] / "docs") == 0
 
 
+@pytest.fixture
+def eval_data(files) -> Path:
+    """Two of the tables' tasks."""
+    write_local_data(files["root"] / "all", 3)
+    for name in ("piqa", "arc_easy"):
+        shutil.copytree(files["root"] / "all" / name, files["root"] / "eval" / name, dirs_exist_ok=True)
+    return files["root"] / "eval"
+
+
+def test_cores(files, eval_data, monkeypatch, capsys):
+    """One command tries learning rates, chooses, trains and measures. Two jobs measure a model, which is then deleted."""
+    if not files["split"].is_dir():
+        call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda *_: None)
+    out = files["out"] / "cores"
+    out.mkdir(parents=True)
+    (out / "rates.json").write_text(json.dumps({"softmax": {"rate": 1e-3, "losses": {}}}))
+    SEEN.clear()
+    assert study(monkeypatch, files, "cores", "--rates", "--jobs", "softmax*,sb*") == 0
+    tried = [word for words in SEEN for word in words if word.startswith("run_dir=") and "rate-" in word]
+    assert len(tried) == 3
+    assert all("rate-sb-" in word for word in tried)
+    trained = [words for words in SEEN if words[0] == "launch/pretrain.py"][3:]
+    rate = json.loads((out / "rates.json").read_text())["sb"]["rate"]
+    same = [{word for word in words if word.startswith(("data.", "train.seed", "train.batch"))} for words in trained]
+    assert same[0] == same[1]
+    assert f"train.stages.0.schedule.lr={rate:g}" in trained[1]
+    found = {file.stem: json.loads(file.read_text()) for file in out.glob("*-s0.json")}
+    assert set(found) == {"softmax-s0", "softmax+ruler-s0", "sb-s0", "sb+ruler-s0"}
+    assert {job: [*result["positions"]] for job, result in found.items() if "positions" in result} == {
+        "softmax-s0": ["plain", "base"],
+        "sb-s0": ["plain"],
+    }
+    for core in ("softmax", "sb"):
+        tokens, seconds, _ = zip(*found[f"{core}-s0"]["to_loss"], strict=True)
+        assert tokens == (1536, 3072, 4608, 6144)
+        assert sorted(seconds) == list(seconds)
+        assert {*found[f"{core}-s0"]["tables"]} == {"piqa", "arc_easy"}
+        assert {*found[f"{core}+ruler-s0"]["ruler"]} == {"niah_multikey_2@1280"}
+    assert {*found["sb-s0"]["skipping"]} == {"64"}
+    assert "skipping" not in found["softmax-s0"]
+    ruler = next(words for words in SEEN if "tasks=niah_multikey_2" in words and "softmax" in words[1])
+    assert "model.position.rope.scaling=dynamic_ntk" in ruler
+    assert not any(files["work"].glob("cores/*/checkpoints"))
+    assert study(monkeypatch, files, "cores", "--report", files["root"] / "docs") == 0
+    page = (files["root"] / "docs" / "cores.md").read_text()
+    for expected in (
+        "| stick-breaking |",
+        "seconds to a validation loss",
+        "piqa | acc_norm | 0.500 |",
+        "[",
+        "at chance",
+    ):
+        assert expected in page
+    drawn = {file.stem for file in (files["root"] / "docs" / "cores").iterdir()}
+    assert drawn == {"losses", "to_loss", "positions", "needles", "ruler"}
+    assert study(monkeypatch, files, "cores", "--tokens", "100") == 2
+    assert (
+        study(monkeypatch, files, "cores", "--questions", eval_data / "piqa" / "validation.jsonl", "--eval-data", "/x")
+        == 2
+    )
+
+
+def test_questions_of_ruler_do_not_train(files, eval_data, monkeypatch, capsys):
+    (eval_data / "squad").mkdir(exist_ok=True)
+    squad = eval_data / "squad" / "dev-v2.0.json"
+    squad.write_bytes((files["root"] / "squad.json").read_bytes())
+    assert study(monkeypatch, files, "cores", "--questions", squad) == 2
+    assert "RULER's samples are made from" in capsys.readouterr().err
+    squad.unlink()
+
+
 def test_commands_of_the_full_size_are_ours(files, monkeypatch, capsys):
     """Every training is a valid configuration. All methods of a study read the same rows."""
     if not files["split"].is_dir():
         call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
-    for name in ("ssmax", "positions", "why"):
+    (files["root"] / "eval" / "piqa").mkdir(parents=True, exist_ok=True)
+    (files["root"] / "eval" / "piqa" / "validation.jsonl").touch()
+    for name in ("ssmax", "positions", "why", "cores"):
         assert study(monkeypatch, files, name, "--size", "full", "--print", "--jobs", "*", "--seeds", "0,1") == 0
         tokens, trained = set(), 0
         for line in capsys.readouterr().out.splitlines():
@@ -238,6 +315,6 @@ def test_commands_of_the_full_size_are_ours(files, monkeypatch, capsys):
             assert sum(stage.tokens for stage in config.train.stages) % 131_072 == 0
             if name == "ssmax" and "rate-" not in config.folder and config.train.max_steps is None:
                 tokens.add(sum(stage.tokens for stage in config.train.stages))
-        assert trained >= 30
+        assert trained >= (20 if name == "cores" else 30)
         if name == "ssmax":
             assert tokens == {209_715_200}

@@ -66,10 +66,15 @@ class Reference:
             states.append(x)
             p, mixer = f"blocks.{layer}", c["mixers"][layer % len(c["mixers"])]
             y = rms(x, w[f"{p}.attention_norm.weight"], c["rms_norm_eps"]) @ w[f"{p}.attention.qkv.weight"].T
+            extra = f"{p}.attention.projection_weights"
+            if c["qkv_bias"]:
+                y = y + torch.cat([w[f"{extra}.{name}_bias"] for name in "qkv"])
             q, k, v = (
                 part.unflatten(-1, (-1, size)).transpose(0, 1)
                 for part in y.split([heads * size, kv * size, kv * size], -1)
             )
+            if c["qk_norm"]:
+                q, k = (rms(t, w[f"{extra}.{name}_norm"], c["rms_norm_eps"]) for name, t in (("q", q), ("k", k)))
             if mixer != "stickbreaking":
                 q, k = turn(q, c["position"]["rope"]["base"]), turn(k, c["position"]["rope"]["base"])
             z = q @ k.repeat_interleave(heads // kv, 0).mT / size**0.5

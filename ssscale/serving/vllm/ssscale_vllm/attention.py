@@ -17,6 +17,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from .config import Model
 from .mixer import Mixer, Shape
+from .projections import Projections
 
 # The others accept slopes, and some then ignore them.
 ALIBI_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
@@ -70,6 +71,7 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(
             model.num_heads * model.head_dim, model.hidden_size, bias=False, prefix=f"{prefix}.out"
         )
+        self.projection_weights = Projections(model)
         self.weights = Learned(mixer.layer_weights(model.num_heads), split=True)
         self.attention = PagedAttention(
             self.heads,
@@ -102,11 +104,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor] | None, prepared: Tensor | None) -> Tensor:
         """x: [T, D]. tables: cos and sin. prepared: what the mixer's layers share."""
         q, k, v = self.qkv(x)[0].split([h * self.head_dim for h in (self.heads, self.kv_heads, self.kv_heads)], -1)
-        q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
+        q, k, v = self.projection_weights(*(x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v)))
         own = tables if self.placed else None
         q = rotate(q, own, self.mixer.factor(prepared, self.weights.all()))
         k = rotate(k, own, None)
-        return self.out(self.attention(q.flatten(1), k.flatten(1), v.contiguous()))[0]
+        return self.out(self.attention(q.flatten(1), k.flatten(1), v.flatten(1).contiguous()))[0]
 
 
 def _backend(mixer: Mixer) -> type[Any] | None:

@@ -51,6 +51,8 @@ class Model:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    qkv_bias: bool
+    qk_norm: bool
     norm_eps: float
     tied: bool
     length: int
@@ -62,14 +64,26 @@ class Model:
     def mixers(self) -> dict[str, Mixer]:
         return {mixer.name: mixer for mixer in self.layers}
 
+    def projection_weights(self) -> dict[str, Shape]:
+        """The biases and norms of a layer's queries, keys and values."""
+        found: dict[str, Shape] = {}
+        if self.qkv_bias:
+            heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+            found |= {f"{name}_bias": (count * self.head_dim,) for name, count in heads.items()}
+        if self.qk_norm:
+            found |= {f"{name}_norm": (self.head_dim,) for name in ("q", "k")}
+        return found
+
     def learned(self) -> dict[str, Shape]:
-        """The weights that mixers declare, by their names in the export."""
+        """The weights of layers beside matrices and the norms of blocks, by their names in the export."""
         found: dict[str, Shape] = {}
         for name, mixer in self.mixers.items():
             found |= {f"shared.{name}.{key}": shape for key, shape in mixer.shared_weights(self.length).items()}
         for i, mixer in enumerate(self.layers):
             shapes = mixer.layer_weights(self.num_heads)
             found |= {f"blocks.{i}.attention.weights.{key}": shape for key, shape in shapes.items()}
+            own = self.projection_weights()
+            found |= {f"blocks.{i}.attention.projection_weights.{key}": shape for key, shape in own.items()}
         return found
 
 
@@ -96,6 +110,8 @@ def read_model(content: dict[str, Any]) -> Model:
         num_heads=heads,
         num_kv_heads=keys.take("num_key_value_heads", int),
         head_dim=head_dim,
+        qkv_bias=keys.take("qkv_bias", bool),
+        qk_norm=keys.take("qk_norm", bool),
         norm_eps=float(keys.take("rms_norm_eps", NUMBER)),
         tied=keys.take("tie_word_embeddings", bool),
         length=keys.take("max_position_embeddings", int),

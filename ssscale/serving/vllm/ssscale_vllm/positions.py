@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +33,33 @@ class Position:
 
 
 @dataclass(frozen=True)
+class Llama3:
+    """The scaling of Llama 3.1: with r turns in `length` tokens, a frequency is divided by `factor` if r < low, kept if
+    r > high, and interpolated between them.
+    """
+
+    factor: float
+    low: float
+    high: float
+    length: int
+
+    def scaled(self, theta: Tensor) -> Tensor:
+        kept = ((self.length * theta / (2 * math.pi) - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
+        return (1 - kept) * theta / self.factor + kept * theta
+
+
+@dataclass(frozen=True)
 class RoPE(Position):
     """Rotates q and k by the angles p · base^(−2k / H)   (arXiv:2104.09864, Eq. 15)
 
-    The positions p are divided by `divisor`. scaled_base(H): the base, which `ntk` increases.
+    The positions p are divided by `divisor`. scaled_base(H): the base, which `ntk` increases. llama3: the scaling of
+    frequencies, or None.
     """
 
     base: float
     divisor: float
     ntk: float
+    llama3: Llama3 | None
 
     def scaled_base(self, head_dim: int) -> float:
         return self.base * self.ntk ** (head_dim / (head_dim - 2)) if self.ntk != 1.0 else self.base
@@ -49,7 +68,9 @@ class RoPE(Position):
         import torch
 
         exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-        angle = (positions.float() / self.divisor)[:, None, None] * self.scaled_base(head_dim) ** -exponent
+        theta = self.scaled_base(head_dim) ** -exponent
+        theta = theta if self.llama3 is None else self.llama3.scaled(theta)
+        angle = (positions.float() / self.divisor)[:, None, None] * theta
         return angle.cos(), angle.sin()
 
 
@@ -84,16 +105,28 @@ def read_position(keys: Keys) -> Position:
 def _rope(keys: Keys, shared: dict[str, Any]) -> RoPE:
     base, factor = (float(keys.take(key, NUMBER)) for key in ("base", "factor"))
     scaling = keys.take("scaling", str)
-    keys.skip("train_length")  # only dynamic_ntk reads it
     if scaling == "dynamic_ntk":
         raise ValueError(
             f"config.json: {keys.named('scaling')}=dynamic_ntk rotates by a text's final length, which a server does not "
             "know when the text begins: export the model with scaling=ntk"
         )
-    if scaling not in ("none", "linear", "ntk"):
+    if scaling not in ("none", "linear", "ntk", "llama3"):
         raise ValueError(f"config.json: {keys.named('scaling')}={scaling!r} is not known to this vLLM plugin")
     if scaling == "none" and factor != 1.0:
         raise ValueError(f"config.json: {keys.named('factor')}={factor:g} has no effect with scaling=none")
+    llama3 = None
+    if scaling == "llama3":
+        low, high = (float(keys.take(f"{name}_freq_factor", NUMBER)) for name in ("low", "high"))
+        if not low < high:
+            raise ValueError(
+                f"config.json: {keys.named('low_freq_factor')}={low:g} is not below high_freq_factor={high:g}"
+            )
+        llama3 = Llama3(factor, low, high, keys.take("train_length", int))
+    keys.skip("train_length", "low_freq_factor", "high_freq_factor")  # the other scalings do not read them
     return RoPE(
-        **shared, base=base, divisor=factor if scaling == "linear" else 1.0, ntk=factor if scaling == "ntk" else 1.0
+        **shared,
+        base=base,
+        divisor=factor if scaling == "linear" else 1.0,
+        ntk=factor if scaling == "ntk" else 1.0,
+        llama3=llama3,
     )

@@ -1,0 +1,72 @@
+"""The optimizer step over flat buffers: checks, and the choice of the path."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .segment import Segment, check_flat
+from .settings import Settings
+from .torch_path import TorchPath
+
+__all__ = ["FlatAdamW", "Segment", "Settings", "clip_factor"]
+
+
+class FlatAdamW:
+    """AdamW on fixed segments: Triton kernels on a GPU, torch on a CPU.
+
+    A step is three calls. None of them waits for the GPU:
+
+        total = optimizer.sum_of_squares(gradients)       # add the totals of all ranks here
+        norm, factor = clip_factor(total, max_norm)
+        optimizer.update(gradients, settings, factor)     # changes nothing if the norm is not finite
+
+    Raises ValueError for empty segments and for segments on several devices. Segments must not overlap.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        if not segments:
+            raise ValueError("FlatAdamW needs at least one segment")
+        for segment in segments:
+            if segment.master.numel() == 0 or segment.master.device != segments[0].master.device:
+                raise ValueError("every segment must have at least one element, and all must be on the same device")
+        self.segments = tuple(segments)
+        if segments[0].master.device.type == "cuda":
+            from .launch import TritonPath  # CPUs need no Triton
+
+            self.path: TritonPath | TorchPath = TritonPath(segments)
+        else:
+            self.path = TorchPath(segments)
+
+    def sum_of_squares(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Returns Σ g² over the counted segments, [] float32, the same bits at every call.
+
+        gradients: one [n] tensor per segment, all float32 or all bfloat16.
+        """
+        self._check(gradients)
+        return self.path.sum_of_squares(gradients)
+
+    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor) -> None:
+        """Updates all segments in place. settings: of each group. factor: [] float32 from `clip_factor`."""
+        self._check(gradients)
+        if len(settings) <= max(segment.group for segment in self.segments):
+            raise ValueError(f"there are {len(settings)} settings, and a segment of a later group")
+        self.path.update(gradients, settings, factor)
+
+    def _check(self, gradients: Sequence[Tensor]) -> None:
+        if len(gradients) != len(self.segments):
+            raise ValueError(f"there are {len(gradients)} gradients for {len(self.segments)} segments")
+        for gradient, segment in zip(gradients, self.segments, strict=True):
+            check_flat("gradient", gradient, segment.master)
+            if gradient.dtype != gradients[0].dtype or gradient.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(f"gradients must be all float32 or all bfloat16, not {gradient.dtype}")
+
+
+def clip_factor(total: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Returns (norm, factor), both [] float32: √total, and what gradients are multiplied by.
+
+    factor = min(1, max_norm / (norm + 1e-6)), 1 if max_norm is 0, and NaN if the norm is NaN or Inf.
+    """
+    norm = total.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+    return norm, torch.where(norm.isfinite(), factor, torch.nan)

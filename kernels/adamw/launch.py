@@ -1,0 +1,102 @@
+"""Launches the kernels: the tables that they read, and their launch settings."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from ssscale_kernels.upload import upload
+from torch import Tensor
+
+from .kernels import squares_kernel, total_kernel, update_kernel
+from .segment import Segment
+from .settings import Settings, constants
+
+ALIGNMENT = 16  # bytes of a vector access
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}  # of gradients
+
+
+class Tiling(NamedTuple):
+    """The launch settings: `chunk` elements per program, `block` or `squares_block` of them at a time."""
+
+    chunk: int = 4096
+    # Four elements per thread: 16 bytes of each float32 tensor, 8 of a bf16 one. With eight, float32 and bf16 tensors would
+    # want different layouts, and every result would pass through shared memory.
+    block: int = 512
+    # Eight elements per thread: 16 bytes of a bf16 gradient.
+    squares_block: int = 1024
+    num_warps: int = 4
+
+
+TOTAL_WIDTH, TOTAL_WARPS = 4096, 16  # of the program that adds the sums of all chunks
+
+
+class TritonPath:
+    """The kernels on fixed segments. Only gradients and settings may change from step to step."""
+
+    def __init__(self, segments: Sequence[Segment], tiling: Tiling | None = None) -> None:
+        self.tiling = tiling or Tiling()
+        self.device = segments[0].master.device
+        sizes = torch.tensor([segment.master.numel() for segment in segments])
+        chunks = -(-sizes // self.tiling.chunk)
+        ends = chunks.cumsum(0)
+        self.num_segments, self.num_chunks = len(segments), int(ends[-1])
+        if self.num_chunks >= 2**31:
+            raise ValueError(f"{int(sizes.sum()):,} elements are too many for one launch")
+        state = [[getattr(segment, name) for segment in segments] for name in Segment.TENSORS]
+        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in state]
+        self.aligned = all(address % ALIGNMENT == 0 for row in addresses for address in row)
+        # The segments must outlive the tables of their addresses.
+        self.segments = tuple(segments)
+
+        def table(values: Any, dtype: torch.dtype) -> Tensor:
+            return torch.as_tensor(values, dtype=dtype).to(self.device)
+
+        self.addresses = table(addresses, torch.int64)
+        self.sizes = table(sizes, torch.int64)
+        self.first_chunk = table(ends - chunks, torch.int32)
+        self.segment_of = table(torch.arange(len(segments)).repeat_interleave(chunks), torch.int32)
+        self.group_of = table([segment.group for segment in segments], torch.int32)
+        self.counted = table([segment.counted for segment in segments], torch.int32)
+        self.sums = torch.empty(self.num_chunks, dtype=torch.float32, device=self.device)
+        self.gradient_addresses: list[int] = []
+        self.gradients = torch.empty(0, dtype=torch.int64, device=self.device)
+
+    def sum_of_squares(self, gradients: Sequence[Tensor]) -> Tensor:
+        total = torch.empty((), dtype=torch.float32, device=self.device)
+        tables = (self.sizes, self.segment_of, self.first_chunk, self.counted)
+        options = self._options(gradients, self.tiling.squares_block)
+        squares_kernel[(self.num_chunks,)](self._gradients(gradients), *tables, self.sums, **options)
+        total_kernel[(1,)](self.sums, total, self.num_chunks, WIDTH=TOTAL_WIDTH, num_warps=TOTAL_WARPS)
+        return total
+
+    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor) -> None:
+        values = upload(torch.tensor([constants(group) for group in settings], dtype=torch.float64), self.device)
+        tables = (self.sizes, self.segment_of, self.first_chunk, self.group_of)
+        update_kernel[(self.num_chunks,)](
+            self.addresses,
+            self._gradients(gradients),
+            *tables,
+            values,
+            factor,
+            self.num_segments,
+            **self._options(gradients, self.tiling.block),
+        )
+
+    def _gradients(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The table of the gradients' addresses. Most often they are those of the step before."""
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        if addresses != self.gradient_addresses:
+            self.gradients = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
+            self.gradient_addresses = addresses
+        return self.gradients
+
+    def _options(self, gradients: Sequence[Tensor], block: int) -> dict[str, Any]:
+        aligned = self.aligned and all(gradient.data_ptr() % ALIGNMENT == 0 for gradient in gradients)
+        return {
+            "GRADIENT": TYPES[gradients[0].dtype],
+            "ALIGNED": aligned,
+            "CHUNK": self.tiling.chunk,
+            "BLOCK": block,
+            "num_warps": self.tiling.num_warps,
+        }

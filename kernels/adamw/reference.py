@@ -1,0 +1,37 @@
+"""The definition of the update in plain torch."""
+
+import torch
+from torch import Tensor
+
+from .settings import Settings, constants
+
+
+def adamw_reference(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    settings: Settings,
+    factor: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (master, exp_avg, exp_avg_sq) after a step of AdamW (arXiv:1711.05101, Algorithm 2).
+
+    g = factor · gradient
+    m ← β₁ m + (1 − β₁) g        v ← β₂ v + (1 − β₂) g²
+    w ← w − lr · weight_decay · w − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
+
+    master, exp_avg, exp_avg_sq [n], all float32 or all float64; gradient [n] of any dtype; factor [] of any dtype, NaN for
+    "change nothing". In float32, a result is rounded where the kernel rounds it: after g, after the decay, after m, v and
+    the denominator, and at the end. Between these places the arithmetic is float64.
+    """
+    if factor.isnan():
+        return master.clone(), exp_avg.clone(), exp_avg_sq.clone()
+    dtype = master.dtype
+    decay, beta1, beta2, eps, step_size, correction = constants(settings, rounded=dtype == torch.float32)
+    g = (gradient.to(dtype) * factor.to(dtype)).double()
+    w = (master.double() - decay * master.double()).to(dtype)
+    m = (beta1 * exp_avg.double() + (1 - beta1) * g).to(dtype)
+    v = (beta2 * exp_avg_sq.double() + (1 - beta2) * g * g).to(dtype)
+    root = v.double().sqrt().to(dtype)  # torch's float32 square root on CPUs is off by one in the last place
+    denominator = ((root / correction).double() + eps).to(dtype)
+    return w - step_size * m / denominator, m, v

@@ -1,0 +1,44 @@
+"""The same interface by torch, for CPUs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .segment import Segment
+from .settings import Settings
+
+
+class TorchPath:
+    """Norms as DeepSpeed computes them, one per segment; the update by `torch._fused_adamw_`."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+
+    def sum_of_squares(self, gradients: Sequence[Tensor]) -> Tensor:
+        counted = [g.float().norm() for g, s in zip(gradients, self.segments, strict=True) if s.counted]
+        if not counted:
+            return torch.zeros((), device=gradients[0].device)
+        return torch.stack(counted).pow(2).sum()
+
+    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor) -> None:
+        if factor.isnan():
+            return
+        for segment, gradient in zip(self.segments, gradients, strict=True):
+            lr, beta1, beta2, eps, weight_decay, step = settings[segment.group]
+            torch._fused_adamw_(
+                [segment.master],
+                [gradient.float() * factor],
+                [segment.exp_avg],
+                [segment.exp_avg_sq],
+                [],
+                [torch.tensor(float(step), device=gradient.device)],
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+            )
+            segment.rounded.copy_(segment.master)

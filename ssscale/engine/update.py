@@ -1,0 +1,195 @@
+"""The update of DeepSpeed's BF16_Optimizer by `ssscale_kernels.adamw`: `optimizer.adamw.one_pass`.
+
+DeepSpeed creates the buffers, divides them over the ranks, reduces gradients and gathers weights. This file replaces what it
+does between: it keeps gradients until the step, computes their norm, and updates this rank's partition. The state stays
+where DeepSpeed and torch keep it (`fp32_groups_flat_partition`, `optimizer.state`), so checkpoints do not change.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, clip_factor
+from torch import Tensor
+
+from ssscale.optim.base import Optimizer
+from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron import split_dim
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a weight that lies in this rank's partition of its group.
+
+    Elements [start, start + size) of the flattened weight are elements [offset, offset + size) of the partition.
+    """
+
+    group: int
+    index: int  # of the weight in its group
+    start: int
+    offset: int
+    size: int
+
+
+class OnePassUpdate:
+    """Norm, then clipping, AdamW and the bf16 copy in one pass. `replace_update` gives its methods to a BF16_Optimizer.
+
+    direct: whether a step has one microbatch. Its gradients need no sum over microbatches, so they stay in bf16 where autograd
+        has put them, and the memory of the fp32 sums is released. Results have the same bits: the sum of one bf16 gradient
+        is that gradient, and DeepSpeed reduces in bf16.
+    """
+
+    def __init__(self, optimizer: Any, kind: Optimizer, groups: Groups, clip: float) -> None:
+        """optimizer: DeepSpeed's BF16_Optimizer, before its first step. clip: `optimizer.clip`."""
+        self.optimizer, self.kind, self.groups, self.clip = optimizer, kind, groups, clip
+        self.direct = False
+        self.pieces = [
+            Piece(i, j, mapping.lp_fragment_address.start, address.start, address.numel)
+            for i, weights in enumerate(optimizer.bf16_groups)
+            for j, weight in enumerate(weights)
+            if (mapping := weight._hp_mapping) is not None
+            for address in [mapping.get_hp_fragment_address()]
+        ]
+        self._taken: dict[tuple[int, int], Tensor] = {}  # the gradients of this step, if direct
+        self._adamw: FlatAdamW | None = None  # created at the first step, as torch's states are
+        self._steps: list[int] = []  # updates so far, by group
+
+    def set_accumulation(self, microbatches: int) -> None:
+        """Sets the number of microbatches per step. Called between steps."""
+        self.direct = microbatches == 1
+        for total in self.optimizer.fp32_groups_gradients_flat:
+            storage, needed = total.untyped_storage(), total.numel() * total.element_size()
+            if self.direct:
+                storage.resize_(0)
+            elif storage.nbytes() < needed:
+                storage.resize_(needed)
+                total.zero_()  # the padding is reduced too
+
+    def states_changed(self) -> None:
+        """Called after tensors of `optimizer.state` were replaced."""
+        self._adamw = None
+
+    @torch.no_grad()
+    def take(self, weight: Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
+        """Keeps or adds a weight's gradient as soon as backward has computed it. The caller drops `weight.grad` then.
+
+        The first gradient of a step is written to the fp32 sum and not added to it, so sums need not be zeroed.
+        """
+        if weight.grad is None:
+            return
+        seen = self.optimizer.fp32_groups_has_gradients[group]
+        total = self.optimizer.fp32_groups_gradients[group][index]
+        gradient = weight.grad.view(total.shape)
+        if self.direct:
+            assert not seen[index], "a weight got two gradients in a step with one microbatch"
+            self._taken[group, index] = gradient
+        elif seen[index]:
+            total.add_(gradient)
+        else:
+            total.copy_(gradient)
+        seen[index] = True
+
+    @torch.no_grad()
+    def zero_missing(self) -> None:
+        """Makes the gradients of weights that got none 0. Called after the last backward pass of a step."""
+        optimizer = self.optimizer
+        for i, seen in enumerate(optimizer.fp32_groups_has_gradients):
+            for j in (j for j, found in enumerate(seen) if not found):
+                if self.direct:
+                    self._taken[i, j] = torch.zeros_like(optimizer.bf16_groups[i][j]).view(-1)
+                else:
+                    optimizer.fp32_groups_gradients[i][j].zero_()
+
+    def to_reduce(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Returns the gradients that DeepSpeed reduces over the replicas in place, and an empty group of experts.
+
+        A single replica reduces nothing. DeepSpeed's own step rounds even its fp32 sums to bf16 here.
+        """
+        self.zero_missing()
+        if self.groups.replica_size == 1:
+            return [], {}
+        taken = [self._taken[key] for key in sorted(self._taken)]
+        return taken if self.direct else self.optimizer.non_expert_gradients, {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates this rank's partition from reduced gradients, and gathers the bf16 weights.
+
+        The host waits for the GPU once, at the end, when it reads the norm. If that is not finite, the kernel has changed
+        nothing, and `optimizer.overflow` says so.
+        """
+        adamw, optimizer = self._adamw or self._open(), self.optimizer
+        gradients = self._gradients()
+        total = adamw.sum_of_squares(gradients)
+        for group, size in (
+            (self.groups.replica_group, self.groups.replica_size),
+            (self.groups.tensor_group, self.groups.tensor_size),
+        ):
+            if size > 1:
+                dist.all_reduce(total, group=group)
+        norm, factor = clip_factor(total, self.clip)
+        adamw.update(gradients, self._settings(), factor)
+        self._gather()
+        value = float(norm)
+        optimizer.overflow = not math.isfinite(value)
+        optimizer._global_grad_norm = math.inf if optimizer.overflow else value
+        if not optimizer.overflow:
+            self._steps = [steps + 1 for steps in self._steps]
+            torch._foreach_add_([optimizer.state[flat]["step"] for flat in optimizer.fp32_groups_flat_partition], 1)
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of the step."""
+        self._taken.clear()
+        self.optimizer.clear_lp_grads(set_to_none=True)
+        seen = self.optimizer.fp32_groups_has_gradients
+        seen[:] = [[False] * len(group) for group in seen]
+
+    def _open(self) -> FlatAdamW:
+        optimizer = self.optimizer
+        for flat in optimizer.fp32_groups_flat_partition:
+            if not optimizer.state.get(flat):
+                optimizer.state[flat] = self.kind.state_after(flat, 0)
+        self._steps = [int(optimizer.state[flat]["step"]) for flat in optimizer.fp32_groups_flat_partition]
+        self._adamw = FlatAdamW([self._segment(piece) for piece in self.pieces])
+        return self._adamw
+
+    def _segment(self, piece: Piece) -> Segment:
+        flat = self.optimizer.fp32_groups_flat_partition[piece.group]
+        weight, state = self.optimizer.bf16_groups[piece.group][piece.index], self.optimizer.state[flat]
+        here = slice(piece.offset, piece.offset + piece.size)
+        return Segment(
+            master=flat.detach()[here],
+            exp_avg=state["exp_avg"][here],
+            exp_avg_sq=state["exp_avg_sq"][here],
+            rounded=weight.detach().view(-1)[piece.start : piece.start + piece.size],
+            group=piece.group,
+            counted=split_dim(weight) is not None or self.groups.tensor_rank == 0,
+        )
+
+    def _gradients(self) -> list[Tensor]:
+        whole = self.optimizer.fp32_groups_gradients
+        return [
+            (self._taken[p.group, p.index] if self.direct else whole[p.group][p.index]).narrow(0, p.start, p.size)
+            for p in self.pieces
+        ]
+
+    def _settings(self) -> list[Settings]:
+        settings = []
+        for group, steps in zip(self.optimizer.param_groups, self._steps, strict=True):
+            beta1, beta2 = group["betas"]
+            settings.append(Settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], steps + 1))
+        return settings
+
+    def _gather(self) -> None:
+        from deepspeed.runtime.utils import all_gather_dp_groups
+
+        optimizer = self.optimizer
+        all_gather_dp_groups(
+            groups_flat=optimizer.bf16_groups_flat,
+            partitioned_param_groups=optimizer.bf16_partitioned_groups,
+            dp_process_group=optimizer.real_dp_process_group,
+            start_alignment_factor=optimizer.nccl_start_alignment_factor,
+            allgather_bucket_size=optimizer.allgather_bucket_size,
+        )

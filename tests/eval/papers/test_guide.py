@@ -1,0 +1,70 @@
+"""docs/guide/papers.md: its commands exist, its run files load with their keys, and its hours are those of the estimate."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ssscale.config import load_config, run_names
+from ssscale.train.schedule import total_tokens
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "guide" / "papers.md").read_text()
+LINES = [
+    line
+    for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+    if "python " in line or "slurm/" in line
+]
+
+
+def loops(line: str) -> list[str]:
+    """The run files that $c stands for: those of the loop before the line."""
+    before = PAGE[: PAGE.index(line.split("  ")[0])]
+    return re.findall(r"for c in ([^;]+);", before)[-1].split() if "$c" in line else [""]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_exists_and_takes_its_options(line: str) -> None:
+    for module in re.findall(r"python -m ([\w.]+)", line):
+        file = ROOT / module.replace(".", "/")
+        source = file.with_suffix(".py") if file.with_suffix(".py").is_file() else file / "__main__.py"
+        assert source.is_file()
+        text = source.read_text()
+        for flag in re.findall(r" (--[a-z-]+)", line):
+            assert f'"{flag}"' in text, flag
+    for script in re.findall(r"(?:launch|slurm)/\w+\.(?:py|sbatch)", line):
+        assert (ROOT / script).is_file()
+    for script in re.findall(r"python (launch/\w+\.py|slurm/submit\.py)", line):
+        text = (ROOT / script).read_text() + (ROOT / "launch" / "workers.py").read_text()
+        for key in re.findall(r" ([a-z_]+)=", re.sub(r'"[^"]*"', "", line)):
+            assert f'"{key}"' in text or key == "config", key
+
+
+def test_run_files_load_with_their_keys() -> None:
+    seen = set()
+    for line in LINES:
+        if "config=" not in line:
+            continue
+        keys = [word for word in shlex.split(line) if re.match(r"(data|model|train)\.\w+", word)]
+        for name in loops(line):
+            words = [word.replace("$c", name) for word in shlex.split(line) if word.startswith("config=")]
+            load_config([*words, *keys])
+            seen.add(words[0].removeprefix("config="))
+    assert {name for name in run_names() if name.startswith(("350m", "162m"))} - seen == {"162m_sb", "350m_rope_ntk"}
+    assert {"1b_sb", "1b_softmax", "3b_sb", "3b_softmax"} <= seen
+
+
+@pytest.mark.parametrize(
+    ("name", "hours"), [("162m_ssmax_pn", 0.5), ("162m_ssmax", 3.9), ("350m_sb", 0.4), ("1b_sb", 141), ("3b_sb", 351)]
+)
+def test_hours_are_those_of_the_estimate(name: str, hours: float) -> None:
+    from ssscale.model.flops import PEAK_FLOPS, flops_per_token
+
+    config = load_config([f"config={name}"])
+    operations = flops_per_token(config.model, config.data.length, causal_half=False) * total_tokens(
+        config.train.stages
+    )
+    assert hours == pytest.approx(operations / (0.4 * PEAK_FLOPS) / 3600 / 64, rel=0.15)
+    assert f"{hours:g}" in PAGE
