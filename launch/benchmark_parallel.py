@@ -4,6 +4,7 @@ part=losses   the losses of each layout next to those of data parallelism and of
 part=speed    tokens/s, peak and estimated memory of each layout, with rows / data-parallel ranks per microbatch
 part=long     the same for the layouts with context parallelism only; use it with data of long rows
 part=weak     tokens/s per GPU on one GPU and on all, with ZeRO-1, accumulation 1 and rows / gpus on each GPU
+part=tensor   data parallelism, and tensor parallelism with blocks in pieces, whole, and with the options of gathers
 part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
 Figures are medians over the steps after the fourth. Each run prints a line when it ends and writes its output to
@@ -31,7 +32,7 @@ from ssscale.train.records import read_metrics
 
 GIB = 2**30
 OUTSIDE = 3  # GiB per process outside the estimate: CUDA context, NCCL buffers, fragmentation
-PARTS = ("losses", "speed", "long", "weak", "skip")
+PARTS = ("losses", "speed", "long", "weak", "tensor", "skip")
 COMMAND = Command(
     about=__doc__,
     usage="python launch/benchmark_parallel.py part=PART gpus=N data=FOLDER [key=value ...]",
@@ -111,6 +112,15 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         return [layout for layout in every if layout.ulysses * layout.ring == gpus]
     if part == "weak":
         return [Run("DP1", 1), every[0]]
+    if part == "tensor":
+        tensor = Run(f"TP{gpus}", gpus, tensor=gpus)
+        whole = tensor._replace(label=f"TP{gpus} whole", keys=("train.compile_exchanges=true",))
+        kept = whole._replace(label=f"{whole.label} keep_gathered", keys=(*whole.keys, "parallel.keep_gathered=true"))
+        overlapped = whole._replace(
+            label=f"{whole.label} overlap_gathers", keys=(*whole.keys, "parallel.overlap_gathers=true")
+        )
+        both = kept._replace(label=f"{kept.label} overlap_gathers", keys=(*kept.keys, overlapped.keys[-1]))
+        return [every[0], tensor, whole, kept, overlapped, both]
     if part == "skip":
         ring = Run(f"ring {gpus}", gpus, ring=gpus)
         exact = [(name, *option) for name, mixer in MIXERS.items() for option in mixer.exact.items()]

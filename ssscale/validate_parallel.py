@@ -31,23 +31,36 @@ def check_parallel(config: Config, gpu: bool) -> None:
             f"parallel.tensor={tensor} ranks, which does not divide it: set parallel.sequence=false or another "
             "train.microbatch"
         )
-    if tensor > 1 and train.compile is Compile.model:
-        raise UserError(
-            f"train.compile=model needs parallel.tensor=1, not {tensor}: tensor parallelism breaks the graph between "
-            "blocks; use train.compile=block"
-        )
-    broken_by = config.breaks_in_blocks
-    if broken_by and train.recompute is Recompute.selective and train.compile is Compile.block:
-        raise UserError(
-            f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs "
-            "each block in one graph, and that breaks it; use train.compile=auto or train.recompute=full"
-        )
+    _check_compile(config)
     bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
     if parallel.zero_stage == 0 and bf16:
         raise UserError(
             "parallel.zero_stage=0 cannot train in bf16: DeepSpeed refuses to accumulate its gradients in fp32 and "
             "returns no gradient norm; use parallel.zero_stage=1 or train.precision=fp32"
         )
+
+
+def _check_compile(config: Config) -> None:
+    train, parallel = config.train, config.parallel
+    if parallel.tensor > 1 and train.compile is Compile.model:
+        raise UserError(
+            f"train.compile=model needs parallel.tensor=1, not {parallel.tensor}: tensor parallelism breaks the graph between "
+            "blocks; use train.compile=block"
+        )
+    broken_by = config.breaks_in_blocks
+    if broken_by and train.recompute is Recompute.selective and train.compile is Compile.block:
+        whole = replace(config, train=replace(train, compile_exchanges=True))
+        also = "" if whole.breaks_in_blocks else ", train.compile_exchanges=true"
+        raise UserError(
+            f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs "
+            f"each block in one graph, and that breaks it; use train.compile=auto{also} or train.recompute=full"
+        )
+    for key in ("keep_gathered", "overlap_gathers"):
+        if getattr(parallel, key) and not train.compile_exchanges:
+            raise UserError(
+                f"parallel.{key}=true needs train.compile_exchanges=true: otherwise Megatron-core's layers run, which do not "
+                "have this option"
+            )
 
 
 def _check_context(config: Config) -> None:

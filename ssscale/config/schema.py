@@ -258,6 +258,7 @@ class TrainConfig:
     seed: int = 0  # seed of the initial weights
     precision: Precision = Precision.auto  # auto: bf16 with fp32 master weights on a GPU, fp32 on a CPU
     compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU or with ZeRO-3 (docs/guide/training.md)
+    compile_exchanges: bool = False  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/training.md)
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
     z_loss: float = 0.0  # weight of ln²Z, the squared logsumexp of the logits (arXiv:2204.02311, Section 5)
     log_every: int = 10  # steps between records of metrics
@@ -296,6 +297,8 @@ class TrainConfig:
 class ParallelConfig:
     tensor: int = 1  # tensor-parallel ranks, which split each matrix
     sequence: bool = True  # also split the residual stream over the tensor-parallel ranks
+    keep_gathered: bool = False  # under `sequence`, keep gathered tokens for backward; else they are gathered again
+    overlap_gathers: bool = False  # under `sequence`, multiply a rank's own tokens while those of others are gathered
     ulysses: int = 1  # ranks that split a microbatch's tokens and exchange them for heads in attention
     ring: int = 1  # ranks that split them and pass keys and values around; with both, ulysses · ring ranks
     zero_stage: int = 1  # what data-parallel ranks split: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights
@@ -326,9 +329,14 @@ class Config:
 
     @property
     def breaks_in_blocks(self) -> list[str]:
-        """The keys that prevent a block from compiling to one graph: communication, and ZeRO-3's hooks."""
+        """The keys that prevent a block from compiling to one graph: communication, and ZeRO-3's hooks.
+
+        With `train.compile_exchanges`, the graph holds the exchanges of tensor parallelism and Ulysses.
+        """
         parallel = self.parallel
         sizes = {"tensor": parallel.tensor, "ulysses": parallel.ulysses, "ring": parallel.ring}
+        if self.train.compile_exchanges:
+            sizes = {"ring": parallel.ring}
         found = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
         return [*found, "parallel.zero_stage=3"] if parallel.zero_stage == 3 else found
 

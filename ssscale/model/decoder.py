@@ -5,6 +5,7 @@ of dimension H on this tensor-parallel rank. Under sequence parallelism, the res
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from ssscale.model.recompute import keep_products, leave_products_whole
 from ssscale.model.weight import Weight, projection_weights
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import (
-    TransformerConfig,
+    MegatronConfig,
     column_linear,
     gather_vocabulary,
     global_shape,
@@ -65,7 +66,7 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """y = W_down (silu(W_gate x) ⊙ W_up x)   (arXiv:2002.05202, Eq. 6). [T, D] → [T, D]."""
 
-    def __init__(self, config: ModelConfig, megatron: TransformerConfig) -> None:
+    def __init__(self, config: ModelConfig, megatron: MegatronConfig) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.ffn_hidden_size
         self.gate_up = column_linear(size, (inner, inner), megatron)
@@ -118,7 +119,7 @@ class Attention(nn.Module):
     (ssscale/model/mixers) computes `mix`. It reads the attributes of this module.
     """
 
-    def __init__(self, config: ModelConfig, groups: Groups, megatron: TransformerConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, groups: Groups, megatron: MegatronConfig, layer: int) -> None:
         super().__init__()
         self.groups = groups
         self.head_size = config.head_size
@@ -178,7 +179,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, groups: Groups, megatron: TransformerConfig, layer: int, recompute: Recompute
+        self, config: ModelConfig, groups: Groups, megatron: MegatronConfig, layer: int, recompute: Recompute
     ) -> None:
         super().__init__()
         self.selective = recompute == Recompute.selective
@@ -236,13 +237,18 @@ class Decoder(nn.Module):
         sequence_parallel: bool = False,
         recompute: Recompute = Recompute.none,
         z_loss: float = 0.0,
+        compile_exchanges: bool = False,
+        keep_gathered: bool = False,
+        overlap_gathers: bool = False,
     ) -> None:
         super().__init__()
+        if compile_exchanges:
+            groups = replace(groups, in_graph=True)
         self.config, self.groups, self.recompute = config, groups, recompute
         self.terms: dict[str, float] = {Z_LOSS: z_loss} if z_loss else {}
         for mixer in config.used.values():
             self.terms |= mixer.terms
-        megatron = megatron_config(groups, sequence_parallel, dtype)
+        megatron = megatron_config(groups, sequence_parallel, dtype, keep_gathered, overlap_gathers)
         self.sequence_parallel = megatron.sequence_parallel
         rows = padded_vocab(config.vocab_size, groups.tensor_size)
         self.mixers = config.used

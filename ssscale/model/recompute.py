@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ssscale.parallel.megatron import RowParallelLinear
+from ssscale.parallel.operators import WAIT
 
 T = TypeVar("T")
 
@@ -53,6 +54,8 @@ def is_kept(parts: tuple[str, ...], operator: Any) -> bool:
 
 
 def _compiled_contexts(parts: tuple[str, ...]) -> Any:
+    parts = (*parts, WAIT)  # backward repeats no exchange; of a sum over ranks the graph keeps the sum, not the product
+
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_kept(parts, operator) else CheckpointPolicy.PREFER_RECOMPUTE
 

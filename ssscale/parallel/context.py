@@ -6,6 +6,7 @@ divided again, in order, among the ranks of a Ulysses group. In attention these 
 all tokens of the group for its share of the heads (arXiv:2309.14509).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ssscale.layout import Gathered, PackedLayout, RingChunks
 from ssscale.parallel.groups import Groups
+from ssscale.parallel.operators import all_to_all, uncompiled
 
 SMALLEST_BUCKET = 16
 
@@ -67,7 +69,6 @@ def _chunks(layout: PackedLayout, rows: int, ring: int) -> RingChunks:
     return RingChunks(size, *(tuple(map(tuple, x.tolist())) for x in (heads, begins)))
 
 
-@torch.compiler.disable
 def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, rows: int, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
     """Exchanges heads for tokens within the Ulysses group (arXiv:2309.14509), with one all-to-all for q, k and v.
 
@@ -75,18 +76,31 @@ def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, rows: int, groups: Groups) 
     Returns q [T · U, N / U, H], k and v [T · U, K / U, H]: the tokens of all U ranks in the order of their rows, and this
     rank's heads. Rank u gets the u-th of U equal groups of heads.
     """
-    size = groups.ulysses_size
-    parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
-    heads = [part.shape[2] for part in parts]
-    exchanged = _Exchange.apply(torch.cat(parts, 2), rows, groups.ulysses_group, True)
-    found: tuple[Tensor, Tensor, Tensor] = exchanged.split(heads, 1)
+    found: tuple[Tensor, Tensor, Tensor] = _call(_tokens_to_heads, q, k, v, rows, groups)
     return found
 
 
-@torch.compiler.disable
 def heads_to_tokens(o: Tensor, rows: int, groups: Groups) -> Tensor:
     """Returns o [T, N, H] from o [T · U, N / U, H]: the inverse of `tokens_to_heads`."""
-    exchanged: Tensor = _Exchange.apply(o, rows, groups.ulysses_group, False)
+    found: Tensor = _call(_heads_to_tokens, o, rows, groups)
+    return found
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function, whose last argument is `Groups`, outside of compiled graphs unless they hold its exchange."""
+    return function(*arguments) if arguments[-1].in_graph else uncompiled(function, *arguments)
+
+
+def _tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, rows: int, groups: Groups) -> tuple[Tensor, ...]:
+    parts = [x.unflatten(1, (groups.ulysses_size, -1)) for x in (q, k, v)]
+    heads = [part.shape[2] for part in parts]
+    x = torch.cat(parts, 2)
+    exchanged: Tensor = _gather(x, rows, groups) if groups.in_graph else _Exchange.apply(x, rows, groups, True)
+    return exchanged.split(heads, 1)
+
+
+def _heads_to_tokens(o: Tensor, rows: int, groups: Groups) -> Tensor:
+    exchanged: Tensor = _scatter(o, rows, groups) if groups.in_graph else _Exchange.apply(o, rows, groups, False)
     return exchanged.flatten(1, 2)
 
 
@@ -94,28 +108,31 @@ class _Exchange(torch.autograd.Function):
     """x [T, U, h, H] → [T · U, h, H] if `gather`, else the inverse. Each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int, group: dist.ProcessGroup, gather: bool) -> Tensor:
-        ctx.options = rows, group, gather
-        return (_gather if gather else _scatter)(x, rows, group)
+    def forward(ctx: Any, x: Tensor, rows: int, groups: Groups, gather: bool) -> Tensor:
+        ctx.options = rows, groups, gather
+        return (_gather if gather else _scatter)(x, rows, groups)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, group, gather = ctx.options
-        return (_scatter if gather else _gather)(gradient, rows, group), None, None, None
+        rows, groups, gather = ctx.options
+        return (_scatter if gather else _gather)(gradient, rows, groups), None, None, None
 
 
-def _gather(x: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-    found = _all_to_all(x.transpose(0, 1), group)  # [U, T, h, H], the tokens of every rank
+def _gather(x: Tensor, rows: int, groups: Groups) -> Tensor:
+    found = _all_to_all(x.transpose(0, 1), groups)  # [U, T, h, H], the tokens of every rank
     return found.unflatten(1, (rows, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _scatter(x: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-    parts = x.unflatten(0, (rows, group.size(), -1)).transpose(0, 1).flatten(1, 2)  # [U, T, h, H]
-    return _all_to_all(parts, group).transpose(0, 1)
+def _scatter(x: Tensor, rows: int, groups: Groups) -> Tensor:
+    parts = x.unflatten(0, (rows, groups.ulysses_size, -1)).transpose(0, 1).flatten(1, 2)  # [U, T, h, H]
+    return _all_to_all(parts, groups).transpose(0, 1)
 
 
-def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x: Tensor, groups: Groups) -> Tensor:
+    assert groups.ulysses_group is not None
+    if groups.in_graph:
+        return all_to_all(x, groups.ulysses_size, groups.ulysses_group.group_name)
     x = x.contiguous()
     found = torch.empty_like(x)
-    dist.all_to_all_single(found, x, group=group)
+    dist.all_to_all_single(found, x, group=groups.ulysses_group)
     return found

@@ -24,6 +24,8 @@ class Groups:
         read one microbatch.
     data: ranks that read different rows.
     replica: the data · context ranks that hold the same weights. Gradients are summed and ZeRO divides over this group.
+    in_graph: whether exchanges inside of blocks are operators that a compiled graph contains
+        (ssscale/parallel/operators.py). If not, the graph ends before each exchange and a new one begins after it.
     """
 
     rank: int
@@ -43,6 +45,7 @@ class Groups:
     ring_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup
     device: torch.device
+    in_graph: bool = False
 
     @property
     def context_size(self) -> int:

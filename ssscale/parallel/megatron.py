@@ -5,6 +5,7 @@ parallel layers.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,25 +13,48 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ssscale.parallel import megatron_patches
 from ssscale.parallel.groups import Groups
+from ssscale.parallel.operators import column_product, row_product, sum_gradient, sum_over_ranks, uncompiled
 
 
 def _leave_uninitialized(weight: Tensor) -> None:
     """Does nothing. `ssscale.model.init` fills all weights, with the same values in every parallel layout."""
 
 
-def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype) -> TransformerConfig:
+@dataclass
+class MegatronConfig(TransformerConfig):
+    """Megatron-core's configuration, and what our layers need besides.
+
+    group_name: of the tensor-parallel group. in_graph: as in `Groups`. own: the index of this rank if its own tokens are
+    multiplied while those of the others are gathered, else −1. keep_gathered: under sequence parallelism, a
+    ColumnParallelLinear keeps its gathered input for the gradient of the weight. Otherwise it gathers the input again.
+    """
+
+    group_name: str = ""
+    in_graph: bool = False
+    own: int = -1
+    keep_gathered: bool = False
+
+
+def megatron_config(
+    groups: Groups,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+    keep_gathered: bool = False,
+    overlap_gathers: bool = False,
+) -> MegatronConfig:
     """Returns the configuration for Megatron-core's layers. They do not use the numbers of layers and heads in it.
 
     dtype: of the weights.
     """
     megatron_patches.apply()
     initialize_rng_tracker(inference_rng_tracker=True)
-    return TransformerConfig(
+    in_graph = groups.in_graph and groups.tensor_size > 1
+    return MegatronConfig(
         num_layers=1,
         hidden_size=groups.tensor_size,
         num_attention_heads=groups.tensor_size,
@@ -40,6 +64,10 @@ def megatron_config(groups: Groups, sequence_parallel: bool, dtype: torch.dtype)
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
+        group_name=groups.tensor_group.group_name if in_graph else "",
+        in_graph=in_graph,
+        own=groups.tensor_rank if overlap_gathers else -1,
+        keep_gathered=keep_gathered,
     )
 
 
@@ -51,21 +79,17 @@ def _is_whole(layer: nn.Module) -> bool:
     return layer.config.tensor_model_parallel_size == 1 and not torch.is_grad_enabled()
 
 
-@torch.compiler.disable
-def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that communicates between ranks, outside of any compiled graph.
-
-    Dynamo of torch 2.11 traces Megatron-core's collectives but silently drops their gradients. torch 2.13 breaks the
-    graph there.
-    """
-    return function(*arguments)
-
-
 def _forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> tuple[Tensor, None]:
     """Runs Megatron-core's forward pass of a layer, outside of compiled graphs if it communicates."""
     shared = layer.config.tensor_model_parallel_size > 1
-    found: tuple[Tensor, None] = _uncompiled(forward, *arguments) if shared else forward(*arguments)
+    found: tuple[Tensor, None] = uncompiled(forward, *arguments) if shared else forward(*arguments)
     return found
+
+
+def _exchange_of(layer: nn.Module) -> tuple[int, str, bool, int]:
+    """Returns what the operators of both products need to know about the exchange."""
+    config = layer.config
+    return config.tensor_model_parallel_size, config.group_name, layer.sequence_parallel, config.own
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -74,6 +98,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         if _is_whole(self):
             return F.linear(input_, self.weight if weight is None else weight), None
+        if self.config.in_graph:
+            options = *_exchange_of(self), self.config.keep_gathered
+            return column_product(input_, self.weight if weight is None else weight, *options), None
         return _forward(self, super().forward, input_, weight)
 
 
@@ -91,6 +118,8 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         if _is_whole(self):
             return F.linear(input_, self.weight), None
+        if self.config.in_graph:
+            return row_product(input_, self.weight, *_exchange_of(self)), None
         return _forward(self, super().forward, input_)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -101,9 +130,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         return product.clone() if self.product_is_kept and in_place else product
 
 
-def column_linear(
-    in_size: int, stripes: tuple[int, ...], config: TransformerConfig, own_weight: bool = True
-) -> nn.Module:
+def column_linear(in_size: int, stripes: tuple[int, ...], config: MegatronConfig, own_weight: bool = True) -> nn.Module:
     """Returns a ColumnParallelLinear without bias whose weight stacks several matrices, each split over the ranks.
 
     stripes: output sizes of these matrices. The whole weight is [Σ stripes, in_size]; a rank holds a share of every one.
@@ -123,7 +150,7 @@ def column_linear(
     return layer
 
 
-def row_linear(in_size: int, out_size: int, config: TransformerConfig) -> nn.Module:
+def row_linear(in_size: int, out_size: int, config: MegatronConfig) -> nn.Module:
     """Returns a RowParallelLinear without bias whose input is already split over the ranks."""
     layer = RowParallelLinear(
         in_size,
@@ -138,7 +165,7 @@ def row_linear(in_size: int, out_size: int, config: TransformerConfig) -> nn.Mod
     return layer
 
 
-def vocabulary_embedding(vocab_size: int, hidden_size: int, config: TransformerConfig) -> nn.Module:
+def vocabulary_embedding(vocab_size: int, hidden_size: int, config: MegatronConfig) -> nn.Module:
     """Returns a VocabParallelEmbedding. Under sequence parallelism its output is scattered over the tokens."""
     layer = tensor_parallel.VocabParallelEmbedding(
         vocab_size,
@@ -156,7 +183,7 @@ def vocabulary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     logits: [T, V / tensor_size] float32, overwritten. labels: [T] int64.
     """
-    losses: Tensor = _uncompiled(tensor_parallel.vocab_parallel_cross_entropy, logits, labels)
+    losses: Tensor = uncompiled(tensor_parallel.vocab_parallel_cross_entropy, logits, labels)
     return losses
 
 
@@ -184,7 +211,7 @@ def log_normalizer(logits: Tensor, groups: Groups) -> Tensor:
 
     logits: [T, V / tensor_size] float32.
     """
-    found: Tensor = _uncompiled(_LogNormalizer.apply, logits, groups.tensor_group)
+    found: Tensor = uncompiled(_LogNormalizer.apply, logits, groups.tensor_group)
     return found
 
 
@@ -259,7 +286,9 @@ def sum_over_heads(part: Tensor, groups: Groups) -> Tensor:
     """
     if groups.tensor_size == 1:
         return part
-    return _uncompiled(tensor_parallel.reduce_from_tensor_model_parallel_region, part, groups.tensor_group)
+    if groups.in_graph:
+        return sum_over_ranks(part, groups.tensor_group.group_name)
+    return uncompiled(tensor_parallel.reduce_from_tensor_model_parallel_region, part, groups.tensor_group)
 
 
 def replicated(weight: Tensor, groups: Groups) -> Tensor:
@@ -269,5 +298,7 @@ def replicated(weight: Tensor, groups: Groups) -> Tensor:
     """
     if groups.tensor_size == 1:
         return weight
-    seen: Tensor = _uncompiled(_SumGradient.apply, weight, groups.tensor_group)
+    if groups.in_graph:
+        return sum_gradient(weight, groups.tensor_group.group_name)
+    seen: Tensor = uncompiled(_SumGradient.apply, weight, groups.tensor_group)
     return seen

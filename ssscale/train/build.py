@@ -59,6 +59,9 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
             sequence_parallel=config.parallel.sequence,
             recompute=config.train.recompute,
             z_loss=config.train.z_loss,
+            compile_exchanges=config.train.compile_exchanges,
+            keep_gathered=config.parallel.keep_gathered,
+            overlap_gathers=config.parallel.overlap_gathers,
         )
 
 
@@ -88,10 +91,12 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
     for name, mixer in config.model.used.items():
         mixers.append(f"{name} {mixer.chosen(config.model, groups.device, dtype, config.data.length)}".rstrip())
     logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", ", ".join(mixers))
+    with_exchanges = config.train.compile_exchanges and groups.tensor_size * groups.ulysses_size > 1
     logger.info(
-        "precision %s, compile %s, ZeRO stage %d, tensor parallel %d%s, Ulysses %d, ring %d, data parallel %d, device %s",
+        "precision %s, compile %s%s, ZeRO stage %d, tensor parallel %d%s, Ulysses %d, ring %d, data parallel %d, device %s",
         str(dtype).removeprefix("torch."),
         choose_compile(config, groups.device).value,
+        " with exchanges" if with_exchanges else "",
         config.parallel.zero_stage,
         groups.tensor_size,
         " with sequence parallel" if config.parallel.sequence and groups.tensor_size > 1 else "",

@@ -161,7 +161,8 @@ def activation_bytes_per_token(config: Config) -> float:
                block of `none`.
     full:      L · w·D: the inputs of the blocks, and one block of `none`.
 
-    Tensor parallelism divides the heads and F by its size, and sequence parallelism also D.
+    Tensor parallelism divides the heads and F by its size, and sequence parallelism also D. With `parallel.keep_gathered`
+    each layer keeps 2 · w·D undivided: the inputs of two products. Under `none` they take the place of the norms' outputs.
     """
     model, parallel = config.model, config.parallel
     w, tensor = weight_bytes(config), parallel.tensor
@@ -184,16 +185,17 @@ def activation_bytes_per_token(config: Config) -> float:
         )
         for mixer in model.layer_mixers
     ]
-    block = w * (4 * d + 2 * q + 2 * kv + 3 * f) + norms
+    gathered = 2 * w * model.hidden_size if d < model.hidden_size and parallel.keep_gathered else 0
+    block = w * (2 * d + 2 * q + 2 * kv + 3 * f) + (gathered or 2 * w * d) + norms
     if config.compile_on_gpu is Compile.none:
         block += w * f
-    ends = 2 * w * d  # the last norm's input and output
+    ends = w * d + (gathered / 2 or w * d)  # the last norm's input and output
     if config.train.recompute is Recompute.none:
         return model.num_layers * block + sum(mixed) + ends
     kept = w * d
     if config.train.recompute is Recompute.selective:
         products = 3 if config.compile_on_gpu is Compile.none else 2
-        kept = w * (products * d + 2 * q + 2 * kv + 2 * f)
+        kept = w * (products * d + 2 * q + 2 * kv + 2 * f) + gathered
     again = sum(mixed) if config.train.recompute is Recompute.selective else 0.0
     return model.num_layers * kept + again + block + max(mixed) + ends
 

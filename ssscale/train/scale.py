@@ -42,6 +42,8 @@ OPTIMIZER = Constant(
 )
 SPLIT = Constant(0.5, False, "share of OPTIMIZER that ZeRO divides: by the bytes that its kernels move")
 BUCKETS = Constant(8e-12, False, "s per parameter: DeepSpeed moves 32 bytes in and out of its buckets, at 4 TB/s")
+# Of blocks in pieces. Those that train.compile_exchanges compiles whole should need less, but are counted the same until
+# they are measured.
 LAUNCH = Constant(
     0.72e-3, True, "s of the host per exchange within a block: 57,000 tokens/s (docs/log/2026-11-23-tp2-alone.md)"
 )
@@ -242,7 +244,8 @@ def _block_exchanges(config: Config, cluster: Cluster, tokens: int) -> dict[str,
     if (
         t > 1
     ):  # per layer 6 gathers and 4 scatters, at the ends 3 and 2; or 4 and 2 all-reduces, each of twice the bytes
-        count, times = (10 * layers + 5, 1) if parallel.sequence else (4 * layers + 2, 2)
+        repeats = 0 if parallel.keep_gathered else 2 * layers + 1
+        count, times = (8 * layers + 4 + repeats, 1) if parallel.sequence else (4 * layers + 2, 2)
         size = times * (t - 1) / t * model.hidden_size * tokens / (u * r) * width
         found["tensor"] = count, _seconds(cluster, t, 1, count, count * size)
     if u > 1:  # one all-to-all of q, k and v, one of the outputs, and their gradients

@@ -75,6 +75,10 @@ def test_tensor_parallelism_splits_all_but_the_vectors():
     assert activation_bytes_per_token(two) == activation_bytes_per_token(one) / 2
     loose = replace(two, parallel=replace(two.parallel, sequence=False))
     assert activation_bytes_per_token(loose) > activation_bytes_per_token(two)
+    kept = replace(
+        two, parallel=replace(two.parallel, keep_gathered=True)
+    )  # 2 per layer and the head's, of w·(D − D/2)
+    assert activation_bytes_per_token(kept) == activation_bytes_per_token(two) + 81 * 2 * 2304 / 2
 
 
 def test_recomputation_and_zero_only_save():

@@ -79,6 +79,11 @@ def test_exchanges_of_tensor_parallelism_by_hand() -> None:
     found = predict(config, hosts(1, 2))
     assert found.exposed["tensor"] == pytest.approx(405 * (LATENCY.value + 8 * 4096 * 1536 * 2 / 2 / NVLINK.value))
     assert found.compute == pytest.approx(predict(of("1b_softmax", "train.batch_size=4"), hosts(1, 1)).compute)
+    keys = ("train.compile_exchanges=true", "parallel.keep_gathered=true")
+    once = predict(
+        of("1b_softmax", "parallel.tensor=2", "train.batch_size=8", "train.microbatch=8", *keys), hosts(1, 2)
+    )
+    assert once.exposed["tensor"] == pytest.approx(found.exposed["tensor"] * (405 - 81) / 405)  # 81 of them are repeats
     few = predict(of("1b_softmax", "parallel.tensor=2", "train.batch_size=1", "train.microbatch=1"), hosts(1, 2))
     assert few.host + few.compute + few.exposed["tensor"] == pytest.approx(405 * LAUNCH.value)  # the host is late
 

@@ -1,9 +1,12 @@
 """Impossible combinations and the sentence of each."""
 
+from dataclasses import replace
+
 import pytest
 
 from ssscale.config import load_config
 from ssscale.config.registry import MIXERS, POSITIONS
+from ssscale.config.schema import Compile
 from ssscale.errors import UserError
 from ssscale.validate import validate
 
@@ -55,6 +58,16 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["parallel.tensor=2", "model.num_kv_heads=1"], "tensor=2 does not divide model.num_kv_heads=1: use 1"),
         (["parallel.tensor=2", "train.compile=model"], "train.compile=model needs parallel.tensor=1, not 2"),
         (["parallel.tensor=2", "train.compile=block", "train.recompute=selective"], "selective and parallel.tensor=2"),
+        (
+            ["parallel.ulysses=2", "train.compile=block", "train.recompute=selective"],
+            "use train.compile=auto, train.compile_exchanges=true or train.recompute=full",
+        ),
+        (
+            ["parallel.ring=2", "train.compile_exchanges=true", "train.compile=block", "train.recompute=selective"],
+            "and parallel.ring=2: recomputation needs each block in one graph",
+        ),
+        (["parallel.keep_gathered=true"], "parallel.keep_gathered=true needs train.compile_exchanges=true"),
+        (["parallel.overlap_gathers=true"], "parallel.overlap_gathers=true needs train.compile_exchanges=true"),
         (["parallel.zero_stage=3", "train.compile=block", "train.recompute=selective"], "use train.compile=auto or"),
         (["parallel.zero_stage=0", "train.precision=bf16"], "parallel.zero_stage=0 cannot train in bf16"),
     ],
@@ -131,6 +144,14 @@ def test_flex_attention_needs_16_dimensions_on_a_gpu():
     overrides = ["model.position.method=alibi", "model.head_dim=8"]
     assert "no heads of 8 dimensions: use at least 16" in refusal("tiny_softmax", *overrides, gpu=True)
     validate(load_config(["config=tiny_softmax", *overrides]))
+
+
+def test_whole_blocks_compile_with_selective_recomputation():
+    keys = ["config=1b_sb", "parallel.tensor=2", "parallel.ulysses=2", "train.recompute=selective"]
+    assert load_config(keys).compile_on_gpu is Compile.none
+    whole = load_config([*keys, "train.compile_exchanges=true", "parallel.keep_gathered=true"])
+    assert whole.compile_on_gpu is Compile.block
+    validate(replace(whole, train=replace(whole.train, compile=Compile.block)))
 
 
 def test_the_ffn_of_350m_bounds_tensor_parallelism():

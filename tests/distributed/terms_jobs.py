@@ -27,10 +27,13 @@ class Sized(Softmax):
         return {"size": sum_over_heads(qkv[:, : layer.heads].float().square().sum(), layer.groups)}
 
 
-def passed(model: ModelConfig, tensor: int = 1, sequence: bool = False, compiled: bool = False) -> dict[str, Any]:
+def passed(
+    model: ModelConfig, tensor: int = 1, sequence: bool = False, compiled: bool = False, whole: bool = False
+) -> dict[str, Any]:
     """Terms, the summed losses and this rank's gradients of Σ losses + Σ weighted terms."""
     groups = regroup(tensor)
-    decoder = Decoder(model, groups, LENGTH, sequence_parallel=sequence, z_loss=Z_WEIGHT)
+    options = {"sequence_parallel": sequence, "z_loss": Z_WEIGHT, "compile_exchanges": whole}
+    decoder = Decoder(model, groups, LENGTH, **options)
     for block in decoder.blocks:
         block.attention.mixer = Sized()
     decoder.terms |= Sized().terms
@@ -47,9 +50,11 @@ def passed(model: ModelConfig, tensor: int = 1, sequence: bool = False, compiled
     }
 
 
-def differences(model: ModelConfig, expected: dict[str, Tensor], tensor: int, sequence: bool) -> dict[str, Any]:
+def differences(
+    model: ModelConfig, expected: dict[str, Tensor], tensor: int, sequence: bool, whole: bool
+) -> dict[str, Any]:
     """Of the gradients of a layout to those of one process, relative to each one's largest element."""
-    found = passed(model, tensor, sequence)
+    found = passed(model, tensor, sequence, compiled=whole, whole=whole)
     groups = regroup(tensor)
     decoder = Decoder(model, groups, LENGTH, sequence_parallel=sequence)
     errors = {}

@@ -1,5 +1,7 @@
 """The activation arithmetic against what autograd really keeps of our decoder's blocks, compiled and shared between ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,11 @@ from tests.pool import Pool
 
 
 def formula(
-    core: str, parallel: ParallelConfig, compiled: Compile = Compile.auto, recompute: Recompute = Recompute.none
+    core: str,
+    parallel: ParallelConfig,
+    compiled: Compile = Compile.auto,
+    recompute: Recompute = Recompute.none,
+    whole: bool = False,
 ) -> float:
     """Of one layer."""
     one, two = (
@@ -31,7 +37,7 @@ def formula(
             Config(
                 model=make_model(core, layers),
                 data=DataConfig(length=TOKENS),
-                train=TrainConfig(compile=compiled, recompute=recompute),
+                train=TrainConfig(compile=compiled, recompute=recompute, compile_exchanges=whole),
                 parallel=parallel,
             )
         )
@@ -40,14 +46,17 @@ def formula(
     return two - one
 
 
-def kept_bytes(core: str, groups: Groups, compiled: bool, recompute: Recompute = Recompute.none) -> int:
+def kept_bytes(
+    core: str, groups: Groups, compiled: bool, recompute: Recompute = Recompute.none, **exchanges: bool
+) -> int:
     """Of one layer and one row of TOKENS tokens, on this rank."""
     found = []
     torch._dynamo.reset()
     for layers in (1, 2):  # the second compiles nothing: one graph serves all layers
         model = make_model(core, layers)
         sequence = groups.tensor_size > 1
-        decoder = Decoder(model, groups, TOKENS, dtype=torch.bfloat16, sequence_parallel=sequence, recompute=recompute)
+        options = {"dtype": torch.bfloat16, "sequence_parallel": sequence, "recompute": recompute, **exchanges}
+        decoder = Decoder(model, groups, TOKENS, **options)
         initialize_weights(decoder, model, groups, 0)
         for block in decoder.blocks:
             if compiled:
@@ -83,9 +92,9 @@ def test_each_layer_keeps_what_the_formula_says(core: str, recompute: Recompute,
     assert kept == pytest.approx(formula(core, ParallelConfig(), recompute=recompute), rel=0.02)
 
 
-def kept_when_shared(core: str, tensor: int, ulysses: int, ring: int, compiled: bool = False) -> int:
+def kept_when_shared(core: str, tensor: int, ulysses: int, ring: int, compiled: bool = False, **options: Any) -> int:
     """A job for the pool."""
-    return kept_bytes(core, regroup(tensor, ulysses, ring), compiled)
+    return kept_bytes(core, regroup(tensor, ulysses, ring), compiled, **options)
 
 
 @pytest.mark.parametrize("core", ["softmax", "ssmax", "stickbreaking"])
@@ -122,3 +131,25 @@ def test_compiled_ranks_that_share_a_layer_keep_what_the_formula_says(
     for size in pool2.run(job, core=core, **layout, compiled=True):
         expected = formula(core, ParallelConfig(**layout), Compile.block)
         assert size * ulysses * ring / TOKENS == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("core", "tensor", "ulysses", "keep", "overlap", "recompute"),
+    [
+        ("ssmax", 2, 1, False, True, Recompute.none),
+        ("stickbreaking", 2, 1, True, False, Recompute.none),
+        ("ssmax", 1, 2, False, False, Recompute.none),
+        ("stickbreaking", 2, 1, False, False, Recompute.selective),
+        ("ssmax", 2, 1, True, True, Recompute.selective),
+    ],
+)
+def test_whole_blocks_keep_what_the_formula_says(
+    core: str, tensor: int, ulysses: int, keep: bool, overlap: bool, recompute: Recompute, pool2: Pool
+) -> None:
+    options = {"recompute": recompute, "compile_exchanges": True, "keep_gathered": keep, "overlap_gathers": overlap}
+    layout = {"tensor": tensor, "ulysses": ulysses}
+    job = "tests.distributed.test_activations:kept_when_shared"
+    parallel = ParallelConfig(**layout, keep_gathered=keep)
+    expected = formula(core, parallel, Compile.block, recompute, whole=True)
+    for size in pool2.run(job, core=core, **layout, ring=1, compiled=True, **options):
+        assert size * ulysses / TOKENS == pytest.approx(expected, rel=0.02)

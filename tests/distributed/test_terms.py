@@ -39,14 +39,16 @@ def test_values_and_gradients_are_plain_torchs(alone: dict) -> None:
         torch.testing.assert_close(alone["gradients"][name].double(), weight.grad, rtol=0, atol=1e-5 * scale, msg=name)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_parallel_ranks_have_the_same(alone: dict, sequence: bool, pool2: Pool) -> None:
+@pytest.mark.parametrize(("sequence", "whole"), [(False, False), (True, False), (True, True)])
+def test_tensor_parallel_ranks_have_the_same(alone: dict, sequence: bool, whole: bool, pool2: Pool) -> None:
+    """whole: the blocks are compiled, with the sum over heads in their graph."""
     answers = pool2.run(
         "tests.distributed.terms_jobs:differences",
         model=MODEL,
         expected=alone["gradients"],
         tensor=2,
         sequence=sequence,
+        whole=whole,
     )
     for found in answers:
         assert found["terms"] == pytest.approx(alone["terms"], rel=1e-5)

@@ -8,7 +8,9 @@ import pytest
 
 from launch import benchmark_parallel
 from launch.benchmark_parallel import Found, check_room, chosen, runs_of, spreads, warning
+from ssscale.config import load_config
 from ssscale.errors import UserError
+from ssscale.validate import validate
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
@@ -20,6 +22,20 @@ def test_layouts_fill_the_gpus(part: str, gpus: int) -> None:
         assert layout.gpus == (1 if layout.label == "DP1" else gpus)
         assert layout.gpus % (layout.tensor * layout.ulysses * layout.ring) == 0
         assert chosen(part, gpus, 32, layout.label) == [layout]  # every label can be named
+
+
+def test_tensor_parallelism_is_compared_with_itself() -> None:
+    runs = runs_of("tensor", 2, 8)
+    assert [run.label for run in runs] == [
+        "DP2",
+        "TP2",
+        "TP2 whole",
+        "TP2 whole keep_gathered",
+        "TP2 whole overlap_gathers",
+        "TP2 whole keep_gathered overlap_gathers",
+    ]
+    for run in runs:
+        validate(load_config(["config=1b_sb", f"parallel.tensor={run.tensor}", *run.keys]), 2, gpu=True)
 
 
 def test_only_takes_what_it_names() -> None:

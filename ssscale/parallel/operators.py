@@ -1,0 +1,190 @@
+"""Exchanges between ranks as registered operators, which keeps a compiled block in one graph.
+
+Dynamo puts a registered operator into its graph and does not trace its body. AOTAutograd then replaces the operator by its
+body: matrix products and torch's functional collectives, in the forward pass and in the backward pass. So the gradient is
+that of the `torch.autograd.Function` below in every version of torch, and Inductor sees each collective and where it is
+waited for. Names of process groups stand for the groups, because a graph can hold them.
+
+Shapes: T tokens, of which each of R ranks has T / R under sequence parallelism. A rank's weight is [F, D] for a column
+product, with F output features of the whole layer's R · F, and [F, D] for a row product, with D input features of R · D.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the shapes of the operators in _c10d_functional
+from torch import Tensor
+
+WAIT = "_c10d_functional.wait_tensor"  # the operator that returns the result of any collective
+
+_collectives = torch.ops._c10d_functional
+# torch caches compiled graphs on disk by the names of their operators. The digest keeps graphs of another version out.
+_NAMESPACE = "ssscale_parallel_" + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+_library = torch.library.Library(_NAMESPACE, "DEF")
+
+
+def _register(schema: str, body: Callable[..., Any]) -> Any:
+    """Registers an operator that is replaced by its body wherever it is differentiated or compiled. Returns it."""
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    _library.impl(name, body, "CompositeImplicitAutograd")
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+
+@torch.compiler.disable
+def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function that communicates between ranks without these operators, outside of any compiled graph.
+
+    Dynamo of torch 2.11 traces Megatron-core's collectives but silently drops their gradients. torch 2.13 breaks the
+    graph there.
+    """
+    return function(*arguments)
+
+
+# A collective starts when it is called, and its result may be read after `_wait`.
+
+
+def _start_gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    return _collectives.all_gather_into_tensor(x.contiguous(), ranks, group)
+
+
+def _start_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
+    return _collectives.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)
+
+
+def _start_sum(x: Tensor, group: str) -> Tensor:
+    return _collectives.all_reduce(x.contiguous(), "sum", group)
+
+
+def _wait(x: Tensor) -> Tensor:
+    return _collectives.wait_tensor(x)
+
+
+@torch.library.custom_op("ssscale_parallel::multiply_and_gather", mutates_args=())
+def multiply_and_gather(gradient: Tensor, weight: Tensor, x: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
+    """Returns gradient @ weight, and x of all ranks, which is gathered meanwhile.
+
+    The body is not part of the graph. Otherwise the partitioner would take this gather and the one of the forward pass
+    for the same and keep its result.
+    """
+    whole = _start_gather(x, ranks, group)
+    product = gradient @ weight
+    return product, _wait(whole)
+
+
+@multiply_and_gather.register_fake
+def _(gradient, weight, x, ranks, group):  # type: ignore[no-untyped-def]
+    return gradient.new_empty(len(gradient), weight.shape[1]), x.new_empty(len(x) * ranks, x.shape[1])
+
+
+def _gather_and_multiply(x: Tensor, weight: Tensor, ranks: int, group: str, own: int) -> tuple[Tensor, Tensor]:
+    """Returns the product of all ranks' x with `weight`, and all ranks' x.
+
+    own: the index of this rank, whose own rows are multiplied while those of the others arrive; −1: all are multiplied
+        after they have arrived, with one product.
+    """
+    started = _start_gather(x, ranks, group)
+    if own < 0:
+        whole = _wait(started)
+        return whole @ weight, whole
+    product = x @ weight
+    whole = _wait(started)
+    others = whole[: own * len(x)], whole[(own + 1) * len(x) :]
+    before, after = ([part @ weight] if len(part) else [] for part in others)
+    return torch.cat([*before, product, *after]), whole
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ranks: int, group: str, sequence: bool, own: int, keep_gathered: bool
+    ) -> Tensor:
+        ctx.again = sequence and not keep_gathered
+        ctx.options = ranks, group, sequence
+        if not sequence:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+        product, whole = _gather_and_multiply(x, weight.t(), ranks, group, own)
+        ctx.save_for_backward(x if ctx.again else whole, weight)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ranks, group, sequence = ctx.options
+        gradient = gradient.contiguous()
+        if ctx.again:
+            partial, x = multiply_and_gather(gradient, weight, x, ranks, group)
+        else:
+            partial = gradient @ weight
+        started = _start_scatter(partial, ranks, group) if sequence else _start_sum(partial, group)
+        weight_gradient = gradient.t() @ x if ctx.needs_input_grad[1] else None
+        return _wait(started), weight_gradient, None, None, None, None, None
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: int, group: str, sequence: bool, own: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = ranks, group, sequence, own
+        partial = x @ weight.t()
+        return _wait(_start_scatter(partial, ranks, group) if sequence else _start_sum(partial, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ranks, group, sequence, own = ctx.options
+        if sequence:
+            input_gradient, gradient = _gather_and_multiply(gradient, weight, ranks, group, own)
+        else:
+            input_gradient = gradient @ weight
+        weight_gradient = gradient.t() @ x if ctx.needs_input_grad[1] else None
+        return input_gradient, weight_gradient, None, None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: str) -> Tensor:
+        return _wait(_start_sum(part, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _wait(_start_sum(gradient, ctx.group)), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.options = ranks, group
+        each = [1] * ranks
+        return _wait(_collectives.all_to_all_single(x.contiguous(), each, each, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _AllToAll.apply(gradient, *ctx.options), None, None
+
+
+column_product = _register(
+    "column_product(Tensor x, Tensor weight, int ranks, str group, bool sequence, int own, bool keep_gathered) -> Tensor",
+    _ColumnProduct.apply,
+)
+row_product = _register(
+    "row_product(Tensor x, Tensor weight, int ranks, str group, bool sequence, int own) -> Tensor", _RowProduct.apply
+)
+sum_over_ranks = _register("sum_over_ranks(Tensor part, str group) -> Tensor", _Sum.apply)
+sum_gradient = _register("sum_gradient(Tensor(a) weight, str group) -> Tensor(a)", _SumGradient.apply)
+all_to_all = _register("all_to_all(Tensor x, int ranks, str group) -> Tensor", _AllToAll.apply)
