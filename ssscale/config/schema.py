@@ -297,6 +297,7 @@ class ParallelConfig:
     ulysses: int = 1  # ranks that split a microbatch's tokens and exchange them for heads in attention
     ring: int = 1  # ranks that split them and pass keys and values around; with both, ulysses · ring ranks
     zero_stage: int = 1  # what data-parallel ranks split: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights
+    overlap: bool = False  # hide the exchange of gradients and weights behind computation; for zero_stage=1
 
     @property
     def context(self) -> int:

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from ssscale.config.schema import Config
 from ssscale.engine.base import Fragment, Microbatch, StepResult
-from ssscale.engine.deepspeed_patches import add_gradients_in_one_kernel, leave_out_shared_memory
+from ssscale.engine.deepspeed_patches import (
+    add_gradients_in_one_kernel,
+    buckets_of,
+    hide_exchange,
+    leave_out_shared_memory,
+    with_flat_gradients,
+)
+from ssscale.engine.exchange import BUCKET_ELEMENTS, Exchange, backward_order, in_order, kind
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.optim.base import settings_of
@@ -27,8 +34,10 @@ GROUP_ELEMENTS = 2**30
 ALIGNED_ELEMENTS = 8  # 16 bytes of bf16
 
 
-def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: Config, overlap: bool = False) -> list[dict[str, Any]]:
     """Returns the model's parameters grouped by their settings (`ssscale.optim.base.settings_of`).
+
+    overlap: whether the groups are the buckets of `ssscale.engine.exchange`, in the order in which backward completes them.
 
     ZeRO concatenates the weights of a group, and kernels assume that each weight is aligned to 16 bytes. A weight whose
     number of elements would break the alignment (SSMax's s for 36 heads) therefore gets a group of its own.
@@ -36,14 +45,15 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     apart = config.optimizer.chosen.whole_matrices  # otherwise the embedding may share a group with other matrices
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
-    for name, weight in model.named_parameters():
+    limit = BUCKET_ELEMENTS if overlap else GROUP_ELEMENTS
+    for name, weight in backward_order(model) if overlap else model.named_parameters():
         settings = settings_of(name, weight.dim(), config)
-        same = settings["weight_decay"], settings["lr_scale"], apart and settings["matrix"]
+        same = settings["weight_decay"], settings["lr_scale"], apart and settings["matrix"], overlap and kind(weight)
         aligned = weight.numel() % ALIGNED_ELEMENTS == 0
         sizes[same] = sizes.get(same, 0) + weight.numel()
-        key = (*same, sizes[same] // GROUP_ELEMENTS if aligned else name)
+        key = (*same, sizes[same] // limit if aligned else name)
         groups.setdefault(key, {"params": [], **settings})["params"].append(weight)
-    return list(groups.values())
+    return in_order(model, list(groups.values())) if overlap else list(groups.values())
 
 
 def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: int) -> dict[str, Any]:
@@ -89,9 +99,14 @@ class DeepSpeedEngine:
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
         bf16 = next(model.parameters()).dtype == torch.bfloat16
         self.kind = config.optimizer.chosen
-        self.optimizer = self.kind.make(parameter_groups(model, config))
+        overlap = config.parallel.overlap and groups.replica_size > 1
+        self.optimizer = self.kind.make(parameter_groups(model, config, overlap))
         num_elements = sum(weight.numel() for weight in model.parameters())
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory use whatever its log level is
+        flat = with_flat_gradients() if overlap else contextlib.nullcontext()
+        with (
+            flat,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):  # DeepSpeed prints its memory use whatever its log level is
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=self.optimizer,
@@ -99,7 +114,11 @@ class DeepSpeedEngine:
                 mpu=MegatronMPU(),
             )
         add_gradients_in_one_kernel(self.engine.optimizer)
-        self.module: nn.Module = self.engine.module
+        self.exchange: Exchange | None = None
+        if overlap:
+            self.exchange = Exchange(buckets_of(self.engine.optimizer), model, groups)
+            hide_exchange(self.engine, self.exchange)
+        self.terms = tuple(model.terms)
         self.term_weights = {name: weight for name, weight in model.terms.items() if weight}
         self._microbatches = 0  # since the last optimizer step
         self.mark = mark
@@ -110,6 +129,15 @@ class DeepSpeedEngine:
             reduce(*arguments, **more)
 
         self.engine.allreduce_gradients = allreduce_gradients
+
+    @property
+    def module(self) -> nn.Module:
+        self.wait_for_weights()
+        return self.engine.module
+
+    def wait_for_weights(self) -> None:
+        if self.exchange is not None:
+            self.exchange.wait()
 
     def set_batch_size(self, rows: int, microbatch: int) -> None:
         self.accumulation = rows // (microbatch * self.groups.data_size)
@@ -125,8 +153,11 @@ class DeepSpeedEngine:
         for name, weight in self.term_weights.items():
             total = total + weight * terms[name]
         self.mark("backward")
+        if self.exchange is not None:
+            self.exchange.begin(last=self.engine.is_gradient_accumulation_boundary())
         # DeepSpeed averages gradients over the replicas. The factor turns the average into a sum.
-        self.engine.backward(total * (self.groups.replica_size / divisor), scale_wrt_gas=False)
+        copies = self.groups.replica_size if self.exchange is None else 1
+        self.engine.backward(total * (copies / divisor), scale_wrt_gas=False)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()  # only counts the microbatch
         return Microbatch(losses.detach(), {name: term.detach() for name, term in terms.items()})

@@ -78,7 +78,9 @@ def make_batch(step: int, rows: range) -> Batch:
     return Batch(tokens, labels, layout, torch.zeros(len(rows), dtype=torch.int64), int((labels != IGNORE).sum()))
 
 
-def make_engine(layout: Layout, load: str | None = None) -> tuple[DeepSpeedEngine, Groups]:
+def make_engine(
+    layout: Layout, load: str | None = None, overlap: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[DeepSpeedEngine, Groups]:
     ulysses, ring = CONTEXT[layout.context]
     groups = regroup(layout.tensor, ulysses, ring)
     config = Config(
@@ -87,10 +89,10 @@ def make_engine(layout: Layout, load: str | None = None) -> tuple[DeepSpeedEngin
         # Above the rounding of gradients that are zero (that of p_1, say): Adam would make whole steps of it.
         optimizer=replace(optimizer_config(eps=1e-6), clip=0.5),
         train=TrainConfig(batch_size=ROWS, microbatch=ROWS // layout.accumulation // groups.data_size),
-        parallel=ParallelConfig(layout.tensor, layout.sequence, ulysses, ring, layout.zero),
+        parallel=ParallelConfig(layout.tensor, layout.sequence, ulysses, ring, layout.zero, overlap),
     )
     recompute = Recompute(layout.recompute)
-    decoder = Decoder(config.model, groups, LENGTH, sequence_parallel=layout.sequence, recompute=recompute)
+    decoder = Decoder(config.model, groups, LENGTH, dtype=dtype, sequence_parallel=layout.sequence, recompute=recompute)
     if load is None:
         initialize_weights(decoder, config.model, groups, seed=3)
         return DeepSpeedEngine(decoder, config, groups), groups
