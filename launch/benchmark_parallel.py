@@ -4,6 +4,7 @@ part=losses   the losses of each layout next to those of data parallelism and of
 part=speed    tokens/s, peak and estimated memory of each layout, with rows / data-parallel ranks per microbatch
 part=long     the same for the layouts with context parallelism only; use it with data of long rows
 part=weak     tokens/s per GPU on one GPU and on all, with ZeRO-1, accumulation 1 and rows / gpus on each GPU
+part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off and on
 part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
 Figures are medians over the steps after the fourth. Each run prints a line when it ends and writes its output to
@@ -31,7 +32,14 @@ from ssscale.train.records import read_metrics
 
 GIB = 2**30
 OUTSIDE = 3  # GiB per process outside the estimate: CUDA context, NCCL buffers, fragmentation
-PARTS = ("losses", "speed", "long", "weak", "skip")
+PARTS = ("losses", "speed", "long", "weak", "exchange", "skip")
+PER_GPU = ("weak", "exchange")  # parts in which a run on one GPU has as many rows per GPU as the others
+# NCCL's transports, which stand in for networks.
+TRANSPORTS = {
+    "by NVLink": (),
+    "through host memory": (("NCCL_P2P_DISABLE", "1"),),
+    "through sockets": (("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")),
+}
 COMMAND = Command(
     about=__doc__,
     usage="python launch/benchmark_parallel.py part=PART gpus=N data=FOLDER [key=value ...]",
@@ -111,6 +119,20 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         return [layout for layout in every if layout.ulysses * layout.ring == gpus]
     if part == "weak":
         return [Run("DP1", 1), every[0]]
+    if part == "exchange":
+        return [
+            Run("DP1", 1),
+            *(
+                Run(
+                    f"DP{gpus}{' overlap' * overlap} {said}",
+                    gpus,
+                    keys=(f"parallel.overlap={str(overlap).lower()}",),
+                    environment=environment,
+                )
+                for said, environment in TRANSPORTS.items()
+                for overlap in (False, True)
+            ),
+        ]
     if part == "skip":
         ring = Run(f"ring {gpus}", gpus, ring=gpus)
         exact = [(name, *option) for name, mixer in MIXERS.items() for option in mixer.exact.items()]
@@ -136,7 +158,7 @@ def chosen(part: str, gpus: int, rows: int, only: str | None) -> list[Run]:
 def arguments_of(layout: Run, options: dict[str, Any], extra: list[str]) -> list[str]:
     """Returns the arguments of a run except its folder."""
     name, rows = options["config"], options["rows"]
-    if options["part"] == "weak":
+    if options["part"] in PER_GPU:
         rows = rows // options["gpus"] * layout.gpus
     data_ranks = layout.gpus // (layout.tensor * layout.ulysses * layout.ring)
     keys: dict[str, Any] = {
@@ -296,7 +318,7 @@ def main(argv: list[str]) -> None:
             losses = options["part"] == "losses"
             row = losses_row(layout.label, found, base[0]) if losses else speed_row(layout, found, base[1])
             print(row, flush=True)
-            if options["part"] != "weak" and (said := warning(layout, found, base[0])):
+            if options["part"] not in PER_GPU and (said := warning(layout, found, base[0])):
                 print(said, flush=True)
     if options["part"] == "losses" and len(every) > 1:
         print(spreads(every, next(iter(every))))

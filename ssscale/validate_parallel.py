@@ -42,6 +42,16 @@ def check_parallel(config: Config, gpu: bool) -> None:
             f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs "
             "each block in one graph, and that breaks it; use train.compile=auto or train.recompute=full"
         )
+    if parallel.overlap and parallel.zero_stage != 1:
+        raise UserError(
+            f"parallel.overlap=true needs parallel.zero_stage=1, not {parallel.zero_stage}, which exchanges other things at "
+            "other times: use parallel.zero_stage=1 or parallel.overlap=false"
+        )
+    if parallel.overlap and train.compile is Compile.model:
+        raise UserError(
+            "parallel.overlap=true does not go with train.compile=model, whose one graph returns all gradients at its end: "
+            "use train.compile=block"
+        )
     bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
     if parallel.zero_stage == 0 and bf16:
         raise UserError(

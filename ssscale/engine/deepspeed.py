@@ -22,22 +22,24 @@ from ssscale.engine.deepspeed_patches import (
     leave_out_shared_memory,
     with_flat_gradients,
 )
-from ssscale.engine.exchange import BUCKET_ELEMENTS, Exchange, backward_order, in_order, kind
+from ssscale.engine.exchange import Exchange, backward_order, in_order, kind
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.optim.base import settings_of
 from ssscale.parallel.groups import Groups, MegatronMPU
 from ssscale.parallel.megatron import split_dim
+from ssscale.train.estimate import overlap_bucket
 
 # A ZeRO group is one flat tensor and one optimizer call. This limit keeps its element indices well within 32 bits.
 GROUP_ELEMENTS = 2**30
 ALIGNED_ELEMENTS = 8  # 16 bytes of bf16
 
 
-def parameter_groups(model: nn.Module, config: Config, overlap: bool = False) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: Config, bucket: int | None = None) -> list[dict[str, Any]]:
     """Returns the model's parameters grouped by their settings (`ssscale.optim.base.settings_of`).
 
-    overlap: whether the groups are the buckets of `ssscale.engine.exchange`, in the order in which backward completes them.
+    bucket: None, or the number of elements at which a group ends. The groups are then the buckets of
+    `ssscale.engine.exchange`, in the order in which backward completes them.
 
     ZeRO concatenates the weights of a group, and kernels assume that each weight is aligned to 16 bytes. A weight whose
     number of elements would break the alignment (SSMax's s for 36 heads) therefore gets a group of its own.
@@ -45,15 +47,15 @@ def parameter_groups(model: nn.Module, config: Config, overlap: bool = False) ->
     apart = config.optimizer.chosen.whole_matrices  # otherwise the embedding may share a group with other matrices
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
-    limit = BUCKET_ELEMENTS if overlap else GROUP_ELEMENTS
-    for name, weight in backward_order(model) if overlap else model.named_parameters():
+    limit = bucket or GROUP_ELEMENTS
+    for name, weight in backward_order(model) if bucket else model.named_parameters():
         settings = settings_of(name, weight.dim(), config)
-        same = settings["weight_decay"], settings["lr_scale"], apart and settings["matrix"], overlap and kind(weight)
+        same = settings["weight_decay"], settings["lr_scale"], apart and settings["matrix"], bucket and kind(weight)
         aligned = weight.numel() % ALIGNED_ELEMENTS == 0
         sizes[same] = sizes.get(same, 0) + weight.numel()
         key = (*same, sizes[same] // limit if aligned else name)
         groups.setdefault(key, {"params": [], **settings})["params"].append(weight)
-    return in_order(model, list(groups.values())) if overlap else list(groups.values())
+    return in_order(model, list(groups.values())) if bucket else list(groups.values())
 
 
 def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: int) -> dict[str, Any]:
@@ -100,7 +102,8 @@ class DeepSpeedEngine:
         bf16 = next(model.parameters()).dtype == torch.bfloat16
         self.kind = config.optimizer.chosen
         overlap = config.parallel.overlap and groups.replica_size > 1
-        self.optimizer = self.kind.make(parameter_groups(model, config, overlap))
+        bucket = overlap_bucket(groups.replica_size) if overlap else None
+        self.optimizer = self.kind.make(parameter_groups(model, config, bucket))
         num_elements = sum(weight.numel() for weight in model.parameters())
         flat = with_flat_gradients() if overlap else contextlib.nullcontext()
         with (

@@ -28,10 +28,6 @@ from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import split_dim
 
-# Elements at which a bucket ends: 128 MiB of gradients. Smaller ones would not use a fast link; of larger ones, more
-# would be left when backward ends.
-BUCKET_ELEMENTS = 2**25
-
 
 @dataclass(frozen=True)
 class Bucket:

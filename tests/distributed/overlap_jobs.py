@@ -76,7 +76,7 @@ def exchanging(way: str) -> Iterator[None]:
         }.items():
             stack.enter_context(patch.object(exchange, name, value))
         stack.enter_context(patch.object(exchange.Exchange, "hidden", way != "open"))
-        stack.enter_context(patch("ssscale.engine.deepspeed.BUCKET_ELEMENTS", BUCKET))
+        stack.enter_context(patch("ssscale.engine.deepspeed.overlap_bucket", lambda replicas: BUCKET))
         yield
 
 

@@ -1,5 +1,6 @@
 """`parallel.overlap`: exchanges behind computation change no bit, start before backward ends, and send what is stated."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,15 @@ import torch
 from torch import nn
 
 from ssscale.config.schema import Config, ParallelConfig
-from ssscale.engine import deepspeed
 from ssscale.engine.deepspeed import parameter_groups
-from ssscale.engine.exchange import Bucket, Exchange
+from ssscale.engine.exchange import Bucket, Exchange, call_before_parts
 from ssscale.model.decoder import Decoder
 from ssscale.optim.base import settings_of
 from ssscale.parallel.groups import Groups
+from ssscale.train.estimate import overlap_bucket
 from tests.distributed.matrix import Layout
 from tests.distributed.overlap_jobs import EVENTS, exchanging
-from tests.models import MODELS
+from tests.models import MODELS, packed
 from tests.pool import Pool
 
 JOB = "tests.distributed.overlap_jobs:train"
@@ -114,12 +115,9 @@ def test_a_checkpoint_resumes_with_and_without_overlap(before: bool, pool1: Pool
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_buckets_hold_each_weight_once_in_the_order_of_backward(
-    name: str, groups: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deepspeed, "BUCKET_ELEMENTS", 3000)
+def test_buckets_hold_each_weight_once_in_the_order_of_backward(name: str, groups: Groups) -> None:
     model, config = Decoder(MODELS[name], groups, 24), Config(model=MODELS[name])
-    found = parameter_groups(model, config, overlap=True)
+    found = parameter_groups(model, config, bucket=3000)
     names = {weight: name for name, weight in model.named_parameters()}
     held = [[names[weight] for weight in group["params"]] for group in found]
     assert sorted(name for bucket in held for name in bucket) == sorted(names.values())
@@ -152,16 +150,39 @@ def test_buckets_start_in_their_order_whatever_the_order_of_gradients(groups: Gr
             exchange.accumulated(number, 0)
             assert len(EVENTS) == (0 if number in (3, 1) else 2 if number == 0 else 4)
         exchange.reduced()  # the fifth got no gradient
+        exchange.begin(last=True)
+        exchange.accumulated(2, 0)
         with pytest.raises(AssertionError, match="second gradient"):
-            exchange.begin(last=True)
             exchange.accumulated(2, 0)
-            exchange.accumulated(2, 0)
-    assert EVENTS == [("reduce-scatter", size, 4) for size in sizes]
+    expected = [("reduce-scatter", size, 4) for size in sizes]
+    assert expected == EVENTS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_part_waits_for_the_weights_that_it_is_the_first_to_read(name: str, groups: Groups) -> None:
+    model = Decoder(MODELS[name], groups, 24)
+    names = {weight: name for name, weight in model.named_parameters()}
+    calls: list[list[str]] = []
+    call_before_parts(model, lambda weights: partial(calls.append, [names[weight] for weight in weights]))
+    tokens, packing, labels = packed([20, 4])
+    for _ in range(2):
+        calls.clear()
+        model(tokens, packing, labels)
+        assert sorted(name for part in calls for name in part) == sorted(names.values())
+        tops = [sorted({".".join(name.split(".")[: 1 + name.startswith("blocks")]) for name in part}) for part in calls]
+        assert "embedding" in tops[0]
+        assert set(tops[0]) <= {"embedding", "shared"}
+        assert tops[1:-1] == [["blocks.0"], ["blocks.1"]]
+        assert tops[-1] == (["norm"] if MODELS[name].tie_embeddings else ["head", "norm"])
 
 
 def bucket(weight: nn.Parameter) -> Bucket:
     gradients, weights = torch.ones(weight.numel()), weight.detach().flatten()
     return Bucket([weight], gradients, gradients, weights, weights, weights.clone())
+
+
+def test_buckets_grow_with_the_replicas() -> None:
+    assert [overlap_bucket(replicas) for replicas in (2, 256, 512)] == [2**25, 2**25, 2**26]
 
 
 def test_the_default_is_off() -> None:
