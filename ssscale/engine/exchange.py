@@ -128,11 +128,12 @@ class Exchange:
         Gradients that all tensor-parallel ranks hold count on the first one only, so that the squares of all
         tensor-parallel ranks' norms add up to that of the whole gradient.
         """
-        parts = [bucket.own_gradients for bucket in self.counted]
-        norms = torch._foreach_norm(parts) if parts else [self.buckets[0].own_gradients.new_zeros(())]
-        squares = torch.stack(norms).square().sum()
+        parts = [bucket.own_gradients for bucket in self.counted] or [self.buckets[0].own_gradients[:0]]
+        # On a CPU, torch adds the squares up one by one. In fp32, the norm of a million elements is 1e-5 too small.
+        dtype = torch.float64 if parts[0].device.type == "cpu" else torch.float32
+        squares = torch.stack(torch._foreach_norm(parts, dtype=dtype)).square().sum()
         dist.all_reduce(squares, group=self.group)
-        return squares.sqrt()
+        return squares.sqrt().float()
 
     def gather(self) -> None:
         """Starts to send the updated weights: `own_weights` of each rank to all replicas."""

@@ -3,10 +3,10 @@
 The step is modelled as the stack runs it now. Nothing of the exchange of gradients and weights is hidden behind computation:
 after the last backward pass DeepSpeed reduces all gradients in the dtype of the weights (bf16, although it accumulates in
 fp32), steps, and gathers the weights. With `parallel.overlap`, the last backward pass hides the reduction, which is in fp32,
-and the next forward pass hides the gather, except for what is exchanged of the embedding: its gradient comes last, and its
-weights are needed first. That exchanges slow down the computation beside them is not modelled. Tensor and context parallelism exchange between compiled pieces of a block, which the
-host launches one by one. Not modelled: waiting for data, ragged documents, noise between ranks, and a network that other jobs
-use.
+and the next forward pass hides the gather. Only the embedding's share stays in the open: its gradient comes last, and its
+weights are needed first. How much the exchanges slow down the computation beside them is not modelled. Tensor and context
+parallelism exchange between compiled pieces of a block, which the host launches one by one. Not modelled: waiting for data,
+ragged documents, noise between ranks, and a network that other jobs use.
 """
 
 import math
