@@ -137,13 +137,13 @@ def train(
     return found
 
 
-def compare(layout: Layout, saved: str) -> dict[str, Any]:
+def compare(layout: Layout, saved: str, overlap: bool = False) -> dict[str, Any]:
     """Losses and norms, and by weight how far this layout is from what one process has saved after steps 1 and 3.
 
     gradients: ‖g − g'‖ / ‖g'‖ of the first step's, as the optimizer got them (its first moment is a multiple).
     changes: ‖(w₃ − w₀) − (w'₃ − w'₀)‖ / ‖w'₃ − w'₀‖.
     """
-    engine, groups = make_engine(layout)
+    engine, groups = make_engine(layout, overlap=overlap)
     first, last = (CheckpointReader(path) for path in list_checkpoints(Path(saved)))
     begun = {(part.name, part.start): part.tensor.clone() for part in engine.fragments() if part.state == "weight"}
     found: dict[str, Any] = {"losses": [], "norms": []}
