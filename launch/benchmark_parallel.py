@@ -4,7 +4,7 @@ part=losses   the losses of each layout next to those of data parallelism and of
 part=speed    tokens/s, peak and estimated memory of each layout, with rows / data-parallel ranks per microbatch
 part=long     the same for the layouts with context parallelism only; use it with data of long rows
 part=weak     tokens/s per GPU on one GPU and on all, with ZeRO-1, accumulation 1 and rows / gpus on each GPU
-part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off and on
+part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off, on and in bf16
 part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
 Figures are medians over the steps after the fourth. Each run prints a line when it ends and writes its output to
@@ -120,17 +120,13 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
     if part == "weak":
         return [Run("DP1", 1), every[0]]
     if part == "exchange":
+        ways = {"": (), " overlap": ("parallel.overlap=true",)}
+        ways[" overlap in bf16"] = (*ways[" overlap"], "parallel.overlap_bf16=true")
         return [
             Run("DP1", 1),
             *(
-                Run(
-                    f"DP{gpus}{' overlap' * overlap} {said}",
-                    gpus,
-                    keys=(f"parallel.overlap={str(overlap).lower()}",),
-                    environment=environment,
-                )
-                for said, environment in TRANSPORTS.items()
-                for overlap in (False, True)
+                Run(f"DP{gpus}{way} {transport}", gpus, keys=keys, environment=environment)
+                for (transport, environment), (way, keys) in itertools.product(TRANSPORTS.items(), ways.items())
             ),
         ]
     if part == "skip":

@@ -42,6 +42,11 @@ def check_parallel(config: Config, gpu: bool) -> None:
             f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs "
             "each block in one graph, and that breaks it; use train.compile=auto or train.recompute=full"
         )
+    if parallel.overlap_bf16 and not parallel.overlap:
+        raise UserError(
+            "parallel.overlap_bf16=true has no effect without parallel.overlap=true: set both, or leave it out (without "
+            "overlap, bf16 runs sum in bf16 anyway)"
+        )
     if parallel.overlap and parallel.zero_stage != 1:
         raise UserError(
             f"parallel.overlap=true needs parallel.zero_stage=1, not {parallel.zero_stage}, which exchanges other things at "

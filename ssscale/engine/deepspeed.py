@@ -119,7 +119,8 @@ class DeepSpeedEngine:
         add_gradients_in_one_kernel(self.engine.optimizer)
         self.exchange: Exchange | None = None
         if overlap:
-            self.exchange = Exchange(buckets_of(self.engine.optimizer), model, groups)
+            summed = torch.bfloat16 if config.parallel.overlap_bf16 else torch.float32
+            self.exchange = Exchange(buckets_of(self.engine.optimizer), model, groups, summed)
             hide_exchange(self.engine, self.exchange)
         self.terms = tuple(model.terms)
         self.term_weights = {name: weight for name, weight in model.terms.items() if weight}

@@ -3,7 +3,7 @@
 A *bucket* is one parameter group of DeepSpeed. It has one flat buffer of fp32 gradients and one of weights. ZeRO divides
 both evenly over the replicas, so that each rank owns a *partition* of each bucket. A step then runs as follows:
 
-    backward, last microbatch   each bucket whose gradients are all there is reduce-scattered in fp32, asynchronously
+    backward, last microbatch   each bucket whose gradients are all there is reduce-scattered, asynchronously
     `reduced`                   starts the other buckets, and waits for all
     update (DeepSpeed)          norm, clipping and optimizer of this rank's partitions, cast to the weights' dtype
     `gather`                    starts an all-gather of each bucket's weights
@@ -77,12 +77,18 @@ class Exchange:
 
     hidden = True
 
-    def __init__(self, buckets: Sequence[Bucket], model: Decoder, groups: Groups) -> None:
-        """buckets: in the order in which they are reduced. model: already compiled, if it is to be."""
-        self.buckets, self.group = buckets, groups.replica_group
+    def __init__(
+        self, buckets: Sequence[Bucket], model: Decoder, groups: Groups, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """buckets: in the order in which they are reduced. model: already compiled, if it is to be.
+
+        dtype: in which gradients are sent and summed. Other than in fp32, each rank's sum is rounded to it first.
+        """
+        self.buckets, self.group, self.dtype = buckets, groups.replica_group, dtype
         self.counted = [b for b in buckets if groups.tensor_rank == 0 or not kind(b.parameters[0])]
         self.missing: list[set[int]] = []  # by bucket, the weights whose last gradient of the step has not come yet
-        self.reducing: list[dist.Work] = []  # by bucket, as far as they have been started
+        # By bucket, as far as they have been started, with the tensor that gets the sums.
+        self.reducing: list[tuple[dist.Work, Tensor]] = []
         self.gathering: dict[int, dist.Work] = {}  # by bucket, those that nobody has waited for
         place = {weight: number for number, weight in enumerate(model.parameters())}
         numbers = range(len(buckets))
@@ -113,14 +119,21 @@ class Exchange:
         while len(self.reducing) < len(self.buckets):
             self._reduce_next()
             if not self.hidden:
-                self.reducing[-1].wait()
-        for work in self.reducing:
+                self.reducing[-1][0].wait()
+        for bucket, (work, sums) in zip(self.buckets, self.reducing, strict=True):
             work.wait()
+            if sums is not bucket.own_gradients:
+                bucket.own_gradients.copy_(sums)
         self.reducing, self.missing = [], []
 
     def _reduce_next(self) -> None:
         bucket = self.buckets[len(self.reducing)]
-        self.reducing.append(reduce_scatter(bucket.own_gradients, bucket.gradients, self.group))
+        whole, own = bucket.gradients, bucket.own_gradients
+        if self.dtype != torch.float32:
+            first = own.storage_offset() - whole.storage_offset()
+            whole = whole.to(self.dtype)
+            own = whole.narrow(0, first, len(own))
+        self.reducing.append((reduce_scatter(own, whole, self.group), own))
 
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the reduced gradients over the replicas, a float32 scalar.

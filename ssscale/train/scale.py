@@ -132,7 +132,7 @@ class Prediction:
         parallel, train = self.config.parallel, self.config.train
         sizes = {"TP": parallel.tensor, "Ulysses": parallel.ulysses, "ring": parallel.ring}
         split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        zero = f"ZeRO-{parallel.zero_stage}{' with overlap' if parallel.overlap else ''}"
+        zero = f"ZeRO-{parallel.zero_stage}{' with overlap' * parallel.overlap}{' in bf16' * parallel.overlap_bf16}"
         return ", ".join([zero, *split, f"microbatch {train.microbatch}"])
 
 
@@ -193,10 +193,9 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
         for ulysses in (size for size in powers if size <= cluster.gpus // tensor):
             for ring in powers:
                 for stage in (1, 2, 3):
-                    overlap = config.parallel.overlap and stage == 1
-                    parallel = replace(
-                        config.parallel, tensor=tensor, ulysses=ulysses, ring=ring, zero_stage=stage, overlap=overlap
-                    )
+                    parallel = replace(config.parallel, tensor=tensor, ulysses=ulysses, ring=ring, zero_stage=stage)
+                    if stage > 1:
+                        parallel = replace(parallel, overlap=False, overlap_bf16=False)
                     yield from _with_microbatches(replace(config, parallel=parallel), cluster)
 
 
@@ -276,7 +275,7 @@ def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation:
     | ZeRO | gradients | weights |
     |---|---|---|
     | 0 | all-reduce per step | |
-    | 1 | all-reduce per step; with `overlap` reduce-scatter in fp32 | gather per step |
+    | 1 | all-reduce per step; with `overlap` reduce-scatter in fp32 or bf16 | gather per step |
     | 2 | all-reduce per microbatch (of DeepSpeed's buckets) | gather per step |
     | 3 | reduce-scatter per microbatch | gather per pass of a microbatch |
     """
@@ -288,7 +287,7 @@ def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation:
     share = part * weight_bytes(config)
     if config.parallel.overlap:
         buckets = math.ceil(n / overlap_bucket(ranks))
-        sent = {"gradients": part * 4, "weights": share}
+        sent = {"gradients": part * (2 if config.parallel.overlap_bf16 else 4), "weights": share}
         return {name: _seconds(cluster, ranks, stride, buckets, size) for name, size in sent.items()}
     buckets = math.ceil(n / REDUCE_BUCKET) if stage < 3 else 2 * config.model.num_layers
 

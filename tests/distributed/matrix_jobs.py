@@ -79,7 +79,11 @@ def make_batch(step: int, rows: range) -> Batch:
 
 
 def make_engine(
-    layout: Layout, load: str | None = None, overlap: bool = False, dtype: torch.dtype = torch.float32
+    layout: Layout,
+    load: str | None = None,
+    overlap: bool = False,
+    dtype: torch.dtype = torch.float32,
+    in_bf16: bool = False,
 ) -> tuple[DeepSpeedEngine, Groups]:
     ulysses, ring = CONTEXT[layout.context]
     groups = regroup(layout.tensor, ulysses, ring)
@@ -89,7 +93,7 @@ def make_engine(
         # Above the rounding of gradients that are zero (that of p_1, say): Adam would make whole steps of it.
         optimizer=replace(optimizer_config(eps=1e-6), clip=0.5),
         train=TrainConfig(batch_size=ROWS, microbatch=ROWS // layout.accumulation // groups.data_size),
-        parallel=ParallelConfig(layout.tensor, layout.sequence, ulysses, ring, layout.zero, overlap),
+        parallel=ParallelConfig(layout.tensor, layout.sequence, ulysses, ring, layout.zero, overlap, in_bf16),
     )
     recompute = Recompute(layout.recompute)
     decoder = Decoder(config.model, groups, LENGTH, dtype=dtype, sequence_parallel=layout.sequence, recompute=recompute)
