@@ -105,11 +105,9 @@ class DeepSpeedEngine:
         bucket = overlap_bucket(groups.replica_size) if overlap else None
         self.optimizer = self.kind.make(parameter_groups(model, config, bucket))
         num_elements = sum(weight.numel() for weight in model.parameters())
-        flat = with_flat_gradients() if overlap else contextlib.nullcontext()
-        with (
-            flat,
-            contextlib.redirect_stdout(io.StringIO()),
-        ):  # DeepSpeed prints its memory use whatever its log level is
+        # DeepSpeed prints its memory use whatever its log level is.
+        quiet, flat = contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(overlap)
+        with quiet, flat:
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=self.optimizer,

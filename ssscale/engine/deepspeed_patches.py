@@ -42,12 +42,15 @@ def _add_gradient(optimizer: Any, weight: Tensor, group: int, index: int, clear_
 
 
 @contextlib.contextmanager
-def with_flat_gradients() -> Iterator[None]:
-    """Lets DeepSpeed shard fp32 models with BF16_Optimizer, too, as long as the body runs. It does so for bf16 anyway.
+def with_flat_gradients(wanted: bool) -> Iterator[None]:
+    """Lets DeepSpeed shard fp32 models with BF16_Optimizer, too, if `wanted`, while the body runs. For bf16 it does anyway.
 
     BF16_Optimizer adds each gradient to one flat fp32 buffer per parameter group as soon as it is computed. The stage-1
     optimizer, which DeepSpeed chooses for fp32, has no such buffer.
     """
+    if not wanted:
+        yield
+        return
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils.timer import NoopTimer
