@@ -80,6 +80,32 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
     }
 
 
+def start_deepspeed(
+    model: Decoder, optimizer: torch.optim.Optimizer, config: Config, groups: Groups, overlap: bool
+) -> Any:
+    """Returns DeepSpeed's engine. overlap: whether its optimizer needs what `Exchange` works on."""
+    if groups.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # required even for one process
+    import deepspeed
+    from deepspeed.utils import logger
+
+    leave_out_shared_memory()
+    logger.setLevel(logging.WARNING)
+    bf16 = next(model.parameters()).dtype == torch.bfloat16
+    num_elements = sum(weight.numel() for weight in model.parameters())
+    # DeepSpeed prints its memory use whatever its log level is.
+    quiet, flat = contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(overlap)
+    with quiet, flat:
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=deepspeed_config(config, groups, bf16, num_elements),
+            mpu=MegatronMPU(),
+        )
+    return engine
+
+
 class DeepSpeedEngine:
     """A model trained by DeepSpeed. Losses are divided by one number per step and never averaged by microbatch."""
 
@@ -87,33 +113,15 @@ class DeepSpeedEngine:
         self, model: Decoder, config: Config, groups: Groups, mark: Callable[[str], None] = lambda phase: None
     ) -> None:
         """mark: called at the start of each phase of a step, with its name."""
-        if groups.device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # required even for one process
-        import deepspeed
-        from deepspeed.utils import logger
-
-        leave_out_shared_memory()
-        logger.setLevel(logging.WARNING)
         self.groups, self.stage = groups, config.parallel.zero_stage
         self.accumulation = config.train.batch_size // (config.train.microbatch_rows * groups.data_size)
         self.names = [name for name, _ in model.named_parameters()]
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        bf16 = next(model.parameters()).dtype == torch.bfloat16
         self.kind = config.optimizer.chosen
         overlap = config.parallel.overlap and groups.replica_size > 1
         bucket = overlap_bucket(groups.replica_size) if overlap else None
         self.optimizer = self.kind.make(parameter_groups(model, config, bucket))
-        num_elements = sum(weight.numel() for weight in model.parameters())
-        # DeepSpeed prints its memory use whatever its log level is.
-        quiet, flat = contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(overlap)
-        with quiet, flat:
-            self.engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=self.optimizer,
-                config=deepspeed_config(config, groups, bf16, num_elements),
-                mpu=MegatronMPU(),
-            )
+        self.engine = start_deepspeed(model, self.optimizer, config, groups, overlap)
         add_gradients_in_one_kernel(self.engine.optimizer)
         self.exchange: Exchange | None = None
         if overlap:
