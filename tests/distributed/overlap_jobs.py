@@ -140,7 +140,7 @@ def train(
             EVENTS.clear()
             if accumulations:
                 engine.set_batch_size(ROWS, ROWS // groups.data_size // accumulations[step - first])
-            broken = engine.engine.module.norm.weight
+            broken = engine.engine.module.blocks[0].mlp.down.weight
             if step == nan and groups.rank == groups.world_size - 1:
                 hook = broken.register_hook(lambda gradient: gradient * torch.nan)
             with without_gradient(engine, (unused or {}).get(step, ()), groups):

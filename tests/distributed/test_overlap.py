@@ -39,6 +39,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "dp2_ring2": (layout(context="ring2", core="softmax", recompute="full"), {}),
     "ulysses2_tp2": (layout(tensor=2, context="ulysses2", core="stickbreaking", recompute="selective"), {"steps": 3}),
     "dp4_unused": (layout(accumulation=2), {"unused": {0: (0,), 1: (0, 1, 2, 3)}, "steps": 3}),
+    "dp2_tp2_unused_nan": (layout(tensor=2, accumulation=2), {"bf16": True, "unused": {1: (0, 1)}, "nan": 2}),
     "dp4_nan": (layout(), {"nan": 1, "steps": 3}),
 }
 
