@@ -5,6 +5,7 @@ part=speed    tokens/s, peak and estimated memory of each layout, with rows / da
 part=long     the same for the layouts with context parallelism only; use it with data of long rows
 part=weak     tokens/s per GPU on one GPU and on all, with ZeRO-1, accumulation 1 and rows / gpus on each GPU
 part=tensor   data parallelism, and tensor parallelism with blocks in pieces, whole, and with the options of gathers
+part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off, on and in bf16
 part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
 Figures are medians over the steps after the fourth. Each run prints a line when it ends and writes its output to
@@ -32,7 +33,14 @@ from ssscale.train.records import read_metrics
 
 GIB = 2**30
 OUTSIDE = 3  # GiB per process outside the estimate: CUDA context, NCCL buffers, fragmentation
-PARTS = ("losses", "speed", "long", "weak", "tensor", "skip")
+PARTS = ("losses", "speed", "long", "weak", "exchange", "tensor", "skip")
+PER_GPU = ("weak", "exchange")  # parts in which a run on one GPU has as many rows per GPU as the others
+# NCCL's transports, which stand in for networks.
+TRANSPORTS = {
+    "by NVLink": (),
+    "through host memory": (("NCCL_P2P_DISABLE", "1"),),
+    "through sockets": (("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")),
+}
 COMMAND = Command(
     about=__doc__,
     usage="python launch/benchmark_parallel.py part=PART gpus=N data=FOLDER [key=value ...]",
@@ -121,6 +129,16 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         )
         both = kept._replace(label=f"{kept.label} overlap_gathers", keys=(*kept.keys, overlapped.keys[-1]))
         return [every[0], tensor, whole, kept, overlapped, both]
+    if part == "exchange":
+        ways = {"": (), " overlap": ("parallel.overlap=true",)}
+        ways[" overlap in bf16"] = (*ways[" overlap"], "parallel.overlap_bf16=true")
+        return [
+            Run("DP1", 1),
+            *(
+                Run(f"DP{gpus}{way} {transport}", gpus, keys=keys, environment=environment)
+                for (transport, environment), (way, keys) in itertools.product(TRANSPORTS.items(), ways.items())
+            ),
+        ]
     if part == "skip":
         ring = Run(f"ring {gpus}", gpus, ring=gpus)
         exact = [(name, *option) for name, mixer in MIXERS.items() for option in mixer.exact.items()]
@@ -146,7 +164,7 @@ def chosen(part: str, gpus: int, rows: int, only: str | None) -> list[Run]:
 def arguments_of(layout: Run, options: dict[str, Any], extra: list[str]) -> list[str]:
     """Returns the arguments of a run except its folder."""
     name, rows = options["config"], options["rows"]
-    if options["part"] == "weak":
+    if options["part"] in PER_GPU:
         rows = rows // options["gpus"] * layout.gpus
     data_ranks = layout.gpus // (layout.tensor * layout.ulysses * layout.ring)
     keys: dict[str, Any] = {
@@ -306,7 +324,7 @@ def main(argv: list[str]) -> None:
             losses = options["part"] == "losses"
             row = losses_row(layout.label, found, base[0]) if losses else speed_row(layout, found, base[1])
             print(row, flush=True)
-            if options["part"] != "weak" and (said := warning(layout, found, base[0])):
+            if options["part"] not in PER_GPU and (said := warning(layout, found, base[0])):
                 print(said, flush=True)
     if options["part"] == "losses" and len(every) > 1:
         print(spreads(every, next(iter(every))))

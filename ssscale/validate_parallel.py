@@ -32,6 +32,21 @@ def check_parallel(config: Config, gpu: bool) -> None:
             "train.microbatch"
         )
     _check_compile(config)
+    if parallel.overlap_bf16 and not parallel.overlap:
+        raise UserError(
+            "parallel.overlap_bf16=true has no effect without parallel.overlap=true: set both, or leave it out (without "
+            "overlap, bf16 runs sum in bf16 anyway)"
+        )
+    if parallel.overlap and parallel.zero_stage != 1:
+        raise UserError(
+            f"parallel.overlap=true needs parallel.zero_stage=1, not {parallel.zero_stage}, which exchanges other things at "
+            "other times: use parallel.zero_stage=1 or parallel.overlap=false"
+        )
+    if parallel.overlap and train.compile is Compile.model:
+        raise UserError(
+            "parallel.overlap=true does not go with train.compile=model, whose one graph returns all gradients at its end: "
+            "use train.compile=block"
+        )
     bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
     if parallel.zero_stage == 0 and bf16:
         raise UserError(

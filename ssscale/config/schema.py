@@ -302,6 +302,8 @@ class ParallelConfig:
     ulysses: int = 1  # ranks that split a microbatch's tokens and exchange them for heads in attention
     ring: int = 1  # ranks that split them and pass keys and values around; with both, ulysses · ring ranks
     zero_stage: int = 1  # what data-parallel ranks split: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights
+    overlap: bool = False  # hide the exchange of gradients and weights behind computation; for zero_stage=1
+    overlap_bf16: bool = False  # with overlap, sum gradients over the ranks in bf16, half the bytes, instead of fp32
 
     @property
     def context(self) -> int:

@@ -54,8 +54,18 @@ class StepResult:
 class Engine(Protocol):
     """Runs forward, backward and optimizer steps, and holds the state that they need."""
 
-    module: nn.Module
     kind: Optimizer
+    terms: tuple[str, ...]  # names of `Decoder.terms`
+
+    @property
+    def module(self) -> nn.Module:
+        """The model. Its weights are whole: `wait_for_weights` has been called."""
+
+    def wait_for_weights(self) -> None:
+        """Waits until the weights are whole on this rank, if the last step still exchanges them in the background.
+
+        A forward pass waits by itself. Whatever else reads or frees the weights of the model calls this first.
+        """
 
     def set_batch_size(self, rows: int, microbatch: int) -> None:
         """Sets the batch from the next step on. rows: rows per step over all ranks; microbatch: rows per forward pass."""

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from ssscale.config.schema import Config
 from ssscale.engine.base import Fragment, Microbatch, StepResult
-from ssscale.engine.deepspeed_patches import add_gradients_in_one_kernel, leave_out_shared_memory, replace_update
+from ssscale.engine.deepspeed_patches import (
+    add_gradients_in_one_kernel,
+    buckets_of,
+    hide_exchange,
+    leave_out_shared_memory,
+    replace_update,
+    with_flat_gradients,
+)
+from ssscale.engine.exchange import Exchange, backward_order, in_order, kind
 from ssscale.engine.update import OnePassUpdate
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
@@ -23,14 +31,18 @@ from ssscale.model.decoder import Decoder
 from ssscale.optim.base import settings_of
 from ssscale.parallel.groups import Groups, MegatronMPU
 from ssscale.parallel.megatron import split_dim
+from ssscale.train.estimate import overlap_bucket
 
 # A ZeRO group is one flat tensor and one optimizer call. This limit keeps its element indices well within 32 bits.
 GROUP_ELEMENTS = 2**30
 ALIGNED_ELEMENTS = 8  # 16 bytes of bf16
 
 
-def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: Config, bucket: int | None = None) -> list[dict[str, Any]]:
     """Returns the model's parameters grouped by their settings (`ssscale.optim.base.settings_of`).
+
+    bucket: None, or the number of elements at which a group ends. The groups are then the buckets of
+    `ssscale.engine.exchange`, in the order in which backward completes them.
 
     ZeRO concatenates the weights of a group, and kernels assume that each weight is aligned to 16 bytes. A weight whose
     number of elements would break the alignment (SSMax's s for 36 heads) therefore gets a group of its own.
@@ -38,14 +50,15 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     apart = config.optimizer.chosen.whole_matrices  # otherwise the embedding may share a group with other matrices
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
-    for name, weight in model.named_parameters():
+    limit = bucket or GROUP_ELEMENTS
+    for name, weight in backward_order(model) if bucket else model.named_parameters():
         settings = settings_of(name, weight.dim(), config)
-        same = settings["weight_decay"], settings["lr_scale"], apart and settings["matrix"]
+        same = settings["weight_decay"], settings["lr_scale"], apart and settings["matrix"], bucket and kind(weight)
         aligned = weight.numel() % ALIGNED_ELEMENTS == 0
         sizes[same] = sizes.get(same, 0) + weight.numel()
-        key = (*same, sizes[same] // GROUP_ELEMENTS if aligned else name)
+        key = (*same, sizes[same] // limit if aligned else name)
         groups.setdefault(key, {"params": [], **settings})["params"].append(weight)
-    return list(groups.values())
+    return in_order(model, list(groups.values())) if bucket else list(groups.values())
 
 
 def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: int) -> dict[str, Any]:
@@ -70,6 +83,32 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
     }
 
 
+def start_deepspeed(
+    model: Decoder, optimizer: torch.optim.Optimizer, config: Config, groups: Groups, overlap: bool
+) -> Any:
+    """Returns DeepSpeed's engine. overlap: whether its optimizer needs what `Exchange` works on."""
+    if groups.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # required even for one process
+    import deepspeed
+    from deepspeed.utils import logger
+
+    leave_out_shared_memory()
+    logger.setLevel(logging.WARNING)
+    bf16 = next(model.parameters()).dtype == torch.bfloat16
+    num_elements = sum(weight.numel() for weight in model.parameters())
+    # DeepSpeed prints its memory use whatever its log level is.
+    quiet, flat = contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(overlap)
+    with quiet, flat:
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=deepspeed_config(config, groups, bf16, num_elements),
+            mpu=MegatronMPU(),
+        )
+    return engine
+
+
 class DeepSpeedEngine:
     """A model trained by DeepSpeed. Losses are divided by one number per step and never averaged by microbatch."""
 
@@ -77,33 +116,19 @@ class DeepSpeedEngine:
         self, model: Decoder, config: Config, groups: Groups, mark: Callable[[str], None] = lambda phase: None
     ) -> None:
         """mark: called at the start of each phase of a step, with its name."""
-        if groups.device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # required even for one process
-        import deepspeed
-        from deepspeed.utils import logger
-
-        leave_out_shared_memory()
-        logger.setLevel(logging.WARNING)
         self.groups, self.stage = groups, config.parallel.zero_stage
         self.accumulation = config.train.batch_size // (config.train.microbatch_rows * groups.data_size)
         self.names = [name for name, _ in model.named_parameters()]
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        bf16 = next(model.parameters()).dtype == torch.bfloat16
         self.kind = config.optimizer.chosen
-        if self.kind.one_pass and not bf16:
+        if self.kind.one_pass and next(model.parameters()).dtype != torch.bfloat16:
             raise UserError(
                 f"optimizer.{self.kind.name}.one_pass needs bf16 weights, and the precision is fp32: set train.precision=bf16"
             )
-        self.optimizer = self.kind.make(parameter_groups(model, config))
-        num_elements = sum(weight.numel() for weight in model.parameters())
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory use whatever its log level is
-            self.engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=self.optimizer,
-                config=deepspeed_config(config, groups, bf16, num_elements),
-                mpu=MegatronMPU(),
-            )
+        overlap = config.parallel.overlap and groups.replica_size > 1
+        bucket = overlap_bucket(groups.replica_size) if overlap else None
+        self.optimizer = self.kind.make(parameter_groups(model, config, bucket))
+        self.engine = start_deepspeed(model, self.optimizer, config, groups, overlap)
         self.update: OnePassUpdate | None = None
         if self.kind.one_pass:
             self.update = OnePassUpdate(self.engine.optimizer, self.kind, groups, config.optimizer.clip)
@@ -111,7 +136,12 @@ class DeepSpeedEngine:
             replace_update(self.engine.optimizer, self.update)
         else:
             add_gradients_in_one_kernel(self.engine.optimizer)
-        self.module: nn.Module = self.engine.module
+        self.exchange: Exchange | None = None
+        if overlap:
+            summed = torch.bfloat16 if config.parallel.overlap_bf16 else torch.float32
+            self.exchange = Exchange(buckets_of(self.engine.optimizer), model, groups, summed)
+            hide_exchange(self.engine, self.exchange)
+        self.terms = tuple(model.terms)
         self.term_weights = {name: weight for name, weight in model.terms.items() if weight}
         self._microbatches = 0  # since the last optimizer step
         self.mark = mark
@@ -122,6 +152,15 @@ class DeepSpeedEngine:
             reduce(*arguments, **more)
 
         self.engine.allreduce_gradients = allreduce_gradients
+
+    @property
+    def module(self) -> nn.Module:
+        self.wait_for_weights()
+        return self.engine.module
+
+    def wait_for_weights(self) -> None:
+        if self.exchange is not None:
+            self.exchange.wait()
 
     def set_batch_size(self, rows: int, microbatch: int) -> None:
         self.accumulation = rows // (microbatch * self.groups.data_size)
@@ -139,8 +178,11 @@ class DeepSpeedEngine:
         for name, weight in self.term_weights.items():
             total = total + weight * terms[name]
         self.mark("backward")
+        if self.exchange is not None:
+            self.exchange.begin(last=self.engine.is_gradient_accumulation_boundary())
         # DeepSpeed averages gradients over the replicas. The factor turns the average into a sum.
-        self.engine.backward(total * (self.groups.replica_size / divisor), scale_wrt_gas=False)
+        copies = self.groups.replica_size if self.exchange is None else 1
+        self.engine.backward(total * (copies / divisor), scale_wrt_gas=False)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()  # only counts the microbatch
         return Microbatch(losses.detach(), {name: term.detach() for name, term in terms.items()})

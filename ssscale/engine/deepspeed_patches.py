@@ -1,11 +1,15 @@
 """Changes to DeepSpeed 0.19 and their reasons. `DeepSpeedEngine` applies them."""
 
+import contextlib
 import importlib
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ssscale.engine.exchange import Bucket, Exchange
 
 
 def leave_out_shared_memory() -> None:
@@ -48,3 +52,84 @@ def _add_gradient(optimizer: Any, weight: Tensor, group: int, index: int, clear_
     total.add_(weight.grad.view(total.shape))
     weight._hp_grad = total
     optimizer.fp32_groups_has_gradients[group][index] = True
+
+
+@contextlib.contextmanager
+def with_flat_gradients(wanted: bool) -> Iterator[None]:
+    """Lets DeepSpeed shard fp32 models with BF16_Optimizer, too, if `wanted`, while the body runs. For bf16 it does anyway.
+
+    BF16_Optimizer adds each gradient to one flat fp32 buffer per parameter group as soon as it is computed. The stage-1
+    optimizer, which DeepSpeed chooses for fp32, has no such buffer.
+    """
+    if not wanted:
+        yield
+        return
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils.timer import NoopTimer
+
+    original = DeepSpeedEngine._configure_zero_optimizer
+
+    def configure(engine: Any, optimizer: torch.optim.Optimizer) -> Any:
+        return BF16_Optimizer(
+            optimizer,
+            engine.param_names,
+            bfloat16_config=types.SimpleNamespace(enabled=True, immediate_grad_update=True),
+            mpu=engine.mpu,
+            clip_grad=engine.gradient_clipping(),
+            dp_process_group=engine.seq_data_parallel_group,
+            timers=NoopTimer(),
+            grad_acc_dtype=torch.float32,
+        )
+
+    DeepSpeedEngine._configure_zero_optimizer = configure
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._configure_zero_optimizer = original
+
+
+def buckets_of(optimizer: Any) -> list[Bucket]:
+    """Returns the parameter groups of a BF16_Optimizer."""
+    return [
+        Bucket(weights, *rest)
+        for weights, *rest in zip(
+            optimizer.bf16_groups,
+            optimizer.fp32_groups_gradients_flat,
+            optimizer.fp32_groups_gradient_flat_partition,
+            optimizer.bf16_groups_flat,
+            [parts[optimizer.dp_rank] for parts in optimizer.bf16_partitioned_groups],
+            optimizer.fp32_groups_flat_partition,
+            strict=True,
+        )
+    ]
+
+
+def hide_exchange(engine: Any, exchange: Exchange) -> None:
+    """Replaces what BF16_Optimizer exchanges over the replicas by `exchange`. The update itself stays DeepSpeed's.
+
+    DeepSpeed reduces after backward: it converts the accumulated fp32 gradients to bf16 and sums the whole of them on all
+    ranks. It gathers the weights before `step` returns.
+    """
+    optimizer = engine.optimizer
+    accumulate = optimizer.accumulate_hp_grads_and_remove_lp
+
+    def accumulate_and_tell(weight: Tensor, group: int, index: int) -> None:
+        accumulate(weight, group, index)
+        exchange.accumulated(group, index)
+
+    def grads_for_norm(for_clipping: bool = False) -> Any:
+        """`step` adds up the squared norms of the returned tensors over the tensor-parallel ranks."""
+        own = [bucket.own_gradients for bucket in exchange.buckets]
+        return own if for_clipping else ([exchange.grad_norm()], {})
+
+    @torch.no_grad()
+    def update_weights() -> None:
+        for bucket in exchange.buckets:
+            bucket.own_weights.copy_(bucket.master)
+        exchange.gather()
+
+    optimizer.accumulate_hp_grads_and_remove_lp = accumulate_and_tell
+    optimizer.get_grads_for_norm = grads_for_norm
+    optimizer.update_lp_params = update_weights
+    engine.allreduce_gradients = exchange.reduced

@@ -53,7 +53,8 @@ class Stopwatch:
 class Phases:
     """Measures the seconds per step of each phase, with the GPU's clock if there is a GPU.
 
-    `communication` is the reduction after backward. What ZeRO 2 and 3 reduce during backward counts as backward. `data` is
+    `communication` is the reduction after backward. What is reduced during backward (ZeRO 2 and 3, `parallel.overlap`) counts
+    as backward, and a wait for weights within the forward pass as forward. `data` is
     the wait for the loader. `agreement` is the small reduction over all ranks with which a step begins.
     """
 

@@ -111,6 +111,15 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     )
 
 
+def overlap_bucket(replicas: int) -> int:
+    """Returns the number of elements at which a bucket of `parallel.overlap` ends (ssscale/engine/exchange.py).
+
+    Of larger buckets, more would be left to exchange when backward ends. Smaller ones would not use a fast link: 2^25 are
+    128 MiB of gradients. A ring over many ranks sends a bucket in as many pieces, which have at least 2^17 elements.
+    """
+    return max(2**25, 2**17 * replicas)
+
+
 def check_memory(config: Config, gpus: int, room: int) -> None:
     """Raises UserError if a stage cannot be trained with `room` bytes on each of `gpus` GPUs (or processes on CPUs).
 

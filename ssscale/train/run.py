@@ -247,6 +247,7 @@ class Run:
     def _rebuild(self, reader: CheckpointReader) -> None:
         """Frees the engine and builds it again from a checkpoint."""
         self.saving.saved_step = reader.state.step
+        self.engine.wait_for_weights()
         del self.engine
         gc.collect()
         if self.groups.device.type == "cuda":

@@ -2,9 +2,11 @@
 
 The step is modelled as the stack runs it now. Nothing of the exchange of gradients and weights is hidden behind computation:
 after the last backward pass DeepSpeed reduces all gradients in the dtype of the weights (bf16, although it accumulates in
-fp32), steps, and gathers the weights. Tensor and context parallelism exchange between compiled pieces of a block, which the
-host launches one by one. Not modelled: waiting for data, ragged documents, noise between ranks, and a network that other jobs
-use.
+fp32), steps, and gathers the weights. With `parallel.overlap`, the last backward pass hides the reduction, which is in fp32,
+and the next forward pass hides the gather. Only the embedding's share stays in the open: its gradient comes last, and its
+weights are needed first. How much the exchanges slow down the computation beside them is not modelled. Tensor and context
+parallelism exchange between compiled pieces of a block, which the host launches one by one. Not modelled: waiting for data,
+ragged documents, noise between ranks, and a network that other jobs use.
 """
 
 import math
@@ -15,7 +17,7 @@ from typing import NamedTuple
 from ssscale.config.schema import Compile, Config, Recompute
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
-from ssscale.train.estimate import REDUCE_BUCKET, Memory, memory_per_gpu, weight_bytes
+from ssscale.train.estimate import REDUCE_BUCKET, Memory, memory_per_gpu, overlap_bucket, weight_bytes
 from ssscale.train.microbatch import MOST_TOKENS, fits
 from ssscale.validate_parallel import check_parallel
 
@@ -132,7 +134,8 @@ class Prediction:
         parallel, train = self.config.parallel, self.config.train
         sizes = {"TP": parallel.tensor, "Ulysses": parallel.ulysses, "ring": parallel.ring}
         split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        return ", ".join([f"ZeRO-{parallel.zero_stage}", *split, f"microbatch {train.microbatch}"])
+        zero = f"ZeRO-{parallel.zero_stage}{' with overlap' * parallel.overlap}{' in bf16' * parallel.overlap_bf16}"
+        return ", ".join([zero, *split, f"microbatch {train.microbatch}"])
 
 
 def predict(config: Config, cluster: Cluster, mfu: float | None = None) -> Prediction:
@@ -154,11 +157,11 @@ def predict(config: Config, cluster: Cluster, mfu: float | None = None) -> Predi
     return Prediction(
         config=config,
         compute=accumulation * compute,
-        optimizer=optimizer + (BUCKETS.value * n if ranks > 1 else 0.0),
+        optimizer=optimizer + (BUCKETS.value * n if ranks > 1 and not parallel.overlap else 0.0),
         host=accumulation * max(0.0, LAUNCH.value * count - busy),
         exposed={
             **{name: accumulation * seconds for name, (_, seconds) in within.items()},
-            **_replica_exchanges(config, cluster, n, accumulation),
+            **_in_the_open(config, _replica_exchanges(config, cluster, n, accumulation), compute),
         },
         memory=memory_per_gpu(config, cluster.size),
     )
@@ -193,6 +196,8 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
             for ring in powers:
                 for stage in (1, 2, 3):
                     parallel = replace(config.parallel, tensor=tensor, ulysses=ulysses, ring=ring, zero_stage=stage)
+                    if stage > 1:
+                        parallel = replace(parallel, overlap=False, overlap_bf16=False)
                     yield from _with_microbatches(replace(config, parallel=parallel), cluster)
 
 
@@ -273,7 +278,7 @@ def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation:
     | ZeRO | gradients | weights |
     |---|---|---|
     | 0 | all-reduce per step | |
-    | 1 | all-reduce per step | gather per step |
+    | 1 | all-reduce per step; with `overlap` reduce-scatter in fp32 or bf16 | gather per step |
     | 2 | all-reduce per microbatch (of DeepSpeed's buckets) | gather per step |
     | 3 | reduce-scatter per microbatch | gather per pass of a microbatch |
     """
@@ -281,7 +286,12 @@ def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation:
     ranks = cluster.size // stride
     if ranks == 1:
         return {}
-    share = (ranks - 1) / ranks * n * weight_bytes(config)
+    part = (ranks - 1) / ranks * n
+    share = part * weight_bytes(config)
+    if config.parallel.overlap:
+        buckets = math.ceil(n / overlap_bucket(ranks))
+        sent = {"gradients": part * (2 if config.parallel.overlap_bf16 else 4), "weights": share}
+        return {name: _seconds(cluster, ranks, stride, buckets, size) for name, size in sent.items()}
     buckets = math.ceil(n / REDUCE_BUCKET) if stage < 3 else 2 * config.model.num_layers
 
     def seconds(passes: int) -> float:
@@ -290,6 +300,17 @@ def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation:
     reduced = (2, 2, 2 * accumulation, accumulation)[stage]
     gathered = (0, 1, 1, 2 * accumulation)[stage]
     return {"gradients": seconds(reduced), "weights": seconds(gathered)}
+
+
+def _in_the_open(config: Config, exchanges: dict[str, float], compute: float) -> dict[str, float]:
+    """Returns what computation does not hide of the exchanges of gradients and weights. compute: s of a microbatch."""
+    if not config.parallel.overlap:
+        return exchanges
+    model = config.model
+    embedding = model.vocab_size * model.hidden_size / config.parallel.tensor / _parameters_per_rank(config)
+    forward = compute / (3 * RECOMPUTED[config.train.recompute].value)
+    beside = {"gradients": compute - forward, "weights": forward}
+    return {name: max(seconds * embedding, seconds - beside[name]) for name, seconds in exchanges.items()}
 
 
 def _seconds(cluster: Cluster, size: int, stride: int, count: int, sent: float) -> float:

@@ -75,7 +75,7 @@ def train_step(run: "Run", batches: Sequence[Batch], num_targets: int) -> Done:
     """
     groups, train = run.groups, run.config.train
     sums = torch.zeros(2, len(run.source.names), dtype=torch.float64, device=groups.device)
-    terms = {name: torch.zeros((), dtype=torch.float64, device=groups.device) for name in run.engine.module.terms}
+    terms = {name: torch.zeros((), dtype=torch.float64, device=groups.device) for name in run.engine.terms}
     divisor = run.source.divisor(num_targets)
     for batch in batches:
         batch = take_share(batch, groups).to(groups.device, non_blocking=True)  # the loader returns pinned memory

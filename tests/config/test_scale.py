@@ -88,6 +88,29 @@ def test_exchanges_of_tensor_parallelism_by_hand() -> None:
     assert few.host + few.compute + few.exposed["tensor"] == pytest.approx(405 * LAUNCH.value)  # the host is late
 
 
+@pytest.mark.parametrize("network", [2, 25])
+def test_overlap_by_hand(network: int) -> None:
+    """3b on 64 nodes: fp32 gradients beside two thirds of a microbatch, bf16 weights beside the other third."""
+    config = load_config(["config=3b_sb", "parallel.overlap=true"])
+    open_ = predict(load_config(["config=3b_sb"]), hosts(64, network=network))
+    found = predict(config, hosts(64, network=network))
+    latency = 53 * (LATENCY.value + HOP.value * 63)  # N / 2^26 buckets
+    sent = 2 * N * 511 / 512 / (8e9 * network)
+    weights = latency + sent
+    embedding = 50_257 * 2304 / N
+    computed = found.compute / 3  # one microbatch, of whose time the forward pass takes a third
+    assert found.exposed == {
+        "gradients": pytest.approx(max(embedding * (latency + 2 * sent), latency + 2 * sent - 2 * computed), rel=0.01),
+        "weights": pytest.approx(max(embedding * weights, weights - computed), rel=0.01),
+    }
+    assert found.compute == open_.compute
+    assert sum(found.exposed.values()) < (0.9 if network == 2 else 0.3) * sum(open_.exposed.values())
+    assert {row.config.parallel.overlap for row in layouts(config, hosts(8)) if row.config.parallel.zero_stage > 1} == {
+        False
+    }
+    assert "ZeRO-1 with overlap" in found.label
+
+
 def test_links() -> None:
     cluster = hosts(4, 8, 25)
     assert cluster.link(8, 1) == (NVLINK.value, 1)

@@ -70,6 +70,9 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["parallel.overlap_gathers=true"], "parallel.overlap_gathers=true needs train.compile_exchanges=true"),
         (["parallel.zero_stage=3", "train.compile=block", "train.recompute=selective"], "use train.compile=auto or"),
         (["parallel.zero_stage=0", "train.precision=bf16"], "parallel.zero_stage=0 cannot train in bf16"),
+        (["parallel.overlap=true", "parallel.zero_stage=3"], "parallel.overlap=true needs parallel.zero_stage=1, not 3"),
+        (["parallel.overlap_bf16=true"], "parallel.overlap_bf16=true has no effect without parallel.overlap=true"),
+        (["parallel.overlap=true", "train.compile=model"], "overlap=true does not go with train.compile=model"),
     ],
 )  # fmt: skip
 def test_tiny_sb_refuses(overrides, expected):

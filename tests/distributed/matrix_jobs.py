@@ -78,7 +78,13 @@ def make_batch(step: int, rows: range) -> Batch:
     return Batch(tokens, labels, layout, torch.zeros(len(rows), dtype=torch.int64), int((labels != IGNORE).sum()))
 
 
-def make_engine(layout: Layout, load: str | None = None) -> tuple[DeepSpeedEngine, Groups]:
+def make_engine(
+    layout: Layout,
+    load: str | None = None,
+    overlap: bool = False,
+    dtype: torch.dtype = torch.float32,
+    in_bf16: bool = False,
+) -> tuple[DeepSpeedEngine, Groups]:
     ulysses, ring = CONTEXT[layout.context]
     groups = regroup(layout.tensor, ulysses, ring)
     config = Config(
@@ -87,10 +93,10 @@ def make_engine(layout: Layout, load: str | None = None) -> tuple[DeepSpeedEngin
         # Above the rounding of gradients that are zero (that of p_1, say): Adam would make whole steps of it.
         optimizer=replace(optimizer_config(eps=1e-6), clip=0.5),
         train=TrainConfig(batch_size=ROWS, microbatch=ROWS // layout.accumulation // groups.data_size),
-        parallel=ParallelConfig(layout.tensor, layout.sequence, ulysses, ring, layout.zero),
+        parallel=ParallelConfig(layout.tensor, layout.sequence, ulysses, ring, layout.zero, overlap, in_bf16),
     )
     recompute = Recompute(layout.recompute)
-    decoder = Decoder(config.model, groups, LENGTH, sequence_parallel=layout.sequence, recompute=recompute)
+    decoder = Decoder(config.model, groups, LENGTH, dtype=dtype, sequence_parallel=layout.sequence, recompute=recompute)
     if load is None:
         initialize_weights(decoder, config.model, groups, seed=3)
         return DeepSpeedEngine(decoder, config, groups), groups
@@ -135,13 +141,13 @@ def train(
     return found
 
 
-def compare(layout: Layout, saved: str) -> dict[str, Any]:
+def compare(layout: Layout, saved: str, overlap: bool = False) -> dict[str, Any]:
     """Losses and norms, and by weight how far this layout is from what one process has saved after steps 1 and 3.
 
     gradients: ‖g − g'‖ / ‖g'‖ of the first step's, as the optimizer got them (its first moment is a multiple).
     changes: ‖(w₃ − w₀) − (w'₃ − w'₀)‖ / ‖w'₃ − w'₀‖.
     """
-    engine, groups = make_engine(layout)
+    engine, groups = make_engine(layout, overlap=overlap)
     first, last = (CheckpointReader(path) for path in list_checkpoints(Path(saved)))
     begun = {(part.name, part.start): part.tensor.clone() for part in engine.fragments() if part.state == "weight"}
     found: dict[str, Any] = {"losses": [], "norms": []}

@@ -58,6 +58,13 @@ def test_a_layout_trains_like_one_process(layout: Layout, saved: Saved, pool2: P
         check(found, one, layout)
 
 
+@pytest.mark.parametrize("layout", [x for x in FAST if x.zero == 1 and x.processes > x.tensor], ids=str)
+def test_a_layout_with_overlap_trains_like_one_process(layout: Layout, saved: Saved, pool2: Pool, pool4: Pool) -> None:
+    one, pool = saved(layout), {2: pool2, 4: pool4}[layout.processes]
+    for found in pool.run(f"{JOBS}:compare", layout=layout, saved=one["folder"], overlap=True):
+        check(found, one, layout)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SLOW, ids=str)
 def test_eight_processes_train_like_one(layout: Layout, saved: Saved, pool8: Pool) -> None:

@@ -1,0 +1,212 @@
+"""The data-parallel exchange of ZeRO stage 1, hidden behind computation (`parallel.overlap`).
+
+A *bucket* is one parameter group of DeepSpeed. It has one flat buffer of fp32 gradients and one of weights. ZeRO divides
+both evenly over the replicas, so that each rank owns a *partition* of each bucket. A step then runs as follows:
+
+    backward, last microbatch   each bucket whose gradients are all there is reduce-scattered, asynchronously
+    `reduced`                   starts the other buckets, and waits for all
+    update (DeepSpeed)          norm, clipping and optimizer of this rank's partitions, cast to the weights' dtype
+    `gather`                    starts an all-gather of each bucket's weights
+    next forward pass           each part of the model waits for the buckets that it reads
+
+All ranks start the same collectives in the same order: buckets in the order in which backward completes them (`order`),
+then buckets in the order in which the forward pass reads them. A bucket never overtakes another, whatever the order in
+which gradients arrive. Waiting means that the current CUDA stream waits; the host goes on. On CPUs the host waits.
+
+This file knows nothing of DeepSpeed. `ssscale.engine.deepspeed_patches` connects the two.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ssscale.model.decoder import Decoder
+from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron import split_dim
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The flat buffers of a parameter group on this rank, padded to n elements. d: number of replicas.
+
+    parameters: in the order of their gradients in the buffers.
+    gradients, weights: [n], float32 and the model's dtype. own_gradients, own_weights: [n / d], this rank's partitions,
+    which are views of them. master: [n / d] float32, the weights that the optimizer updates.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    gradients: Tensor
+    own_gradients: Tensor
+    weights: Tensor
+    own_weights: Tensor
+    master: Tensor
+
+
+def backward_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters about in the order in which backward computes their gradients.
+
+    The decoder registers its modules in the order in which the forward pass reads them.
+    """
+    return list(model.named_parameters())[::-1]
+
+
+def kind(weight: Tensor) -> bool:
+    """Whether all tensor-parallel ranks hold the whole weight. A bucket has weights of one kind.
+
+    The norm then counts a bucket on all of these ranks, or on the first one.
+    """
+    return split_dim(weight) is None
+
+
+def in_order(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sorts parameter groups by the last of their gradients, which completes the bucket."""
+    place = {weight: number for number, (_, weight) in enumerate(backward_order(model))}
+    return sorted(groups, key=lambda group: max(place[weight] for weight in group["params"]))
+
+
+class Exchange:
+    """Reduces the gradients of a step's last microbatch and gathers the updated weights.
+
+    hidden: whether both run behind computation. If not, the same collectives run in the same order, and each is waited
+    for at once. Tests compare the two, which must agree in every bit.
+    """
+
+    hidden = True
+
+    def __init__(
+        self, buckets: Sequence[Bucket], model: Decoder, groups: Groups, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """buckets: in the order in which they are reduced. model: already compiled, if it is to be.
+
+        dtype: in which gradients are sent and summed. Other than in fp32, each rank's sum is rounded to it first.
+        """
+        self.buckets, self.group, self.dtype = buckets, groups.replica_group, dtype
+        self.counted = [b for b in buckets if groups.tensor_rank == 0 or not kind(b.parameters[0])]
+        self.missing: list[set[int]] = []  # by bucket, the weights whose last gradient of the step has not come yet
+        # By bucket, as far as they have been started, with the tensor that gets the sums.
+        self.reducing: list[tuple[dist.Work, Tensor]] = []
+        self.gathering: dict[int, dist.Work] = {}  # by bucket, those that nobody has waited for
+        place = {weight: number for number, weight in enumerate(model.parameters())}
+        numbers = range(len(buckets))
+        self.forward_order = sorted(numbers, key=lambda i: min(place[weight] for weight in buckets[i].parameters))
+        self.bucket_of = {weight: i for i, bucket in enumerate(buckets) for weight in bucket.parameters}
+        call_before_parts(model, self._waiting_for)
+
+    def begin(self, last: bool) -> None:
+        """Announces a backward pass. last: whether it is the last one before the update."""
+        self.missing = [set(range(len(bucket.parameters))) for bucket in self.buckets] if last else []
+
+    def accumulated(self, bucket: int, weight: int) -> None:
+        """Notes that the gradient of a weight has been added to its bucket. Starts the buckets that are complete by now."""
+        if not self.missing:
+            return
+        assert weight in self.missing[bucket], "a second gradient of a weight in one backward pass"
+        self.missing[bucket].remove(weight)
+        while self.hidden and len(self.reducing) < len(self.buckets) and not self.missing[len(self.reducing)]:
+            self._reduce_next()
+
+    def reduced(self) -> None:
+        """Waits until all partitions hold the sums over the replicas. Does nothing after other than last microbatches.
+
+        Buckets that lack a gradient, because the step did not use a weight, are only reduced now, as are those after them.
+        """
+        if not self.missing:
+            return
+        while len(self.reducing) < len(self.buckets):
+            self._reduce_next()
+            if not self.hidden:
+                self.reducing[-1][0].wait()
+        for bucket, (work, sums) in zip(self.buckets, self.reducing, strict=True):
+            work.wait()
+            if sums is not bucket.own_gradients:
+                bucket.own_gradients.copy_(sums)
+        self.reducing, self.missing = [], []
+
+    def _reduce_next(self) -> None:
+        bucket = self.buckets[len(self.reducing)]
+        whole, own = bucket.gradients, bucket.own_gradients
+        if self.dtype != torch.float32:
+            first = own.storage_offset() - whole.storage_offset()
+            whole = whole.to(self.dtype)
+            own = whole.narrow(0, first, len(own))
+        self.reducing.append((reduce_scatter(own, whole, self.group), own))
+
+    def grad_norm(self) -> Tensor:
+        """Returns the L2 norm of the reduced gradients over the replicas, a float32 scalar.
+
+        Gradients that all tensor-parallel ranks hold count on the first one only, so that the squares of all
+        tensor-parallel ranks' norms add up to that of the whole gradient.
+        """
+        parts = [bucket.own_gradients for bucket in self.counted] or [self.buckets[0].own_gradients[:0]]
+        # On a CPU, torch adds the squares up one by one. In fp32, the norm of a million elements is 1e-5 too small.
+        dtype = torch.float64 if parts[0].device.type == "cpu" else torch.float32
+        squares = torch.stack(torch._foreach_norm(parts, dtype=dtype)).square().sum()
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt().float()
+
+    def gather(self) -> None:
+        """Starts to send the updated weights: `own_weights` of each rank to all replicas."""
+        for number in self.forward_order:
+            bucket = self.buckets[number]
+            self.gathering[number] = all_gather(bucket.weights, bucket.own_weights, self.group)
+            if not self.hidden:
+                self.wait()
+
+    def wait(self, numbers: Iterable[int] | None = None) -> None:
+        """Waits until the weights of the buckets `numbers` are whole. None: of all buckets."""
+        for number in list(self.gathering) if numbers is None else numbers:
+            work = self.gathering.pop(number, None)
+            if work is not None:
+                work.wait()
+
+    def _waiting_for(self, weights: Iterable[nn.Parameter]) -> Callable[[], None]:
+        numbers = sorted({self.bucket_of[weight] for weight in weights}, key=self.forward_order.index)
+        return lambda: self.wait(numbers)
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to sum `whole` [n] over the ranks. `own` [n / d] is the part of the sum that this rank gets.
+
+    It may be the view of `whole` with this rank's part: NCCL reduces in place, and gloo works on a copy.
+    """
+    return dist.reduce_scatter_tensor(own, whole, group=group, async_op=True)
+
+
+def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to fill `whole` [n] with `own` [n / d] of each rank, which may be a view of it."""
+    return dist.all_gather_into_tensor(whole, own, group=group, async_op=True)
+
+
+def call_before_parts(model: Decoder, make: Callable[[Iterable[nn.Parameter]], Callable[[], None]]) -> None:
+    """Calls `make(weights)` for each part of the forward pass, and its result whenever the part begins.
+
+    The parts are the embedding, each block, and `read_out`. `weights` are those that the part is the first to read. The
+    calls run outside of compiled code: within it, they would break the graph of a block.
+    """
+    _call_before(model.embedding, make([*model.shared.parameters(), *model.embedding.parameters()]))
+    for block in model.blocks:
+        _call_before(block, make(block.parameters()))
+    wait, read_out = make([*model.norm.parameters(), *model.head.parameters()]), model.read_out
+
+    def waiting(*arguments: Any, **more: Any) -> Any:
+        wait()
+        return read_out(*arguments, **more)
+
+    model.read_out = waiting  # type: ignore[method-assign]
+
+
+def _call_before(module: nn.Module, call: Callable[[], None]) -> None:
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        module.register_forward_pre_hook(lambda *_: call())
+        return
+
+    def called(*arguments: Any, **more: Any) -> Any:
+        call()
+        return compiled(*arguments, **more)
+
+    module._compiled_call_impl = called
