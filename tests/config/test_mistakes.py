@@ -45,7 +45,7 @@ CASES = [
     ("launch/import_hf.py from=nowhere out=new", "from=nowhere: there is no config.json"),
     ("launch/finetune.py from=RUN questions=nowhere.json run_dir=new", "questions=nowhere.json: there is no such file"),
     ("launch/benchmark.py configs=1b_sbb data=configs", "there is no configs/1b_sbb.yaml; did you mean 1b_sb"),
-    ("launch/benchmark_parallel.py part=sped gpus=2 data=configs", "part must be losses, speed, long, weak or skip"),
+    ("launch/benchmark_parallel.py part=sped gpus=2 data=configs", "part must be losses, speed, long, weak, exchange or skip"),
     ("launch/benchmark_links.py larges=5", "unknown argument 'larges=5': did you mean largest="),
     ("launch/costs.py of=saves config=tiny_sb data=nowhere", "data=nowhere: there is no such folder"),
 ]
