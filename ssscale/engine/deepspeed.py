@@ -129,18 +129,19 @@ class DeepSpeedEngine:
         bucket = overlap_bucket(groups.replica_size) if overlap else None
         self.optimizer = self.kind.make(parameter_groups(model, config, bucket))
         self.engine = start_deepspeed(model, self.optimizer, config, groups, overlap)
-        self.update: OnePassUpdate | None = None
-        if self.kind.one_pass:
-            self.update = OnePassUpdate(self.engine.optimizer, self.kind, groups, config.optimizer.clip)
-            self.update.set_accumulation(self.accumulation)
-            replace_update(self.engine.optimizer, self.update)
-        else:
-            add_gradients_in_one_kernel(self.engine.optimizer)
         self.exchange: Exchange | None = None
         if overlap:
             summed = torch.bfloat16 if config.parallel.overlap_bf16 else torch.float32
             self.exchange = Exchange(buckets_of(self.engine.optimizer), model, groups, summed)
-            hide_exchange(self.engine, self.exchange)
+        self.update: OnePassUpdate | None = None
+        if self.kind.one_pass:
+            self.update = OnePassUpdate(self.engine.optimizer, self.kind, groups, config.optimizer.clip, self.exchange)
+            self.update.set_accumulation(self.accumulation)
+            replace_update(self.engine.optimizer, self.update)
+        else:
+            add_gradients_in_one_kernel(self.engine.optimizer)
+        if self.exchange is not None:
+            hide_exchange(self.engine, self.exchange, self.update)
         self.terms = tuple(model.terms)
         self.term_weights = {name: weight for name, weight in model.terms.items() if weight}
         self._microbatches = 0  # since the last optimizer step

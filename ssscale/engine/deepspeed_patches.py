@@ -105,8 +105,10 @@ def buckets_of(optimizer: Any) -> list[Bucket]:
     ]
 
 
-def hide_exchange(engine: Any, exchange: Exchange) -> None:
-    """Replaces what BF16_Optimizer exchanges over the replicas by `exchange`. The update itself stays DeepSpeed's.
+def hide_exchange(engine: Any, exchange: Exchange, update: Any = None) -> None:
+    """Replaces what BF16_Optimizer exchanges over the replicas by `exchange`.
+
+    update: what `replace_update` got; None: the update is DeepSpeed's.
 
     DeepSpeed reduces after backward: it converts the accumulated fp32 gradients to bf16 and sums the whole of them on all
     ranks. It gathers the weights before `step` returns.
@@ -129,7 +131,12 @@ def hide_exchange(engine: Any, exchange: Exchange) -> None:
             bucket.own_weights.copy_(bucket.master)
         exchange.gather()
 
+    def reduce() -> None:
+        if update is not None:
+            update.zero_missing()  # the buckets that lack a gradient have not started yet
+        exchange.reduced()
+
     optimizer.accumulate_hp_grads_and_remove_lp = accumulate_and_tell
     optimizer.get_grads_for_norm = grads_for_norm
     optimizer.update_lp_params = update_weights
-    engine.allreduce_gradients = exchange.reduced
+    engine.allreduce_gradients = reduce

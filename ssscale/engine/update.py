@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, clip_factor
 from torch import Tensor
 
+from ssscale.engine.exchange import Exchange
 from ssscale.optim.base import Optimizer
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import split_dim
@@ -41,8 +42,15 @@ class OnePassUpdate:
         is that gradient, and DeepSpeed reduces in bf16.
     """
 
-    def __init__(self, optimizer: Any, kind: Optimizer, groups: Groups, clip: float) -> None:
-        """optimizer: DeepSpeed's BF16_Optimizer, before its first step. clip: `optimizer.clip`."""
+    def __init__(
+        self, optimizer: Any, kind: Optimizer, groups: Groups, clip: float, exchange: Exchange | None = None
+    ) -> None:
+        """optimizer: DeepSpeed's BF16_Optimizer, before its first step. clip: `optimizer.clip`.
+
+        exchange: reduces the fp32 sums and gathers the weights; None: DeepSpeed does. It reduces flat buffers, so `direct`
+            stays False.
+        """
+        self.exchange = exchange
         self.optimizer, self.kind, self.groups, self.clip = optimizer, kind, groups, clip
         self.direct = False
         self.pieces = [
@@ -58,7 +66,7 @@ class OnePassUpdate:
 
     def set_accumulation(self, microbatches: int) -> None:
         """Sets the number of microbatches per step. Called between steps."""
-        self.direct = microbatches == 1
+        self.direct = microbatches == 1 and self.exchange is None
         for total in self.optimizer.fp32_groups_gradients_flat:
             storage, needed = total.untyped_storage(), total.numel() * total.element_size()
             if self.direct:
@@ -183,6 +191,9 @@ class OnePassUpdate:
         return settings
 
     def _gather(self) -> None:
+        if self.exchange is not None:
+            self.exchange.gather()
+            return
         from deepspeed.runtime.utils import all_gather_dp_groups
 
         optimizer = self.optimizer

@@ -45,10 +45,6 @@ class AdamW(Optimizer):
                 f"optimizer.adamw.one_pass needs parallel.zero_stage=1, not {config.parallel.zero_stage}: other stages keep "
                 "gradients elsewhere"
             )
-        if self.one_pass and config.parallel.overlap:
-            raise UserError(
-                "optimizer.adamw.one_pass does not go with parallel.overlap, which reduces gradients elsewhere: set one of them to false"
-            )
         if self.one_pass and config.train.precision == "fp32":
             raise UserError(
                 "optimizer.adamw.one_pass needs train.precision=bf16, not fp32: it also rounds weights to bf16"

@@ -85,7 +85,8 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     | 2 | w·N' | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
     | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
 
-    With `optimizer.adamw.one_pass`, a step of one microbatch keeps its gradients in bf16: w·N'.
+    With `optimizer.adamw.one_pass`, a step of one microbatch keeps its gradients in bf16: w·N'. With `parallel.overlap`, only a
+    single rank does, as the exchange reduces fp32 buffers.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -97,7 +98,8 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
     partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
     summed = 4 * n + width * largest
-    if config.optimizer.chosen.one_pass and train.microbatch_rows * (ranks // parallel.context) == train.batch_size:
+    single = train.microbatch_rows * (ranks // parallel.context) == train.batch_size
+    if config.optimizer.chosen.one_pass and single and (ranks == 1 or not parallel.overlap):
         summed = width * n
     kept = config.optimizer.chosen.state_bytes
     tokens = train.microbatch_rows * config.data.length // parallel.context

@@ -49,7 +49,10 @@ CASES = [
         "launch/benchmark.py configs=1b_sb+model.mixer.stickbreaking.keys_per_grup=16 data=configs",
         "did you mean model.mixer.stickbreaking.keys_per_group",
     ),
-    ("launch/benchmark_parallel.py part=sped gpus=2 data=configs", "part must be losses, speed, long, weak or skip"),
+    (
+        "launch/benchmark_parallel.py part=sped gpus=2 data=configs",
+        "part must be losses, speed, long, weak, exchange, tensor or skip",
+    ),
     ("launch/benchmark_links.py larges=5", "unknown argument 'larges=5': did you mean largest="),
     ("launch/costs.py of=saves config=tiny_sb data=nowhere", "data=nowhere: there is no such folder"),
 ]

@@ -84,6 +84,7 @@ def make_engine(
     overlap: bool = False,
     dtype: torch.dtype = torch.float32,
     in_bf16: bool = False,
+    one_pass: bool = False,
 ) -> tuple[DeepSpeedEngine, Groups]:
     ulysses, ring = CONTEXT[layout.context]
     groups = regroup(layout.tensor, ulysses, ring)
@@ -91,9 +92,17 @@ def make_engine(
         model=MODELS[layout.core][layout.variant],
         data=DataConfig(length=LENGTH),
         # Above the rounding of gradients that are zero (that of p_1, say): Adam would make whole steps of it.
-        optimizer=replace(optimizer_config(eps=1e-6), clip=0.5),
+        optimizer=replace(optimizer_config(eps=1e-6, one_pass=one_pass), clip=0.5),
         train=TrainConfig(batch_size=ROWS, microbatch=ROWS // layout.accumulation // groups.data_size),
-        parallel=ParallelConfig(layout.tensor, layout.sequence, ulysses, ring, layout.zero, overlap, in_bf16),
+        parallel=ParallelConfig(
+            tensor=layout.tensor,
+            sequence=layout.sequence,
+            ulysses=ulysses,
+            ring=ring,
+            zero_stage=layout.zero,
+            overlap=overlap,
+            overlap_bf16=in_bf16,
+        ),
     )
     recompute = Recompute(layout.recompute)
     decoder = Decoder(config.model, groups, LENGTH, dtype=dtype, sequence_parallel=layout.sequence, recompute=recompute)
