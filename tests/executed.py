@@ -12,6 +12,7 @@ Exit code 0 if all is equal, else 1, with a line for each difference.
 
 import argparse
 import ast
+import difflib
 import functools
 import hashlib
 import json
@@ -134,6 +135,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             if before.get(key) != after.get(key):
                 how = "only in OLD" if key not in after else "only in NEW" if key not in before else "differs"
                 found.append(f"{kind} {key}: {how}")
+                if kind == "graph" and how == "differs":
+                    lines = difflib.unified_diff(before[key].splitlines(), after[key].splitlines(), lineterm="", n=0)
+                    found += [f"    {line.strip()}" for line in lines if line.startswith(("-  ", "+  "))]
     return found
 
 
@@ -156,7 +160,8 @@ def main() -> int:
     found = differences(old, new)
     print(*found, sep="\n")
     sizes = ", ".join(f"{len(new[kind])} x {kind}" for kind in new)
-    print(f"{len(found)} differences; compared: {sizes}")
+    kinds = [sum(line.startswith(f"{kind} ") for line in found) for kind in new]
+    print(f"differences: {kinds}; compared: {sizes}")
     return 1 if found else 0
 
 

@@ -72,8 +72,10 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # start value of s, for a new model and for a stage that sets this key. `fixed`: the constant s
-    bias: float = 0.0  # start value of b, for a new model and for a stage that sets this key
+    scale: float = (
+        1.0  # initial s of a new model. A stage that switches to SSMax may set it too. `fixed`: the constant s
+    )
+    bias: float = 0.0  # initial b of a new model. A stage that switches to SSMax may set it too
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:

@@ -1,4 +1,4 @@
-"""Checks that must hold in every layout: copies of a weight are equal in every bit, and gradients reach all weights."""
+"""Checks that must hold in every parallel layout: copies of a weight are equal, and gradients reach all weights."""
 
 import logging
 from collections import Counter
@@ -44,8 +44,8 @@ class Guard(Hook):
 def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     """Raises Stop on all ranks, naming a weight and the ranks, if copies of a weight differ.
 
-    Each rank reads its weights once and sums their bits as 64-bit integers. Only the sums, 8 bytes per weight, are
-    compared, on the CPU. A single flipped bit always changes the sum. Several differences could cancel each other.
+    Each rank reads its weights once and sums the bits of each tensor as 64-bit integers. Only these sums are sent and
+    compared. A single flipped bit always changes the sum. Several differences could cancel each other.
     """
     names, sums, owners = [], [], []
     for name, weight, owner in engine.copies():
