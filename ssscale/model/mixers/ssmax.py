@@ -73,9 +73,9 @@ class SSMax(Softmax):
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
     scale: float = (
-        1.0  # initial s of a new model. A stage that switches to SSMax may set it too. `fixed`: the constant s
+        1.0  # first s of a new model, or of a stage that switches to SSMax and sets this. `fixed`: the constant s
     )
-    bias: float = 0.0  # initial b of a new model. A stage that switches to SSMax may set it too
+    bias: float = 0.0  # first b of a new model, or of a stage that switches to SSMax and sets this
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:

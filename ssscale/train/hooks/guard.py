@@ -44,8 +44,8 @@ class Guard(Hook):
 def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     """Raises Stop on all ranks, naming a weight and the ranks, if copies of a weight differ.
 
-    Each rank reads its weights once and sums the bits of each tensor as 64-bit integers. Only these sums are sent and
-    compared. A single flipped bit always changes the sum. Several differences could cancel each other.
+    Each rank reads its weights once and adds up the memory of each tensor as 64-bit integers. Only these sums are sent
+    and compared. A single flipped bit always changes the sum. Several differences could cancel each other.
     """
     names, sums, owners = [], [], []
     for name, weight, owner in engine.copies():
