@@ -107,7 +107,7 @@ def _update(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One chunk. The roundings to float32 are those of `adamw_reference`; what lies between them is float64."""
+    """One chunk. Operations are float32 or float64 as in `adamw_reference`."""
     decay, beta1, beta2 = tl.load(settings_ptr), tl.load(settings_ptr + 1), tl.load(settings_ptr + 2)
     eps, step_size = tl.load(settings_ptr + 3), tl.load(settings_ptr + 4).to(tl.float32)
     correction = tl.load(settings_ptr + 5).to(tl.float32)

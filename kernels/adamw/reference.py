@@ -21,8 +21,8 @@ def adamw_reference(
     w ← w − lr · weight_decay · w − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
     master, exp_avg, exp_avg_sq [n], all float32 or all float64; gradient [n] of any dtype; factor [] of any dtype, NaN for
-    "change nothing". In float32, a result is rounded where the kernel rounds it: after g, after the decay, after m, v and
-    the denominator, and at the end. Between these places the arithmetic is float64.
+    "change nothing". In float32, the arithmetic is that of the kernel: the decay, m, v and the addition of ε are
+    computed in float64 and rounded to float32, and all other operations are float32.
     """
     if factor.isnan():
         return master.clone(), exp_avg.clone(), exp_avg_sq.clone()

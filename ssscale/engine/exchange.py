@@ -3,17 +3,19 @@
 A *bucket* is one parameter group of DeepSpeed. It has one flat buffer of fp32 gradients and one of weights. ZeRO divides
 both evenly over the replicas, so that each rank owns a *partition* of each bucket. A step then runs as follows:
 
-    backward, last microbatch   each bucket whose gradients are all there is reduce-scattered, asynchronously
+    backward, last microbatch   starts a reduce-scatter of each bucket once all of its gradients are there
     `reduced`                   starts the other buckets, and waits for all
-    update (DeepSpeed)          norm, clipping and optimizer of this rank's partitions, cast to the weights' dtype
+    update                      norm, clipping and optimizer of this rank's partitions, cast to the weights' dtype
     `gather`                    starts an all-gather of each bucket's weights
     next forward pass           each part of the model waits for the buckets that it reads
 
-All ranks start the same collectives in the same order: buckets in the order in which backward completes them (`order`),
-then buckets in the order in which the forward pass reads them. A bucket never overtakes another, whatever the order in
-which gradients arrive. Waiting means that the current CUDA stream waits; the host goes on. On CPUs the host waits.
+All ranks start the same collectives in the same order: first the reductions, in the order in which backward usually
+completes the buckets (`in_order`), then the gathers, in the order in which the forward pass reads the weights. A bucket
+never overtakes another, whatever the order in which gradients arrive. Waiting means that the current CUDA stream waits;
+the host goes on. On CPUs the host waits.
 
-This file knows nothing of DeepSpeed. `ssscale.engine.deepspeed_patches` connects the two.
+The update is DeepSpeed's, or that of `ssscale.engine.update`. This file knows neither.
+`ssscale.engine.deepspeed_patches` connects them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +49,7 @@ class Bucket:
 
 
 def backward_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns the parameters about in the order in which backward computes their gradients.
+    """Returns the parameters approximately in the order in which backward computes their gradients.
 
     The decoder registers its modules in the order in which the forward pass reads them.
     """
@@ -55,9 +57,9 @@ def backward_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def kind(weight: Tensor) -> bool:
-    """Whether all tensor-parallel ranks hold the whole weight. A bucket has weights of one kind.
+    """True if every tensor-parallel rank holds the whole weight. All weights of a bucket have the same kind.
 
-    The norm then counts a bucket on all of these ranks, or on the first one.
+    The norm counts buckets of whole weights on the first of these ranks only, and the others on every rank.
     """
     return split_dim(weight) is None
 
@@ -82,14 +84,14 @@ class Exchange:
     ) -> None:
         """buckets: in the order in which they are reduced. model: already compiled, if it is to be.
 
-        dtype: in which gradients are sent and summed. Other than in fp32, each rank's sum is rounded to it first.
+        dtype: in which gradients are sent and summed over the ranks. If not float32, each rank first rounds its sums to it.
         """
         self.buckets, self.group, self.dtype = buckets, groups.replica_group, dtype
         self.counted = [b for b in buckets if groups.tensor_rank == 0 or not kind(b.parameters[0])]
         self.missing: list[set[int]] = []  # by bucket, the weights whose last gradient of the step has not come yet
-        # By bucket, as far as they have been started, with the tensor that gets the sums.
+        # The reductions that have been started, in the order of the buckets, each with the tensor that gets the sums.
         self.reducing: list[tuple[dist.Work, Tensor]] = []
-        self.gathering: dict[int, dist.Work] = {}  # by bucket, those that nobody has waited for
+        self.gathering: dict[int, dist.Work] = {}  # by bucket, the gathers that nobody has waited for yet
         place = {weight: number for number, weight in enumerate(model.parameters())}
         numbers = range(len(buckets))
         self.forward_order = sorted(numbers, key=lambda i: min(place[weight] for weight in buckets[i].parameters))
@@ -110,9 +112,10 @@ class Exchange:
             self._reduce_next()
 
     def reduced(self) -> None:
-        """Waits until all partitions hold the sums over the replicas. Does nothing after other than last microbatches.
+        """Waits until all partitions hold the sums over the replicas.
 
-        Buckets that lack a gradient, because the step did not use a weight, are only reduced now, as are those after them.
+        Does nothing unless the microbatch was the last one of the step.
+        If a step did not use a weight, the reductions of its bucket and of the buckets after it only start now.
         """
         if not self.missing:
             return

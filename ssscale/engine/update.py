@@ -37,8 +37,8 @@ class Piece:
 class OnePassUpdate:
     """Norm, then clipping, AdamW and the bf16 copy in one pass. `replace_update` gives its methods to a BF16_Optimizer.
 
-    direct: whether a step has one microbatch. Its gradients need no sum over microbatches, so they stay in bf16 where autograd
-        has put them, and the memory of the fp32 sums is released. Results have the same bits: the sum of one bf16 gradient
+    direct: whether gradients stay in bf16 where autograd has put them, and the memory of the fp32 sums is released. This is
+        so if a step has one microbatch and there is no `exchange`. Results have the same bits: the sum of one bf16 gradient
         is that gradient, and DeepSpeed reduces in bf16.
     """
 
@@ -101,7 +101,7 @@ class OnePassUpdate:
 
     @torch.no_grad()
     def zero_missing(self) -> None:
-        """Makes the gradients of weights that got none 0. Called after the last backward pass of a step."""
+        """Sets the missing gradients, those of weights that got none, to 0. Called after the last backward pass of a step."""
         optimizer = self.optimizer
         for i, seen in enumerate(optimizer.fp32_groups_has_gradients):
             for j in (j for j, found in enumerate(seen) if not found):
@@ -113,7 +113,7 @@ class OnePassUpdate:
     def to_reduce(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Returns the gradients that DeepSpeed reduces over the replicas in place, and an empty group of experts.
 
-        A single replica reduces nothing. DeepSpeed's own step rounds even its fp32 sums to bf16 here.
+        A single replica reduces nothing, and its fp32 sums stay as they are. DeepSpeed's own step rounds them to bf16.
         """
         self.zero_missing()
         if self.groups.replica_size == 1:

@@ -1,12 +1,14 @@
 """Exchanges between ranks as registered operators, which keeps a compiled block in one graph.
 
 Dynamo puts a registered operator into its graph and does not trace its body. AOTAutograd then replaces the operator by its
-body: matrix products and torch's functional collectives, in the forward pass and in the backward pass. So the gradient is
-that of the `torch.autograd.Function` below in every version of torch, and Inductor sees each collective and where it is
-waited for. Names of process groups stand for the groups, because a graph can hold them.
+body: matrix products and torch's functional collectives, in the forward pass and in the backward pass. Only
+`multiply_and_gather` stays an operator. So the gradient is that of the `torch.autograd.Function` below in every version of
+torch, and Inductor sees every other collective and where it is waited for. Names of process groups stand for the groups,
+because a graph can hold them.
 
-Shapes: T tokens, of which each of R ranks has T / R under sequence parallelism. A rank's weight is [F, D] for a column
-product, with F output features of the whole layer's R · F, and [F, D] for a row product, with D input features of R · D.
+Shapes: T tokens, of which each of R ranks has T / R under sequence parallelism. A rank's weight is [F, D]. For a column
+product, the whole weight is [R · F, D], divided by output features. For a row product, it is [F, R · D], divided by input
+features.
 """
 
 import hashlib
@@ -67,8 +69,8 @@ def _wait(x: Tensor) -> Tensor:
 def multiply_and_gather(gradient: Tensor, weight: Tensor, x: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
     """Returns gradient @ weight, and x of all ranks, which is gathered meanwhile.
 
-    The body is not part of the graph. Otherwise the partitioner would take this gather and the one of the forward pass
-    for the same and keep its result.
+    The body is not part of the graph. If it were, the partitioner would merge this gather with that of the forward pass,
+    and keep the gathered x in memory until backward.
     """
     whole = _start_gather(x, ranks, group)
     product = gradient @ weight
