@@ -32,7 +32,11 @@ COMMAND = Command(
             "from", str, "a run folder (its newest checkpoint) or a checkpoint folder", metavar="RUN", required=True
         ),
         Option(
-            "questions", str, "files in SQuAD 2.0's JSON form, .zst or not", metavar="FILE[,FILE...]", required=True
+            "questions",
+            str,
+            "files in the JSON format of SQuAD 1.1 or 2.0, .zst or not",
+            metavar="FILE[,FILE...]",
+            required=True,
         ),
         Option("run_dir", str, "the folder of the new run", metavar="FOLDER", required=True),
         Option("epochs", float, "passes over the examples", default=10.0, above=0),

@@ -11,7 +11,8 @@ NAME is one of these:
     needle_heads, needle_top RUN ... its Figures 7 and 8          (python -m eval.papers.needle --scores)
     mqrar [FOLDER]                   Figure 3 of arXiv:2410.17980 (python -m eval.papers.mqrar curve)
     mqrar_attention [FOLDER]         its Figure 4                 (python -m eval.papers.mqrar picture)
-    extrapolation RUN ...            its Figure 5                 (python -m eval.papers.long_context)
+    articles RUN ...                 its Figure 5                 (python -m eval.papers.long_context --articles)
+    extrapolation RUN ...            the same with equal targets at every length (python -m eval.papers.long_context)
     ruler RUN ...                    its Figure 6                 (python launch/evaluate.py suite=ruler)
     repeats RUN ...                  what a repeated passage saves (python -m eval.papers.repeats)
 
@@ -36,6 +37,7 @@ OF_RUNS: dict[str, Callable[[list[Path]], Figure]] = {
     "training_losses": training.losses,
     "loss_by_position": length.by_position,
     "extrapolation": length.by_context,
+    "articles": length.of_articles,
     "repeats": repeats.gain,
     "ruler": ruler.scores,
     "needle_map": needle.heat_map,

@@ -53,7 +53,15 @@ def by_position(paths: list[Path]) -> Figure:
 
 def by_context(paths: list[Path]) -> Figure:
     """Draw the mean loss of the same targets by context length."""
-    results = of_runs(paths, "long_context")
+    return _means(of_runs(paths, "long_context"), "The same {:,} targets in contexts of growing length")
+
+
+def of_articles(paths: list[Path]) -> Figure:
+    """Draw the mean loss of all tokens by the length of the pieces in which each article is read by itself."""
+    return _means(of_runs(paths, "articles"), "{:,} tokens, each article read by itself in pieces of growing length")
+
+
+def _means(results: list[dict[str, Any]], title: str) -> Figure:
     figure, axes = plt.subplots(figsize=(7.5, 5.0), layout="constrained")
     shared = set.intersection(*(set(result["lengths"]) for result in results))
     if len(shared) < 2:
@@ -66,7 +74,6 @@ def by_context(paths: list[Path]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths])
     tokens = results[0]["lengths"][str(lengths[-1])]["targets"]
-    title = f"The same {tokens:,} targets in contexts of growing length"
-    axes_of(figure, axes, title, "context (tokens)", "loss (nats per token)")
+    axes_of(figure, axes, title.format(tokens), "context (tokens)", "loss (nats per token)")
     figure.legend(fontsize=9, edgecolor="none", loc="outside lower center", ncols=2)
     return figure

@@ -74,7 +74,23 @@ def test_command_and_figures(run, texts, tmp_path, monkeypatch, capsys, groups):
     assert list(result["lengths"]) == ["32", "64", "256"]
     assert {found["targets"] for found in result["lengths"].values()} == {2 * (256 - 8)}
     assert not math.isclose(result["lengths"]["256"]["mean"], changed["lengths"]["256"]["mean"])
-    for figure in (figures.by_position([run]), figures.by_context([run])):
+    call(monkeypatch, run, "--texts", texts, "--lengths", "32,64", "--windows", 2, "--articles")
+    call(
+        monkeypatch,
+        run,
+        "--texts",
+        texts,
+        "--lengths",
+        "32,64",
+        "--windows",
+        2,
+        "--articles",
+        "model.position.rope.base=9",
+    )
+    articles = json.loads((run / "eval" / "articles-step-00000010.json").read_text())["lengths"]
+    drawn = figures.of_articles([run]).axes[0].get_lines()[0].get_ydata()
+    assert list(drawn) == [articles[length]["mean"] for length in ("32", "64")]
+    for figure in (figures.by_position([run]), figures.by_context([run]), figures.of_articles([run])):
         assert len(figure.axes[0].get_legend_handles_labels()[1]) >= 2
         figure.savefig(tmp_path / "figure.png")
     # A file that lacks a length is gone on with; what is there stays as it is.
