@@ -18,10 +18,13 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
     from ssscale.errors import TOGETHER, Stop
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together
     from ssscale.train.build import memory_of
+    from ssscale.train.determinism import make_deterministic
     from ssscale.train.estimate import check_memory
     from ssscale.train.loop import train
     from ssscale.train.preflight import preflight
 
+    if config.train.deterministic:
+        make_deterministic()
     parallel, local_rank = config.parallel, int(os.environ.get("LOCAL_RANK", "0"))
     groups = initialize(
         parallel.tensor,

@@ -50,6 +50,10 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
         _check_stage(stage, f"train.stages.{index}", index, own.tokens_per_step)
         _check_change(config, own, stage, index)
         check_parallel(own, gpu)
+        if gpu and own.train.deterministic and own.model.place.varies is not None:
+            raise UserError(
+                f"train.deterministic does not go with model.position.method={own.model.place.name}: {own.model.place.varies}"
+            )
         if world_size is not None:
             for rows in [own.train.batch_size, *(warmup.batch_size for warmup in stage.batch_warmup)]:
                 check_world(replace(own, train=replace(own.train, batch_size=rows)), world_size)

@@ -260,6 +260,7 @@ class TrainConfig:
     compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU or with ZeRO-3 (docs/guide/training.md)
     compile_exchanges: bool = False  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/training.md)
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
+    deterministic: bool = False  # the same bits in every run on GPUs, at a lower speed (docs/guide/training.md)
     z_loss: float = 0.0  # weight of ln²Z, the squared logsumexp of the logits (arXiv:2204.02311, Section 5)
     log_every: int = 10  # steps between records of metrics
     eval_every: int = 1000  # steps between validations (and after the last step); 0 = never

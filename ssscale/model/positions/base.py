@@ -37,6 +37,7 @@ class Position:
 
     name: ClassVar[str]
     adds_bias: ClassVar[bool] = False  # it adds a bias to the logits; only mixers that support biases take it
+    varies: ClassVar[str | None] = None  # what differs from run to run on a GPU; None: nothing
     exported: ClassVar[bool] = False  # exported models support it (ssscale/hf)
 
     def check(self, model: ModelConfig, gpu: bool) -> None:

@@ -32,6 +32,7 @@ class FIRE(BiasPosition):
     """
 
     exported = True
+    varies = "a GPU adds up the gradients of its weights in no fixed order"
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
         heads, bound = model.num_heads, HIDDEN**-0.5
