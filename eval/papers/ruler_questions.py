@@ -295,7 +295,8 @@ def _sample(seed: int, index: int) -> tuple[str, Question]:
 def make(sources: Sources, samples: int, seed: int, about: dict[str, Any], workers: int = 1) -> dict[str, Any]:
     """Return the samples in SQuAD's form, the kinds as titles. The number of processes changes nothing."""
     if workers > 1:
-        with get_context("fork").Pool(workers, _begin, (sources,)) as pool:
+        # Not "fork": a copy of a process with threads can inherit a lock that nobody releases.
+        with get_context("forkserver").Pool(workers, _begin, (sources,)) as pool:
             made = pool.map(partial(_sample, seed), range(samples), chunksize=64)
     else:
         made = [sample(sources, seed, index) for index in range(samples)]
