@@ -45,7 +45,7 @@ def trees(file: str) -> dict[int, str]:
             and isinstance(body[0], ast.Expr)
             and isinstance(body[0].value, ast.Constant)
         ):
-            node.body = body[1:] or [ast.Pass()]  # type: ignore[attr-defined]
+            node.body = body[1:] or [ast.Pass()]
     named = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     first = {min([n.lineno, *(d.lineno for d in n.decorator_list)]): digest(ast.dump(n).encode()) for n in named}
     return first
@@ -90,7 +90,7 @@ def record(root: str, data: str, out: str, arguments: list[str]) -> dict[str, An
         return graph
 
     compile_parts = Decoder.compile_parts
-    Decoder.compile_parts = lambda self, backend="": compile_parts(self, backend=capture)  # type: ignore[method-assign]
+    Decoder.compile_parts = lambda self, backend="": compile_parts(self, backend=capture)
     fixed = [f"data.path={data}", f"run_dir={out}", "train.compile=block", "train.max_steps=2", "train.log_every=1"]
     quiet = ["train.eval_every=0", "train.save_every=0", "train.observe_every=0", "data.num_workers=0"]
     run = pretraining(load_config([*arguments, *fixed, *quiet]), initialize())

@@ -9,12 +9,14 @@ times other launch settings.
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import date
+from functools import partial
 
 import torch
 from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, adamw_reference, clip_factor
 from ssscale_kernels.adamw.launch import Tiling, TritonPath
+from ssscale_kernels.adamw.torch_path import fused_adamw
 from torch import Tensor
 
 DEVICE = torch.device("cuda", 0)
@@ -51,25 +53,6 @@ def ulps(a: Tensor, b: Tensor, old: Tensor) -> float:
     return float(((a.double() - b.double()).abs() / torch.maximum(a.abs(), old.abs()).double()).max()) * 2**23
 
 
-def torch_update(state: Sequence[Tensor], gradient: Tensor, settings: Settings, factor: Tensor) -> None:
-    lr, beta1, beta2, eps, weight_decay, step = settings
-    torch._fused_adamw_(
-        [state[0]],
-        [gradient.float() * factor],
-        [state[1]],
-        [state[2]],
-        [],
-        [torch.tensor(float(step), device=DEVICE)],
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
-
-
 def check(dtype: torch.dtype, offset: int) -> bool:
     """Compares kernels with the reference and with torch's fused AdamW. offset: elements by which segments miss 16 bytes."""
     made = [segment(n + offset, seed, counted=seed != 1) for seed, n in enumerate(SIZES)]
@@ -87,7 +70,7 @@ def check(dtype: torch.dtype, offset: int) -> bool:
     for s, state, gradient in zip(held, before, gradients, strict=True):
         wanted = adamw_reference(*state, gradient, SETTINGS, factor)
         old = [x.clone() for x in state]
-        torch_update(state, gradient, SETTINGS, factor)
+        fused_adamw(state, gradient.float() * factor, SETTINGS)
         for a, r, t, o in zip((s.master, s.exp_avg, s.exp_avg_sq), wanted, state, old, strict=True):
             ours, theirs = max(ours, ulps(a, r, o)), max(theirs, ulps(a, t, o))
             different += int((a != t).sum())
@@ -144,8 +127,8 @@ def time_ours(held: list[Segment], gradients: dict[str, list[Tensor]], name: str
     factor, total = torch.full((), 0.5, device=DEVICE), sum(s.master.numel() for s in held)
     for dtype, given in gradients.items():
         width = given[0].element_size()
-        row(f"{name}: norm, {dtype} gradients", width * total, milliseconds(lambda g=given: path.sum_of_squares(g)))  # type: ignore[misc]
-        ms = milliseconds(lambda g=given: path.update(g, [SETTINGS], factor))  # type: ignore[misc]
+        row(f"{name}: norm, {dtype} gradients", width * total, milliseconds(partial(path.sum_of_squares, given)))
+        ms = milliseconds(partial(path.update, given, [SETTINGS], factor))
         row(f"{name}: update, {dtype} gradients", (26 + width) * total, ms)
 
 

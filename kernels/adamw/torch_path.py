@@ -25,20 +25,27 @@ class TorchPath:
         if factor.isnan():
             return
         for segment, gradient in zip(self.segments, gradients, strict=True):
-            lr, beta1, beta2, eps, weight_decay, step = settings[segment.group]
-            torch._fused_adamw_(
-                [segment.master],
-                [gradient.float() * factor],
-                [segment.exp_avg],
-                [segment.exp_avg_sq],
-                [],
-                [torch.tensor(float(step), device=gradient.device)],
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=weight_decay,
-                eps=eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            state = segment.master, segment.exp_avg, segment.exp_avg_sq
+            fused_adamw(state, gradient.float() * factor, settings[segment.group])
             segment.rounded.copy_(segment.master)
+
+
+def fused_adamw(state: Sequence[Tensor], gradient: Tensor, settings: Settings) -> None:
+    """Updates a weight and its two moments, which are `state`, in place. All are float32."""
+    weight, exp_avg, exp_avg_sq = state
+    lr, beta1, beta2, eps, weight_decay, step = settings
+    torch._fused_adamw_(
+        [weight],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.tensor(float(step), device=weight.device)],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )

@@ -192,8 +192,11 @@ def cases() -> list[Case]:
     found += [Case(d, 64, kind) for d in (BF16, FP16, FP32) for kind in KINDS[1:]]
     found += [Case(d, h, use=use) for d in (BF16, FP16, FP32) for h in (64, 128) for use in USES[1:]]
     found += [Case(BF16, 64, kind, use) for kind in ("huge", "edge") for use in USES[1:]]
-    rectangle = {"lengths": (20, 1, 130), "keys": (170, 65, 300), "offsets": (150, 70, -3)}
-    found += [Case(d, 64, use=use, **rectangle) for d in (BF16, FP16) for use in ("o", "carried")]  # type: ignore[arg-type]
+    found += [
+        Case(d, 64, use=use, lengths=(20, 1, 130), keys=(170, 65, 300), offsets=(150, 70, -3))
+        for d in (BF16, FP16)
+        for use in ("o", "carried")
+    ]
     found += [Case(d, 64, heads=(8, 1)) for d in (BF16, FP16)]
     # More than 16,384 keys: backward works in slices.
     found += [Case(BF16, 64, kind, heads=(1, 1), lengths=(17000,)) for kind in ("normal", "low")]

@@ -106,7 +106,7 @@ def test_the_package_is_used_on_hopper_and_that_is_said_once(
     installed: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     package = ModuleType("some_kernels")
-    package.mix = SimpleNamespace()  # type: ignore[attr-defined]
+    package.mix = SimpleNamespace()
     if installed != "not installed":
         monkeypatch.setitem(sys.modules, "some_kernels", package)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -115,7 +115,7 @@ def test_the_package_is_used_on_hopper_and_that_is_said_once(
     with caplog.at_level(logging.WARNING):
         found = [HELPERS.gpu_function("some_kernels", "mix", device) for _ in range(3)]
     HELPERS.gpu_function.cache_clear()
-    assert found == [None if installed else package.mix] * 3  # type: ignore[attr-defined]
+    assert found == [None if installed else package.mix] * 3
     (line,) = [record.getMessage() for record in caplog.records]
     assert {"": "the kernels of some-kernels on cuda", "another GPU": "for Hopper"}.get(
         installed, "plain torch"

@@ -19,19 +19,11 @@ from ssscale.parallel.groups import Groups
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import CheckpointReader
 from tests.hf.jobs import write_checkpoint
-from tests.models import make_model
+from tests.models import SETTINGS, make_model
 
 WIDTH = WidthConfig(16, 3.0, 0.5, 0.1)
 PLAIN = make_model("softmax")
-LLAMA3 = position_config(
-    "rope",
-    scaling=RopeScaling.llama3,
-    factor=4.0,
-    train_length=16,
-    base=100.0,
-    low_freq_factor=0.5,
-    high_freq_factor=2.0,
-)
+LLAMA3 = SETTINGS["rope_llama3"]
 EXPORTED: dict[str, tuple[str, ModelConfig]] = {
     "llama": ("llama", PLAIN),
     "tied": ("llama", replace(PLAIN, tie_embeddings=True, head_dim=12)),

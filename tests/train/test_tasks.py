@@ -54,7 +54,7 @@ def trained(run: Path, corpus: Path, *arguments: str) -> list[dict[str, Any]]:
     return ranks.records()
 
 
-# Under ZeRO-3 one rank has a pass more than the other and would wait for ever in it.
+# Under ZeRO-3 one rank has a pass more than the other and would wait forever in it.
 @pytest.mark.parametrize("layout", ["parallel.zero_stage=3", "parallel.tensor=2 model.num_heads=2", "parallel.ring=2"])
 def test_tasks_change_nothing_and_are_those_of_the_checkpoint(
     layout: str, corpus: Path, eval_data: str, tmp_path: Path

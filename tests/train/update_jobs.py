@@ -8,6 +8,7 @@ import torch
 
 from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.errors import UserError
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
@@ -103,6 +104,6 @@ def refusal(model: ModelConfig) -> str:
     """The sentence for weights in fp32."""
     try:
         make(model, True, 1, 1.0, None, bf16=False)
-    except Exception as error:
+    except UserError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -66,5 +66,6 @@ def test_hours_are_those_of_the_estimate(name: str, hours: float) -> None:
     operations = flops_per_token(config.model, config.data.length, causal_half=False) * total_tokens(
         config.train.stages
     )
-    assert hours == pytest.approx(operations / (0.4 * PEAK_FLOPS) / 3600 / 64, rel=0.15)
+    estimate = operations / (0.4 * PEAK_FLOPS) / 3600 / 64
+    assert hours == round(estimate, 1 if estimate < 10 else 0)
     assert f"{hours:g}" in PAGE
