@@ -153,7 +153,7 @@ def skipping_bounds(inputs: Inputs) -> dict[str, Tensor]:
 def compare(
     inputs: Inputs, function: Callable[..., tuple[Tensor, Tensor]] = stickbreaking_attention, **options: Any
 ) -> dict[str, Error]:
-    """Returns the error of each result of `function` with `options`, such as keys_per_group.
+    """Returns the error of each result of `function` with `options`.
 
     A skipped key's share of log_rest's gradient is lost, so with skip_below, inputs must have no gradient of log_rest.
     log_rest is then compared as e^log_rest, of which skipping may leave up to skip_below too much.
@@ -176,14 +176,12 @@ def compare(
     return errors
 
 
-def share(error: Error, case: Case, keys_per_group: int = 4) -> float:
+def share(error: Error) -> float:
     """Returns an error in units of what is allowed: twice plain torch's, and 1e-5 of the result or of 1.
 
-    One-hot gradients cancel to zero, except for the rounding of terms of size one. With 4 keys per group, bf16 stays
-    bf16 where log_rest has a gradient or log_rest_in is given, so that weights and dz are rounded once more.
+    One-hot gradients cancel to zero, except for the rounding of terms of size one.
     """
-    rounded_twice = case.dtype == BF16 and case.use != "o" and keys_per_group == 4
-    return error.beyond / ((4 if rounded_twice else 2) * error.plain + 1e-5 * max(error.size, 1.0))
+    return error.beyond / (2 * error.plain + 1e-5 * max(error.size, 1.0))
 
 
 def cases() -> list[Case]:

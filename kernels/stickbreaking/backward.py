@@ -1,4 +1,4 @@
-"""The backward kernels: two phases without atomics, bitwise reproducible.
+"""The backward kernels for float32: two phases without atomics, bitwise reproducible. bf16 and fp16: sixteen/backward.py.
 
 Phase one walks the key tiles of each row block from where forward stopped toward the query, and computes dQ. In this
 direction Σ_{i' ≤ i} g_i' is a plain running sum; in the other it would cancel. Phase one stores the carry and this sum
@@ -13,19 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import half, tile
-from .forward import (
-    COUNTS,
-    GROUP_BYTES,
-    Config,
-    SumTypes,
-    forward_config,
-    head_group,
-    hoists,
-    last_contiguous,
-    launch,
-    sum_types,
-)
+from . import tile
+from .forward import COUNTS, GROUP_BYTES, Config, forward_config, head_group, last_contiguous, launch, sum_types
 
 # Scratch takes 8 bytes per query, head and key tile. Slices keep it under this many bytes per row of the whole.
 SCRATCH_BYTES_PER_ROW = 2048
@@ -36,28 +25,22 @@ class BackwardConfig(NamedTuple):
     dkv: Config
 
 
-def backward_config(head_dim: int, dtype: torch.dtype) -> BackwardConfig:
-    key_block = forward_config(head_dim, dtype).key_block
-    if dtype == torch.float32:
-        dq = Config(64 if head_dim <= 64 else 16, key_block, 4, 1)
-        return BackwardConfig(dq, dq if head_dim <= 32 else Config(16, key_block, 4 if head_dim <= 64 else 8, 1))
-    if head_dim <= 32:
-        return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 3))
-    if head_dim <= 64:
-        return BackwardConfig(Config(64, key_block, 4, 3), Config(64, key_block, 4, 4))
-    return BackwardConfig(Config(128, key_block, 8, 2), Config(128, key_block, 8, 2))
+def backward_config(head_dim: int) -> BackwardConfig:
+    key_block = forward_config(head_dim).key_block
+    dq = Config(64 if head_dim <= 64 else 16, key_block, 4, 1)
+    return BackwardConfig(dq, dq if head_dim <= 32 else Config(16, key_block, 4 if head_dim <= 64 else 8, 1))
 
 
 @triton.jit
 def _dq_tiles(
     dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr, behind_ptr,
-    scratch_step, first, last, position, num_keys, logit_scale, shift, dz_shift, nearer, farther, dims,
-    ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr,
-    MASKED: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    scratch_step, first, last, position, num_keys, logit_scale, nearer, farther, dims,
+    ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_key = tile.key_of_column(BN)
     local = tl.arange(0, ROWS)
-    for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=not HOIST):
+    # Hoisted addresses and masks would fill the registers.
+    for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=True):
         key = tile.each_round(column_key, t, H)
         first_key = t * tl.full([], BN, tl.int64)
         k_tile = k_ptr + first_key * sk_t + (key[:, None] * sk_t + dims[None, :])
@@ -76,13 +59,9 @@ def _dq_tiles(
         u0, u1, u2, u3, w, capped, spent = tile.spend(z, position - t * BN, MASKED, ROWS, BN)
         carry += tl.where(t > row_tile, tl.sum(spent, 1), 0.0)
         entering = tl.where(t < row_tile, -1e30, carry.to(tl.float32))
-        if HALF:
-            entering += shift
         scratch = t * scratch_step + local
         tl.store(carry_ptr + scratch, entering)
         tl.store(behind_ptr + scratch, behind)
-        if HALF:
-            entering += dz_shift - shift
         rest = entering[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -92,20 +71,18 @@ def _dq_tiles(
         before = behind[:, None] + tile.group_sums(g, farther, PRECISION)
         behind += tl.sum(g, 1)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-        dq = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), k, dq, False, PARTS, PRECISION)
+        dq = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), k, dq, False, 1, PRECISION)
     return dq, carry, behind
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr,
-    block_stop_ptr, carry_ptr, behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, carry_ptr,
+    behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
-    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    HALF: tl.constexpr, HOIST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SUM_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -139,17 +116,6 @@ def dq_kernel(
     behind = tl.zeros([ROWS], tl.float32)
     if HAS_REST:
         behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
-    shift, dz_shift = 0.0, 0.0
-    if HALF:
-        q_shift, k_shift, _, do_shift, shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
-        # For phase two, which reads them for every key tile. Reading q back here costs no registers.
-        rows = (token[:, None] * num_heads + head) * H + dims[None, :]
-        tl.store(q_half_ptr + rows, half.scaled(q, q_shift), mask=in_rows)
-        tl.store(do_half_ptr + rows, half.scaled(do, do_shift), mask=in_rows)
-        tl.debug_barrier()
-        q = tl.load(q_half_ptr + rows, mask=in_rows, other=0.0)
-        logit_scale *= tl.exp2(-q_shift - k_shift)
-        scale *= tl.exp2(-dz_shift - k_shift)
 
     kv_head = head // KV_GROUP
     k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
@@ -159,24 +125,22 @@ def dq_kernel(
     position = tl.minimum(offset + row, k_len)
     end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
     unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // BN
-    nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
-    farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
+    nearer = tile.triangle(BN, True, SUM_PARTS, tl.float32)
+    farther = tile.triangle(BN, False, SUM_PARTS, tl.float32)
 
     dq = tl.zeros([ROWS, BH], tl.float32)
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch,
-        scratch_step, stop, unmasked, position, k_len, logit_scale, shift, dz_shift, nearer, farther, dims,
-        ROWS, BN, H, BH, HOIST, False, HALF, PARTS, PRECISION,
+        scratch_step, stop, unmasked, position, k_len, logit_scale, nearer, farther, dims,
+        ROWS, BN, H, BH, False, PRECISION,
     )  # fmt: skip
     dq, carry, behind = _dq_tiles(
         dq, carry, behind, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch,
-        scratch_step, tl.maximum(stop, unmasked), end, position, k_len, logit_scale, shift, dz_shift, nearer, farther, dims,
-        ROWS, BN, H, BH, HOIST, True, HALF, PARTS, PRECISION,
+        scratch_step, tl.maximum(stop, unmasked), end, position, k_len, logit_scale, nearer, farther, dims,
+        ROWS, BN, H, BH, True, PRECISION,
     )  # fmt: skip
     dq_ptrs = dq_ptr + (token[:, None] * num_heads + head) * H + dims[None, :]
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
-    if HALF:
-        behind *= tl.exp2(-dz_shift)
     tl.store(d_rest_in_ptr + token * num_heads + head, behind, mask=row_ok)
 
 
@@ -184,13 +148,12 @@ def dq_kernel(
 def _dkv_run(
     dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, nearer, farther, dims, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
-    HOIST: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to dk and dv."""
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     local = tl.arange(0, ROWS)
-    masked_stages: tl.constexpr = 1 if PRECISION == "tf32x3" else 2
-    for block in tl.range(first, last, num_stages=masked_stages if MASKED else None, disable_licm=not HOIST):
+    for block in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=True):
         row = tile.each_round(local, block, H)
         q_offsets = row[:, None] * sq_t + dims[None, :]
         do_offsets = row[:, None] * so_t + dims[None, :]
@@ -208,26 +171,24 @@ def _dkv_run(
         u0, u1, u2, u3, w, capped, spent = tile.spend(z, position - t * BN, MASKED, ROWS, BN)
         rest = carry[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
-        dv = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), do, dv, True, PARTS, PRECISION)
+        dv = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), do, dv, True, 1, PRECISION)
         da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         d0, d1, d2, d3 = tile.quarters(da, ROWS, BN)
         a0, a1, a2, a3 = a0 * d0, a1 * d1, a2 * d2, a3 * d3
         before = behind[:, None] + tile.group_sums((a0 + a1) + (a2 + a3), farther, PRECISION)
         a0, a1, a2, a3 = tile.logit_gradients(u0, u1, u2, u3, w, a0, a1, a2, a3, before)
-        dk = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), q, dk, True, PARTS, PRECISION)
+        dk = tile.multiply(tile.whole(a0, a1, a2, a3, ROWS, BN), q, dk, True, 1, PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
-    offset_ptr, maxima_ptr,
+    offset_ptr,
     num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
-    FARTHER: tl.constexpr, FARTHER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    HALF: tl.constexpr, HOIST: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, ADD: tl.constexpr, SUM_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = tile.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -265,12 +226,6 @@ def dkv_kernel(
     token = (k_start + key).to(tl.int64)
     k = tl.load(k_ptr + token[:, None] * sk_t + kv_head * sk_n + dims[None, :], mask=in_keys, other=0.0)
     v = tl.load(v_ptr + token[:, None] * sv_t + kv_head * sv_n + dims[None, :], mask=in_keys, other=0.0)
-    if HALF:
-        q_shift, k_shift, v_shift, do_shift, weight_shift, dz_shift = half.shifts(maxima_ptr, sequence, BH)
-        v = half.scaled(v, v_shift)
-        logit_scale *= tl.exp2(-q_shift - k_shift)
-        scale *= tl.exp2(-dz_shift - q_shift)
-        dv_scale = tl.exp2(-weight_shift - do_shift)
     first_head = kv_head * KV_GROUP
     q_ptr += q_start.to(tl.int64) * sq_t + first_head * sq_n
     do_ptr += q_start.to(tl.int64) * so_t + first_head * so_n
@@ -279,8 +234,8 @@ def dkv_kernel(
         first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (sequence_slot - first_slot) * DQ_ROWS
     )
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
-    nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
-    farther = tile.triangle(BN, False, FARTHER_PARTS, FARTHER)
+    nearer = tile.triangle(BN, True, SUM_PARTS, tl.float32)
+    farther = tile.triangle(BN, False, SUM_PARTS, tl.float32)
     # Blocks are counted from the first block of the slice, so that they fit the scratch of one slice.
     base = row_first // ROWS
     row_base = base * ROWS
@@ -305,7 +260,7 @@ def dkv_kernel(
             dk, dv = _dkv_run(
                 dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, block - base,
                 block - base + alive.to(tl.int32), t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN,
-                H, HOIST, True, PARTS, PRECISION,
+                H, True, PRECISION,
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -314,12 +269,9 @@ def dkv_kernel(
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         dk, dv = _dkv_run(
             dk, dv, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, i, first % MAX_BLOCKS,
-            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, HOIST, False,
-            PARTS, PRECISION,
+            last + 1, t, position, rows, k_len, logit_scale, nearer, farther, dims, ROWS, BN, H, False, PRECISION,
         )  # fmt: skip
     dk *= scale
-    if HALF:
-        dv *= dv_scale
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     if ADD:
         dk += tl.load(dk_ptr + out, mask=in_keys, other=0.0)
@@ -332,14 +284,15 @@ def backward(
     grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
     q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, maxima: Tensor, max_queries: int,
     max_keys: int, scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
-    group_bytes: int = GROUP_BYTES, entering: bool = False, convert: bool | None = None,
+    group_bytes: int = GROUP_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """entering: log_rest_in was given, so its gradient is computed in float32. convert: as in forward."""
+    """Runs the backward kernels on float32. maxima: unused, those of bf16. Returns dq, dk, dv and d_log_rest_in."""
+    assert q.dtype == torch.float32, q.dtype
     q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
     num_tokens, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
     num_sequences = cu_q.shape[0] - 1
-    dq_config, dkv_config = config or backward_config(head_dim, q.dtype)
+    dq_config, dkv_config = config or backward_config(head_dim)
     rows, key_block = dq_config.row_block, dq_config.key_block
     assert rows % dkv_config.row_block == 0, "a block of phase two must not straddle two slices"
     grad_log_rest = None if grad_log_rest is None else grad_log_rest.float().contiguous()
@@ -361,39 +314,25 @@ def backward(
     several = slice_slots < num_slots
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     sums = sum_types(q.dtype, key_block)
-    # half.py bounds dz by dO and v; a gradient of log_rest would add to it.
-    q_half, grad_o_half = q, grad_o
-    convert = not entering and grad_log_rest is None and (half.converts(q) if convert is None else convert)
-    if convert:
-        sums = SumTypes(tl.float16, sums.nearer_parts, tl.float16, 1, 1, sums.dot)
-        maxima, k, q_half, grad_o_half = half.operands(maxima, q, k, grad_o, cu_q, cu_k)
-    strides, half_strides = (
-        [s for x in (a, k, v, b) for s in (x.stride(0), x.stride(1))] for a, b in ((q, grad_o), (q_half, grad_o_half))
-    )
+    strides = [stride for x in (q, k, v, grad_o) for stride in x.stride()[:2]]
     logit_scale = scale * 1.4426950408889634
     common = {
         "H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "BN": key_block, "KV_GROUP": group,
-        "HAS_OFFSET": q_offsets is not None,
-        "NEARER": sums.nearer, "FARTHER": sums.farther, "FARTHER_PARTS": sums.farther_parts,
-        "PARTS": sums.parts, "PRECISION": sums.dot, "HALF": convert, "HOIST": hoists(head_dim, q.dtype, convert),
+        "HAS_OFFSET": q_offsets is not None, "SUM_PARTS": sums.nearer_parts, "PRECISION": sums.dot,
     }  # fmt: skip
-    # The rounding of weights for bf16 results would show in a float32 gradient.
-    dq_parts = max(2, sums.nearer_parts) if entering and sums.nearer == tl.float16 else sums.nearer_parts
     for first in range(0, num_slots, slice_slots):
         last = min(first + slice_slots, num_slots)
         dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * num_heads,)](
-            q, k, v, grad_o, q_half, grad_o_half, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind,
-            cu_q, cu_k, q_offsets, maxima if convert else None,
+            q, k, v, grad_o, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop, carry, behind, cu_q, cu_k,
+            q_offsets,
             num_tokens, num_keys, num_heads, head_group(k, group, group_bytes), num_sequences, first, last, block_stop.shape[1],
             num_tiles, scratch_rows, *strides, scale, logit_scale,
-            ROWS=rows, HAS_REST=grad_log_rest is not None, NEARER_PARTS=dq_parts, **launch(dq_config), **common,
+            ROWS=rows, HAS_REST=grad_log_rest is not None, **launch(dq_config), **common,
         )  # fmt: skip
         dkv_kernel[(triton.cdiv(num_key_slots, num_sequences) * num_sequences * num_kv_heads,)](
-            q_half, k, v, grad_o_half, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
-            maxima if convert else None,
+            q, k, v, grad_o, dk, dv, block_stop, carry, behind, live, cu_q, cu_k, q_offsets,
             num_tokens, num_keys, num_kv_heads, head_group(q, 1, group_bytes // group), num_sequences, first, last,
-            num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *half_strides, scale, logit_scale,
-            ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0,
-            NEARER_PARTS=sums.nearer_parts, **launch(dkv_config), **common,
+            num_key_slots, block_stop.shape[1], num_tiles, scratch_rows, *strides, scale, logit_scale,
+            ROWS=dkv_config.row_block, DQ_ROWS=rows, MAX_BLOCKS=max_blocks, ADD=first > 0, **launch(dkv_config), **common,
         )  # fmt: skip
     return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in

@@ -77,22 +77,22 @@ def forward_and_backward(
     return forward, graph_ms([partial(both, *s) for s in inputs], budget_ms) - forward
 
 
-def check(keys_per_group: int, float32: bool = True) -> dict[str, Any]:
+def check(float32: bool = True) -> dict[str, Any]:
     """Returns and prints the worst share of what is allowed (`accuracy.share`) by dtype and result, and what is over it."""
     worst: dict[str, float] = {}
     over: list[str] = []
     for case in accuracy.cases():
         if case.dtype == torch.float32 and not float32:
             continue
-        errors = accuracy.compare(accuracy.draw(case, "cuda"), keys_per_group=keys_per_group)
+        errors = accuracy.compare(accuracy.draw(case, "cuda"))
         for name, error in errors.items():
-            share, column = accuracy.share(error, case, keys_per_group), f"{str(case.dtype)[6:]} {name}"
+            share, column = accuracy.share(error), f"{str(case.dtype)[6:]} {name}"
             worst[column] = max(worst.get(column, 0.0), share)
             if not share <= 1:
                 over.append(f"{name} is {share:.2f} of what is allowed: {case}")
                 print(over[-1], flush=True)
     shares = ", ".join(f"{column} {x:.2f}" for column, x in worst.items())
-    print(f"groups of {keys_per_group}: worst share of the allowed error: {shares}; over it: {len(over)}", flush=True)
+    print(f"worst share of the allowed error: {shares}; over it: {len(over)}", flush=True)
     return {"worst": worst, "over": over}
 
 
@@ -103,7 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}; ms, forward / backward")
-    check(4)
+    check()
     print("| shape | FA2 | cuDNN | ours, dense | ours, spent | dense against FA2 | TFLOP/s, dense |")
     print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:

@@ -77,7 +77,7 @@ def split_kernel(
     acc, carry, _, _ = walk_tiles(
         acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, last - 1,
         last - unmasked, position, k_len,
-        logit_scale, tile.DEAD, nearer, dims, None, 0, ROWS, BN, H, BH, True, False, False, PARTS, PRECISION,
+        logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, True, PARTS, PRECISION,
     )  # fmt: skip
     t = unmasked - 1
     while (t >= first) & (tl.max(carry, 0) >= threshold):
@@ -85,7 +85,7 @@ def split_kernel(
         acc, carry, _, _ = walk_tiles(
             acc, carry, carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, tile_step * sk_t, tile_step * sv_t, t, count,
             position, k_len,
-            logit_scale, tile.DEAD, nearer, dims, None, 0, ROWS, BN, H, BH, False, False, False, PARTS, PRECISION,
+            logit_scale, tile.DEAD, nearer, dims, ROWS, BN, H, BH, False, PARTS, PRECISION,
         )  # fmt: skip
         t -= count
     out = (split.to(tl.int64) * num_tokens + token) * num_heads + head

@@ -1,4 +1,8 @@
-"""The forward kernel: visits key tiles from the nearest to the farthest, until every stick of a block is spent."""
+"""The forward kernel for float32: visits key tiles from the nearest to the farthest, until every stick of a block is spent.
+
+bf16 and fp16 have kernels of their own (sixteen/). Decoding and the paged cache use `walk_tiles` and the settings below in
+every dtype.
+"""
 
 import math
 from typing import NamedTuple
@@ -8,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import half, tile
+from . import tile
 from .kept import aux_shapes, carry_dtype
 
 # Counts vary between batches. Triton must not compile again when one of them is 1 or a multiple of 16.
@@ -36,27 +40,19 @@ class Config(NamedTuple):
     max_registers: int | None = None
 
 
-def forward_config(head_dim: int, dtype: torch.dtype) -> Config:
-    """Returns settings measured on an H200 (README.md).
-
-    Registers are capped where this allows a third program per multiprocessor.
-    """
-    if dtype == torch.float32:
-        # In backward, wider tiles exceed the registers.
-        return Config(64, 64 if head_dim <= 32 else 32, 4, 1)
-    if head_dim <= 32:
-        return Config(64, 64, 4, 3, 128)
-    return Config(64, 64, 4, 3, 168) if head_dim <= 64 else Config(128, 64, 8, 3)
+def forward_config(head_dim: int) -> Config:
+    # In backward, wider tiles exceed the registers.
+    return Config(64, 64 if head_dim <= 32 else 32, 4, 1)
 
 
 @triton.jit
 def walk_tiles(
     acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, first, count, position, num_keys,
-    logit_scale, floor,
-    nearer, dims, maxima_ptr, sequence, ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    MASKED: tl.constexpr, HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    logit_scale, floor, nearer, dims,
+    ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Processes `count` tiles from tile `first` on, toward lower indices. ENTER_K: also updates the maximum of |k|."""
+    """Processes `count` tiles from tile `first` on, toward lower indices."""
     column_key = tile.key_of_column(BN)
     three_passes: tl.constexpr = PRECISION == "tf32x3"  # hoisted values would fill the registers
     for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=three_passes):
@@ -76,14 +72,9 @@ def walk_tiles(
         else:
             k = tl.load(k_tile, mask=(dims < H)[None, :], other=0.0)
             v = tl.load(v_tile, mask=(dims < H)[None, :], other=0.0)
-        if ENTER_K:
-            half.enter(maxima_ptr, sequence, half.K, k)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
         u0, u1, u2, u3, _, capped, spent = tile.spend(z, position - t * BN, MASKED, ROWS, BN)
-        left = carry.to(tl.float32)
-        if HALF:
-            left += half.FORWARD_SHIFT
-        rest = left[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
+        rest = carry.to(tl.float32)[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
         a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
         carry -= tl.sum(spent, 1)
         weights = tile.whole(a0, a1, a2, a3, ROWS, BN)
@@ -94,14 +85,13 @@ def walk_tiles(
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
-    cu_k_ptr, offset_ptr, maxima_ptr,
+    cu_k_ptr, offset_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
     first_chunk, chunk, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, SAVE: tl.constexpr, NEARER: tl.constexpr,
-    NEARER_PARTS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, ENTER_K: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
@@ -123,8 +113,6 @@ def forward_kernel(
     in_rows = row_ok[:, None] & (dims < H)[None, :]
     token = (q_start + row).to(tl.int64)
     q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
-    if HALF and SAVE:
-        half.enter(maxima_ptr, sequence, half.Q, q)
     kv_head = head // KV_GROUP
     column_key = tile.key_of_column(BN)
     k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
@@ -155,7 +143,7 @@ def forward_kernel(
     acc, carry, row_carry, row_tile = walk_tiles(
         acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, end - 1, end - unmasked,
         position, k_len, logit_scale,
-        floor, nearer, dims, maxima_ptr, sequence, ROWS, BN, H, BH, True, HALF, ENTER_K, PARTS, PRECISION,
+        floor, nearer, dims, ROWS, BN, H, BH, True, PARTS, PRECISION,
     )  # fmt: skip
     # The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The
     # next chunk is as long as the fullest stick lasts at the rate of the last chunk.
@@ -167,7 +155,7 @@ def forward_kernel(
         acc, carry, row_carry, row_tile = walk_tiles(
             acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, t, count, position,
             k_len, logit_scale,
-            floor, nearer, dims, maxima_ptr, sequence, ROWS, BN, H, BH, False, HALF, False, PARTS, PRECISION,
+            floor, nearer, dims, ROWS, BN, H, BH, False, PARTS, PRECISION,
         )  # fmt: skip
         t -= count
         left = tl.max(carry, 0).to(tl.float32)
@@ -175,26 +163,21 @@ def forward_kernel(
         ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left
 
-    if HALF:
-        acc *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
     # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
     acc = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), acc)
     tl.store(
         o_ptr + (token[:, None] * num_heads + head) * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows
     )
     tl.store(log_rest_ptr + token * num_heads + head, (carry * tile.LN_2).to(tl.float32), mask=row_ok)
-    if SAVE:
-        saved = head.to(tl.int64) * num_tokens + token
-        tl.store(row_carry_ptr + saved, row_carry, mask=row_ok)
-        tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
-        # In exact mode, the gradient of log_rest reaches every key.
-        stop = tl.where(threshold < tile.DEAD, t + 1, tl.min(row_tile, 0))
-        granule = block * (ROWS // tile.STOP_ROWS) + tl.arange(0, ROWS // tile.STOP_ROWS)
-        first_granule = tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
-        stop_ptrs = block_stop_ptr + head * num_stop_slots + first_granule + granule
-        tl.store(
-            stop_ptrs, tl.full([ROWS // tile.STOP_ROWS], 0, tl.int32) + stop, mask=granule * tile.STOP_ROWS < q_len
-        )
+    saved = head.to(tl.int64) * num_tokens + token
+    tl.store(row_carry_ptr + saved, row_carry, mask=row_ok)
+    tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
+    # In exact mode, the gradient of log_rest reaches every key.
+    stop = tl.where(threshold < tile.DEAD, t + 1, tl.min(row_tile, 0))
+    granule = block * (ROWS // tile.STOP_ROWS) + tl.arange(0, ROWS // tile.STOP_ROWS)
+    first_granule = tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
+    stop_ptrs = block_stop_ptr + head * num_stop_slots + first_granule + granule
+    tl.store(stop_ptrs, tl.full([ROWS // tile.STOP_ROWS], 0, tl.int32) + stop, mask=granule * tile.STOP_ROWS < q_len)
 
 
 def log2_threshold(skip_below: float) -> float:
@@ -204,15 +187,12 @@ def log2_threshold(skip_below: float) -> float:
 class SumTypes(NamedTuple):
     """Numeric formats of the kernels.
 
-    nearer, farther: dtypes of the triangle products over spent sticks and over gradients, each in as many parts as
-    nearer_parts and farther_parts say. parts: number of parts for weights and dz in products. dot: precision of all
-    products.
+    nearer: dtype of the triangle products over spent sticks, in nearer_parts parts. parts: number of parts of weights in
+    products. dot: precision of all products.
     """
 
     nearer: tl.dtype
     nearer_parts: int
-    farther: tl.dtype
-    farther_parts: int
     parts: int
     dot: str
 
@@ -221,22 +201,12 @@ def sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
     """Returns the formats for inputs of `dtype`.
 
     fp16 rounds eight times finer than bf16, which suffices for bf16 results. fp16 results need a second part, and so do
-    key blocks under 64, because a product must have at least 16 columns. Gradients may be far below the range of fp16,
-    so they take two bf16 parts.
+    key blocks under 64, because a product must have at least 16 columns.
     """
     if dtype == torch.float32:
-        parts = 2 if key_block < 64 else 1
-        return SumTypes(tl.float32, parts, tl.float32, parts, 1, "tf32x3")
+        return SumTypes(tl.float32, 2 if key_block < 64 else 1, 1, "tf32x3")
     parts = 2 if dtype == torch.float16 or key_block < 64 else 1
-    # The interpreter computes bf16 incorrectly.
-    farther = (tl.float32, 1) if triton.knobs.runtime.interpret else (tl.bfloat16, 2)
-    # In an fp16 result, the rounding of one fp16 part would show. bf16 operands are scaled to fp16 (half.py).
-    return SumTypes(tl.float16, parts, *farther, 2 if dtype == torch.float16 else 1, "tf32")
-
-
-def hoists(head_dim: int, dtype: torch.dtype, convert: bool) -> bool:
-    """Whether addresses and masks are computed before a loop over tiles. Too many would fill the registers."""
-    return dtype != torch.float32 and (head_dim <= 64 or (convert and head_dim == 128))
+    return SumTypes(tl.float16, parts, 2 if dtype == torch.float16 else 1, "tf32")
 
 
 def launch(config: Config) -> dict[str, int | None]:
@@ -269,18 +239,15 @@ def forward(
     chunk: int = 16,
     group_bytes: int = GROUP_BYTES,
     max_queries: int | None = None,
-    convert: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Runs the forward kernel. Returns o, log_rest, row_carry, row_tile, block_stop and maxima (see `ops.forward_op`).
-
-    convert: whether v and the weights are multiplied in fp16; by default as `half.converts` decides.
-    """
+    """Runs the forward kernel on float32. Returns o, log_rest, row_carry, row_tile, block_stop and maxima, which are empty
+    (see `ops.forward_op`)."""
+    assert q.dtype == torch.float32, q.dtype
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape
     num_sequences = cu_q.shape[0] - 1
-    config = config or forward_config(head_dim, q.dtype)
-    convert = half.converts(q) if convert is None else convert
-    maxima = half.new_maxima(cu_k, convert)
+    config = config or forward_config(head_dim)
+    maxima = q.new_empty((0, 4), dtype=torch.int32)
     o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     log_rest = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
@@ -291,23 +258,17 @@ def forward(
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop, maxima
     log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
-    # If queries and keys share their sequences, the tiles on the diagonal contain all keys and find the maximum of |k|.
-    diagonal = q_offsets is None and cu_q.data_ptr() == cu_k.data_ptr()
-    if convert:
-        v = half.values(maxima, k, v, cu_k, not diagonal)
     sums = sum_types(q.dtype, config.key_block)
     num_slots = num_tokens // config.row_block + num_sequences
     heads = head_group(k, num_heads // k.shape[1], group_bytes)
     forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
         q, k, v, o, log_rest_in, log_rest, row_carry, row_tile, block_stop, cu_q, cu_k, q_offsets,
-        maxima if convert else None,
         num_tokens, k.shape[0], num_heads, heads, num_sequences, num_slots, stops[1], max_queries or num_tokens,
         max_keys, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), first_chunk, chunk, scale * 1.4426950408889634, log2_threshold(skip_below),
         H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
         KV_GROUP=num_heads // k.shape[1],
-        HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, SAVE=True,
-        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PARTS=1 if convert else sums.parts,
-        PRECISION=sums.dot, HALF=convert, ENTER_K=convert and diagonal, **launch(config),
+        HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None,
+        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PARTS=sums.parts, PRECISION=sums.dot, **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop, maxima

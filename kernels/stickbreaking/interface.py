@@ -28,7 +28,6 @@ def stickbreaking_attention(
     log_rest_in: Tensor | None = None,
     skip_below: float = 2**-12,
     deterministic: bool = False,
-    keys_per_group: int = 4,
 ) -> tuple[Tensor, Tensor]:
     """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<k<j} (1 − β_kj),  β = σ(scale · q·k)
 
@@ -47,15 +46,13 @@ def stickbreaking_attention(
     skip_below: keys are skipped, in forward and backward, once all queries of a tile have less than this share of their
         stick left. Then |Δo| ≤ skip_below · max|v|, and log_rest is an upper bound. 0 skips nothing, as on the CPU.
     deterministic: accepted for callers that require it. Gradients are bitwise reproducible in any case.
-    keys_per_group: 4 or 16, keys that share a logarithm on a GPU. 16 chooses the kernels of sixteen/ for bfloat16 and
-        float16. No GPU has run them yet. float32, decoding and the CPU do not have them and ignore it.
 
     Returns o [T, N, H] in q.dtype and log_rest [T, N] float32 (float64 for float64), natural log, both differentiable
     in q, k, v and log_rest_in. Accumulates in float32. Raises ValueError for shapes that do not fit, unsupported dtypes
     and devices, head dims above 128, and, on the CPU only, boundaries that do not ascend from 0 to T. On a GPU this
     check would stall it, and boundaries are clamped instead.
     """
-    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, skip_below, keys_per_group)
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, skip_below)
     layout = _layout(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = layout
     scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -67,7 +64,7 @@ def stickbreaking_attention(
     if few and not wants_grad:
         o, log_rest = ops.decode_op(*arguments)
     else:
-        o, log_rest, *_ = ops.forward_op(*arguments, keys_per_group)
+        o, log_rest, *_ = ops.forward_op(*arguments)
     return o, log_rest
 
 
@@ -102,7 +99,6 @@ def _check(
     q_offsets: Tensor | None,
     log_rest_in: Tensor | None,
     skip_below: float,
-    keys_per_group: int,
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
@@ -118,8 +114,6 @@ def _check(
         raise ValueError(f"q, k, v must share one of {DTYPES[device]} on {device}, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not 0 <= skip_below < 1:
         raise ValueError(f"skip_below is a share of the stick, 0 <= skip_below < 1, got {skip_below}")
-    if keys_per_group not in (4, 16):
-        raise ValueError(f"keys_per_group must be 4 or 16, got {keys_per_group}")
     others = {
         "k": k,
         "v": v,

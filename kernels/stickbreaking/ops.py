@@ -59,12 +59,11 @@ def forward_op(
     max_seqlen_k: int,
     scale: float,
     skip_below: float,
-    keys_per_group: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns o, log_rest and what backward needs on a GPU.
 
     That is row_carry and row_tile (the last carry of each row, and its tile), block_stop (the last tile of each row
-    block) and maxima (see half.py). keys_per_group is that of `stickbreaking_attention`; backward must get the same.
+    block) and maxima (see half.py).
     """
     announce("the CPU: plain torch, exact (nothing is skipped)")
     layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
@@ -116,31 +115,22 @@ def backward_op(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
-    keys_per_group: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
     return torch_path.backward(grad_o, grad_log_rest, q, k, v, log_rest_in, *layout, scale)
 
 
-def has_16_keys(dtype: torch.dtype, keys_per_group: int) -> bool:
-    """Whether a call runs on the kernels with 16 keys per thread. There are none for float32."""
-    return keys_per_group == 16 and dtype != torch.float32
-
-
 @forward_op.register_kernel("cuda")
 def triton_forward(  # type: ignore[no-untyped-def]
     q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below,
-    keys_per_group,
 ):  # fmt: skip
     # imported here because a machine without a GPU may lack Triton
-    sixteen = has_16_keys(q.dtype, keys_per_group)
-    if sixteen:
-        from .sixteen.forward import forward
-    else:
+    if q.dtype == torch.float32:
         from .forward import forward
+    else:
+        from .sixteen.forward import forward
 
-    keys = f"groups of {16 if sixteen else 4} keys"
-    announce(f"{q.device}: Triton kernels, {q.dtype}, {keys}, skipping below {skip_below:g}")
+    announce(f"{q.device}: Triton kernels, {q.dtype}, skipping below {skip_below:g}")
     return forward(
         q,
         k,
@@ -169,19 +159,18 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
 @backward_op.register_kernel("cuda")
 def triton_backward(  # type: ignore[no-untyped-def]
     grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop,
-    maxima, max_seqlen_q, max_seqlen_k, scale, keys_per_group,
+    maxima, max_seqlen_q, max_seqlen_k, scale,
 ):  # fmt: skip
     arguments = (
         grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, row_carry, row_tile, block_stop, maxima,
         max_seqlen_q, max_seqlen_k, scale,
     )  # fmt: skip
-    if has_16_keys(q.dtype, keys_per_group):
-        from .sixteen import backward as sixteen
+    if q.dtype == torch.float32:
+        from .backward import backward
+    else:
+        from .sixteen.backward import backward
 
-        return sixteen.backward(*arguments)
-    from . import backward as four
-
-    return four.backward(*arguments, entering=log_rest_in is not None)
+    return backward(*arguments)
 
 
 @forward_op.register_fake
@@ -212,7 +201,7 @@ def _(grad_o, grad_log_rest, q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, cu_q, cu_k, q_offsets, log_rest_in, ctx.max_q, ctx.max_k, ctx.scale, _, ctx.keys_per_group = inputs
+    q, k, v, cu_q, cu_k, q_offsets, log_rest_in, ctx.max_q, ctx.max_k, ctx.scale, _ = inputs
     _, _, *aux = output
     # An unused log_rest has no gradient. By default, autograd would pass a tensor of zeros, which would have to be
     # read.
@@ -224,12 +213,10 @@ def _backward(ctx, grad_o, grad_log_rest, *_unused):  # type: ignore[no-untyped-
     q, *rest = ctx.saved_tensors
     if grad_o is None:
         grad_o = torch.zeros_like(q)
-    dq, dk, dv, d_entering = backward_op(
-        grad_o, grad_log_rest, q, *rest, ctx.max_q, ctx.max_k, ctx.scale, ctx.keys_per_group
-    )
+    dq, dk, dv, d_entering = backward_op(grad_o, grad_log_rest, q, *rest, ctx.max_q, ctx.max_k, ctx.scale)
     log_rest_in = rest[5]
     d_log_rest_in = None if log_rest_in is None else d_entering.to(log_rest_in.dtype)
-    return dq, dk, dv, None, None, None, d_log_rest_in, *(None,) * 5
+    return dq, dk, dv, None, None, None, d_log_rest_in, *(None,) * 4
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -35,7 +35,11 @@ def paged_sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype) -> Config:
-    return forward_config(head_dim, dtype)
+    if dtype == torch.float32:
+        return forward_config(head_dim)
+    if head_dim <= 32:
+        return Config(64, 64, 4, 3, 128)
+    return Config(64, 64, 4, 3, 168) if head_dim <= 64 else Config(128, 64, 8, 3)
 
 
 def split_config(head_dim: int, dtype: torch.dtype, rows: int) -> Config:

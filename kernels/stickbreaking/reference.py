@@ -19,14 +19,12 @@ def stickbreaking_reference(
     log_rest_in: Tensor | None = None,
     skip_below: float = 0.0,
     deterministic: bool = True,
-    keys_per_group: int = 4,
 ) -> tuple[Tensor, Tensor]:
     """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<k<j} (1 − β_kj),  β = σ(scale · q·k)
 
     This is Eq. 4 of arXiv:2410.17980. Signature, shapes and results are those of `stickbreaking_attention`. The whole
     matrix of every sequence is materialised, in float64 for float64 inputs and in float32 otherwise. autograd
-    differentiates it. Nothing is skipped: `skip_below`, `deterministic`, `keys_per_group` and the two
-    maxima are accepted but ignored.
+    differentiates it. Nothing is skipped: `skip_below`, `deterministic` and the two maxima are accepted but ignored.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape

@@ -1,4 +1,4 @@
-"""Functions that the forward, backward and decode kernels share: the place of a program, and the algebra of one tile.
+"""The place of a program, for all kernels, and the algebra of a tile in groups of four keys: float32, decoding, paged cache.
 
 Logits are in units of log2 e, so that β = u / (1 + u) with u = 2^z. "Spent" is −log2 of the share of the stick that a
 key leaves. The columns of a tile are stored as [first of each group | second | third | fourth]: column c holds the key
@@ -171,10 +171,6 @@ def group_sums(x, triangle, PRECISION: tl.constexpr):
     # Triton resolves constant conditions only in if and else; the code after an early return would be compiled as well.
     if triangle.shape[0] == x.shape[1]:
         parts = x.to(triangle.dtype)
-    elif triangle.dtype == tl.bfloat16:
-        # Truncating the bits is exact and cheap. Rounding and converting back runs at an eighth of the rate.
-        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        parts = beside(high, x - high, x.shape[0], 2 * x.shape[1]).to(triangle.dtype)
     else:
         high = x.to(triangle.dtype)
         parts = beside(high, (x - high.to(tl.float32)).to(triangle.dtype), x.shape[0], 2 * x.shape[1])

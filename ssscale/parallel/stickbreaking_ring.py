@@ -24,7 +24,6 @@ def ring_stickbreaking(
     groups: Groups,
     scale: float | None,
     skip_below: float,
-    keys_per_group: int,
 ) -> tuple[Tensor, Tensor]:
     """`stickbreaking_attention` over whole documents, whose tokens are spread over a ring of ranks (arXiv:2410.17980).
 
@@ -46,7 +45,7 @@ def ring_stickbreaking(
     that forward ended with and moves them back. Their gradients, in float32, move with them to their own rank.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    found: tuple[Tensor, Tensor] = _StickBreakingRing.apply(q, k, v, layout, groups, scale, skip_below, keys_per_group)
+    found: tuple[Tensor, Tensor] = _StickBreakingRing.apply(q, k, v, layout, groups, scale, skip_below)
     return found
 
 
@@ -99,7 +98,6 @@ class _StickBreakingRing(torch.autograd.Function):
         groups: Groups,
         scale: float,
         skip_below: float,
-        keys_per_group: int,
     ) -> tuple[Tensor, Tensor]:
         ring = layout.ring
         assert ring is not None
@@ -107,9 +105,7 @@ class _StickBreakingRing(torch.autograd.Function):
         steps = num_steps(ring)
         places = _places(k, v, ring)
         shift = LineShift(places, groups) if steps else None
-        near, near_rest, *aux = ops.forward_op(
-            q, k, v, cu, cu, None, None, longest, longest, scale, skip_below, keys_per_group
-        )
+        near, near_rest, *aux = ops.forward_op(q, k, v, cu, cu, None, None, longest, longest, scale, skip_below)
         o, log_rest = near.to(near_rest.dtype, copy=True), near_rest.clone()
         saved, done = aux, {}
         for step in range(1, steps + 1):
@@ -129,7 +125,7 @@ class _StickBreakingRing(torch.autograd.Function):
             entering = torch.cat(_queries(log_rest, todo))
             found, rest, *aux = ops.forward_op(
                 _joined(_queries(q, todo)), *_keys(places, todo), *_bounds(todo, q.device), entering, *_longest(todo),
-                scale, skip_below, keys_per_group,
+                scale, skip_below,
             )  # fmt: skip
             _add(_queries(o, todo), found)
             _set(_queries(log_rest, todo), rest)
@@ -138,12 +134,12 @@ class _StickBreakingRing(torch.autograd.Function):
         if shift is not None:  # was still under way when the line ended
             shift.wait()
         ctx.save_for_backward(q, k, v, cu, *places, *saved)
-        ctx.others = groups, longest, scale, keys_per_group, steps, done
+        ctx.others = groups, longest, scale, steps, done
         return o.to(q.dtype), log_rest
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor, grad_log_rest: Tensor | None) -> tuple[Tensor | None, ...]:
-        groups, longest, scale, keys_per_group, steps, done = ctx.others
+        groups, longest, scale, steps, done = ctx.others
         q, k, v, cu, first, second, *saved = ctx.saved_tensors
         aux, saved = saved[: ops.NUM_AUX], saved[ops.NUM_AUX :]
         kept = 1 + ops.NUM_AUX
@@ -163,7 +159,6 @@ class _StickBreakingRing(torch.autograd.Function):
                 dq_part, dk_part, dv_part, d_entering = ops.backward_op(
                     _joined(_queries(grad_o, todo)), torch.cat(_queries(d_rest, todo)), _joined(_queries(q, todo)),
                     *_keys(places, todo), *_bounds(todo, q.device), entering, *part_aux, *_longest(todo), scale,
-                    keys_per_group,
                 )  # fmt: skip
                 _add(_queries(dq, todo), dq_part)
                 _set(_queries(d_rest, todo), d_entering)
@@ -174,14 +169,12 @@ class _StickBreakingRing(torch.autograd.Function):
                     mine += theirs
             behind = LineShift((d_places[0], d_places[1]), groups, back=True)
             places = shift.result() if shift else places
-        dq_near, dk, dv, _ = ops.backward_op(
-            grad_o, d_rest, q, k, v, cu, cu, None, None, *aux, longest, longest, scale, keys_per_group
-        )
+        dq_near, dk, dv, _ = ops.backward_op(grad_o, d_rest, q, k, v, cu, cu, None, None, *aux, longest, longest, scale)
         dq += dq_near
         if behind is not None:
             far = torch.stack(behind.result(), 2).flatten(1, 3)  # [2, rows · 2 · size, K, H]
             dk, dv = dk + far[0], dv + far[1]
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *(None,) * 5
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *(None,) * 4
 
 
 def _places(k: Tensor, v: Tensor, ring: RingChunks) -> tuple[Tensor, Tensor]:

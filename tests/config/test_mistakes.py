@@ -46,8 +46,8 @@ CASES = [
     ("launch/finetune.py from=RUN questions=nowhere.json run_dir=new", "questions=nowhere.json: there is no such file"),
     ("launch/benchmark.py configs=1b_sbb data=configs", "there is no configs/1b_sbb.yaml; did you mean 1b_sb"),
     (
-        "launch/benchmark.py configs=1b_sb+model.mixer.stickbreaking.keys_per_grup=16 data=configs",
-        "did you mean model.mixer.stickbreaking.keys_per_group",
+        "launch/benchmark.py configs=1b_sb+model.mixer.stickbreaking.skip_belw=0 data=configs",
+        "did you mean model.mixer.stickbreaking.skip_below",
     ),
     (
         "launch/benchmark_parallel.py part=sped gpus=2 data=configs",

@@ -38,7 +38,6 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["model.num_heads=-4"], "model.num_heads must be at least 1, not -4"),
         (["model.num_kv_heads=0"], "model.num_kv_heads must be at least 1, not 0"),
         (["model.mixer.stickbreaking.skip_below=1"], "model.mixer.stickbreaking.skip_below must be less than 1, not 1.0"),
-        (["model.mixer.stickbreaking.keys_per_group=8"], "model.mixer.stickbreaking.keys_per_group must be 4 or 16, not 8"),
         (["optimizer.adamw.betas=[0.9,1]"], "optimizer.adamw.betas must be less than 1, not 1.0"),
         (["train.batch_size=0"], "train.batch_size must be at least 1, not 0"),
         (["parallel.zero_stage=4"], "parallel.zero_stage must be at most 3, not 4"),

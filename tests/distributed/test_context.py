@@ -38,7 +38,7 @@ def attend(logit: float, skip_below: float) -> dict[str, Any]:
 
     LineShift.__init__ = counted  # type: ignore[method-assign]
     try:
-        o, _ = stickbreaking_ring.ring_stickbreaking(*mine, layout, groups, None, skip_below, 4)
+        o, _ = stickbreaking_ring.ring_stickbreaking(*mine, layout, groups, None, skip_below)
         count[0] = count[1]
         o.backward(grad[tokens])
     finally:

@@ -1,6 +1,6 @@
 """Runs the public function on the Triton kernels under the interpreter (interpreted.py), forward and backward by autograd.
 
-Argument: parts with commas between, each KEYS_PER_GROUP/GROUP, "mutations", "others" or "fuzz". Prints one JSON object per
+Argument: parts with commas between, each a group of cases, "mutations", "others" or "fuzz". Prints one JSON object per
 case. float16 stands for bf16 as well: in "scaled" cases it takes bf16's path.
 """
 
@@ -72,13 +72,13 @@ MUTATIONS = {
 }
 
 
-def run(name: str, keys_per_group: int) -> dict[str, Any]:
+def run(name: str) -> dict[str, Any]:
     inputs = accuracy.draw(ALL[name], "cpu")
     if "steep" in name:
         assert inputs.grad_rest is not None
         inputs = inputs._replace(grad_rest=1000 * inputs.grad_rest)
     with patch.object(half, "converts", lambda q: name.startswith("scaled")):
-        errors = accuracy.compare(inputs, keys_per_group=keys_per_group)
+        errors = accuracy.compare(inputs)
     return {key: list(error) for key, error in errors.items()}
 
 
@@ -87,11 +87,11 @@ def run_in_two() -> dict[str, Any]:
     inputs = accuracy.draw(Case(FP16, 16, heads=(2, 1), lengths=(90,), use="log_rest"), "cpu")
 
     def in_two(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        call = {"keys_per_group": 16, "skip_below": 0.0}
-        first = stickbreaking_attention(q[:40], k[:40], v[:40], **call)
-        near = stickbreaking_attention(q[40:], k[40:], v[40:], **call)
+        first = stickbreaking_attention(q[:40], k[:40], v[:40], skip_below=0.0)
+        near = stickbreaking_attention(q[40:], k[40:], v[40:], skip_below=0.0)
         offset = torch.tensor([40], dtype=torch.int32)
-        far = stickbreaking_attention(q[40:], k[:40], v[:40], q_offsets=offset, log_rest_in=near[1], **call)
+        options = {"q_offsets": offset, "log_rest_in": near[1], "skip_below": 0.0}
+        far = stickbreaking_attention(q[40:], k[:40], v[:40], **options)
         return torch.cat([first[0], near[0] + far[0]]), torch.cat([first[1], far[1]])
 
     errors = accuracy.compare(inputs, in_two)
@@ -101,21 +101,20 @@ def run_in_two() -> dict[str, Any]:
 
 
 def run_saved() -> dict[str, Any]:
-    """Shapes, dtypes and bytes of all results of forward for both algebras and dtypes."""
+    """Shapes and dtypes of all results of forward by dtype."""
     found = {}
     cu = accuracy.starts((5, 0, 66), "cpu")
     for dtype in (FP16, FP32):
         q = torch.randn(71, 2, 16).to(dtype)
-        for keys in (4, 16):
-            results = ops.forward_op(q, q[:, :1], q[:, :1], cu, cu, None, None, 66, 66, 0.25, 0.0, keys)
-            found[f"{dtype} {keys}"] = [[list(x.shape), str(x.dtype)] for x in results]
+        results = ops.forward_op(q, q[:, :1], q[:, :1], cu, cu, None, None, 66, 66, 0.25, 0.0)
+        found[str(dtype)] = [[list(x.shape), str(x.dtype)] for x in results]
     return found
 
 
 def run_fuzz() -> dict[str, Any]:
     """A few random calls of each setting that the interpreter can run."""
     settings = [setting for setting in fuzz.SETTINGS if setting.dtype == FP16]
-    return {str(number): fuzz.run(s, 8, number, 16, "cpu", 60) for number, s in enumerate(settings)}
+    return {str(number): fuzz.run(s, 8, number, "cpu", 60) for number, s in enumerate(settings)}
 
 
 def show(case: str, found: dict[str, Any]) -> None:
@@ -126,16 +125,15 @@ def show_part(part: str) -> None:
     if part == "mutations":
         for mutation, (module, attribute, changed, noticing) in MUTATIONS.items():
             with patch.object(module, attribute, changed):
-                show(mutation, run(noticing, 16))
+                show(mutation, run(noticing))
     elif part == "others":
         show("in two", run_in_two())
         show("saved", run_saved())
     elif part == "fuzz":
         show("fuzz", run_fuzz())
     else:
-        keys, group = part.split("/")
-        for name in CASES[group]:
-            show(f"{keys} {name}", run(name, int(keys)))
+        for name in CASES[part]:
+            show(name, run(name))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,6 @@ BAD = {
     "offsets": (lambda *x: x, {"q_offsets": starts(0, 0)}, "q_offsets"),
     "rest": (lambda *x: x, {"log_rest_in": torch.zeros(6, 3)}, "log_rest_in"),
     "skip": (lambda *x: x, {"skip_below": 1.5}, "1.5"),
-    "group": (lambda *x: x, {"keys_per_group": 8}, "keys_per_group must be 4 or 16, got 8"),
 }
 
 
@@ -159,12 +158,12 @@ def test_bad_input_is_refused_with_its_values(name):
 def test_registered_operators():
     q, k, v = make(9, dtype=torch.float32)
     cu = starts(0, 4, 9)
-    torch.library.opcheck(ops.forward_op, (q, k, v, cu, cu, None, None, 9, 9, 0.3, 0.0, 4))
+    torch.library.opcheck(ops.forward_op, (q, k, v, cu, cu, None, None, 9, 9, 0.3, 0.0))
     plain = [x.detach() for x in (q, k, v)]
     torch.library.opcheck(ops.decode_op, (*plain, cu, cu, None, None, 9, 9, 0.3, 0.0))
-    aux = ops.forward_op(*plain, cu, cu, None, None, 9, 9, 0.3, 0.0, 4)[2:]
+    aux = ops.forward_op(*plain, cu, cu, None, None, 9, 9, 0.3, 0.0)[2:]
     assert len(aux) == ops.NUM_AUX
-    torch.library.opcheck(ops.backward_op, (torch.randn(9, 4, 8), None, *plain, cu, cu, None, None, *aux, 9, 9, 0.3, 4))
+    torch.library.opcheck(ops.backward_op, (torch.randn(9, 4, 8), None, *plain, cu, cu, None, None, *aux, 9, 9, 0.3))
 
 
 def test_backward_is_given_no_gradient_of_a_rest_that_nobody_uses(monkeypatch):

@@ -34,7 +34,6 @@ NO_EFFECT = {
     # kernels in training
     "mixer.softmax.backend",
     "mixer.ssmax.backend",
-    "mixer.stickbreaking.keys_per_group",
 }
 # Read by the scaling llama3 only, and train_length by dynamic_ntk, which is refused.
 LLAMA3 = {f"position.rope.{key}" for key in ("train_length", "low_freq_factor", "high_freq_factor")}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import half
 from ..backward import SCRATCH_BYTES_PER_ROW, BackwardConfig
-from ..forward import GROUP_BYTES, Config, head_group, hoists, last_contiguous, launch
+from ..forward import GROUP_BYTES, Config, head_group, last_contiguous, launch
 from .dkv import dkv_kernel
 from .dq import dq_kernel
 from .forward import LOG2_E, constants
@@ -31,8 +31,8 @@ def backward_config(head_dim: int) -> BackwardConfig:
 
 
 def hoists_in(config: Config, head_dim: int, convert: bool) -> bool:
-    """Whether addresses are computed before loops. Where registers are capped, they would be spilled."""
-    return config.max_registers is None and hoists(head_dim, torch.float16, convert)
+    """Whether addresses and masks are computed before loops over tiles. Too many would fill the registers."""
+    return config.max_registers is None and (head_dim <= 64 or (convert and head_dim == 128))
 
 
 def lean(head_dim: int, parts: int) -> bool:
@@ -77,7 +77,7 @@ def backward(
     max_keys: int, scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
     group_bytes: int = GROUP_BYTES, convert: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Runs the backward kernels on bf16 or fp16. Arguments, but for `entering`, and results are those of `..backward.backward`.
+    """Runs the backward kernels on bf16 or fp16. Arguments and results are those of `..backward.backward`.
 
     Row blocks must not be larger than forward's, which decides per block where to stop and which algebra holds.
     """

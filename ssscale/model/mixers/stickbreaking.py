@@ -110,16 +110,11 @@ class StickBreaking(Mixer):
 
     remainder: bool = False  # the unspent stick goes to the query's own value (Eq. 13)
     skip_below: float = 2.0**-12  # on a GPU, a tile of queries stops once all of them have less stick left; 0: exact
-    keys_per_group: int = (
-        4  # keys that share a logarithm in GPU kernels of bf16 and fp16: 4, or 16 (not run on a GPU yet)
-    )
 
     def check(self, model: ModelConfig) -> None:
         if not 0 <= self.skip_below < 1:
             bound = "0 or more" if self.skip_below < 0 else "less than 1"
             raise UserError(f"model.mixer.stickbreaking.skip_below must be {bound}, not {self.skip_below}")
-        if self.keys_per_group not in (4, 16):
-            raise UserError(f"model.mixer.stickbreaking.keys_per_group must be 4 or 16, not {self.keys_per_group}")
 
     def flops(self, width: int, keys: float) -> float:
         """As softmax: two products forward and four backward, each of 2 FLOPs per element."""
@@ -146,7 +141,7 @@ class StickBreaking(Mixer):
 
         past = layout.past
         if layout.ring is not None:
-            return ring_stickbreaking(q, k, v, layout, layer.groups, layer.scale, self.skip_below, self.keys_per_group)
+            return ring_stickbreaking(q, k, v, layout, layer.groups, layer.scale, self.skip_below)
         return stickbreaking_attention(
             q,
             k,
@@ -158,7 +153,6 @@ class StickBreaking(Mixer):
             q_offsets=None if past is None else past.offsets,
             scale=layer.scale,
             skip_below=self.skip_below,
-            keys_per_group=self.keys_per_group,
         )
 
     def look(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:

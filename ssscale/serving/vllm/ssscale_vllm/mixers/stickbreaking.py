@@ -29,7 +29,6 @@ class StickBreaking(Mixer):
 
     @classmethod
     def options(cls, keys: Keys) -> dict[str, Any]:
-        keys.skip("keys_per_group")  # chooses a GPU kernel in training
         skip_below = float(keys.take("skip_below", NUMBER))
         if not 0 <= skip_below < 1:
             raise ValueError(f"config.json: {keys.named('skip_below')}={skip_below:g} is not understood")
