@@ -47,7 +47,7 @@ def state_of(s: Segment) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def on_cpu(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copies. The reference runs on the CPU, where tests compare it with float64 and with the kernels under Triton's interpreter."""
+    """Copies. The reference runs on the CPU, as in the tests that compare it with the kernels under Triton's interpreter."""
     return [tensor.to("cpu", copy=True) for tensor in tensors]
 
 

@@ -39,7 +39,7 @@ def exact_and_bounds(
         correction1 = power1 * (step + POWER) / (1 - power1) + 1
         correction2 = power2 * (step + POWER) / (1 - power2) + 1
         relative = UNIT * (correction1 + correction2 / 2 + 9)
-        decayed = UNIT * (1 + 3 * decay) * w.abs()
+        decayed = UNIT * (2 + 3 * decay) * w.abs()  # w · (1 − lr · weight_decay), or w − (lr · weight_decay) · w
     else:
         off_m = UNIT * (new_m.abs() + rest1 * g)
         off_v = UNIT * (new_v + 2 * rest2 * g * g)
