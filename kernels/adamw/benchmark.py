@@ -69,11 +69,11 @@ def check(dtype: torch.dtype, offset: int) -> bool:
     optimizer.update(gradients, [SETTINGS], factor)
     ours, theirs, differ, apart = 0.0, 0.0, 0, 0
     for s, state, gradient in zip(held, before, gradients, strict=True):
-        old = tuple(on_cpu(state))
+        w, m, v = old = on_cpu(state)
+        given = (old, gradient.cpu(), SETTINGS, factor.cpu())
+        wanted = adamw_reference(w, m, v, *given[1:])
         fused_adamw(state, gradient.float() * factor, SETTINGS)
         found, torchs = on_cpu((s.master, s.exp_avg, s.exp_avg_sq)), on_cpu(state)
-        given = (old, gradient.cpu(), SETTINGS, factor.cpu())
-        wanted = adamw_reference(*old, *given[1:])
         differ += sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True))
         apart += sum(int((a != b).sum()) for a, b in zip(found, torchs, strict=True))
         ours = max(ours, share_of_bounds(found, *exact_and_bounds(*given)))
@@ -97,9 +97,9 @@ def check_far() -> bool:
         return True
     whole, gradient = segment(FAR)
     last = slice(FAR - 5000, FAR)
-    state = on_cpu(state_of(part(whole, last)))
+    w, m, v = on_cpu(state_of(part(whole, last)))
     factor = torch.full((), 0.5, device=DEVICE)
-    wanted = adamw_reference(*state, gradient[last].cpu(), SETTINGS, factor.cpu())
+    wanted = adamw_reference(w, m, v, gradient[last].cpu(), SETTINGS, factor.cpu())
     optimizer = FlatAdamW([whole])
     optimizer.update([gradient], [SETTINGS], factor)
     exact = sum(float(piece.double().square().sum()) for piece in gradient.split(2**28))
