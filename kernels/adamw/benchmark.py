@@ -1,20 +1,21 @@
 """Checks, then times, the optimizer step over flat buffers on one CUDA GPU:
 
-python -m ssscale_kernels.adamw.benchmark [--elements N] [--tilings]
+python -m ssscale_kernels.adamw.benchmark [--elements N] [--tilings] [--check]
 
 Prints a table of ms and TB/s beside torch's clipping, fused AdamW, copy and zeroing on the same flat buffers. --tilings also
-times other launch settings.
+times other launch settings. --check ends after the checks.
 """
 
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
 from functools import partial
 
 import torch
 from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, adamw_reference, clip_factor
+from ssscale_kernels.adamw.bounds import exact_and_bounds, share_of_bounds
 from ssscale_kernels.adamw.launch import Tiling, TritonPath
 from ssscale_kernels.adamw.torch_path import fused_adamw
 from torch import Tensor
@@ -45,16 +46,16 @@ def state_of(s: Segment) -> tuple[Tensor, Tensor, Tensor]:
     return s.master.clone(), s.exp_avg.clone(), s.exp_avg_sq.clone()
 
 
-def ulps(a: Tensor, b: Tensor, old: Tensor) -> float:
-    """The largest distance of a from b, in units in the last place of the larger one of a and of what it was before.
-
-    A moment may be much smaller than the two products whose sum it is. Its own last place would then say little.
-    """
-    return float(((a.double() - b.double()).abs() / torch.maximum(a.abs(), old.abs()).double()).max()) * 2**23
+def on_cpu(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies. The reference runs on the CPU, as in the tests that compare it with the kernels under Triton's interpreter."""
+    return [tensor.to("cpu", copy=True) for tensor in tensors]
 
 
 def check(dtype: torch.dtype, offset: int) -> bool:
-    """Compares kernels with the reference and with torch's fused AdamW. offset: elements by which segments miss 16 bytes."""
+    """Compares kernels with the reference bit by bit, and them and torch's fused AdamW with float64 (`bounds`).
+
+    offset: elements by which segments miss 16 bytes.
+    """
     made = [segment(n + offset, seed, counted=seed != 1) for seed, n in enumerate(SIZES)]
     held = [part(s, slice(offset, None)) for s, _ in made]
     gradients = [g.to(dtype)[offset:] for _, g in made]
@@ -66,19 +67,24 @@ def check(dtype: torch.dtype, offset: int) -> bool:
     optimizer.update(gradients, [SETTINGS], clip_factor(torch.full_like(total, torch.inf), 1.0)[1])
     same = all(torch.equal(s.master, state[0]) for s, state in zip(held, before, strict=True))
     optimizer.update(gradients, [SETTINGS], factor)
-    ours, theirs, different = 0.0, 0.0, 0
+    ours, theirs, differ, apart = 0.0, 0.0, 0, 0
     for s, state, gradient in zip(held, before, gradients, strict=True):
-        wanted = adamw_reference(*state, gradient, SETTINGS, factor)
-        old = [x.clone() for x in state]
+        w, m, v = old = on_cpu(state)
+        given = (old, gradient.cpu(), SETTINGS, factor.cpu())
+        wanted = adamw_reference(w, m, v, *given[1:])
         fused_adamw(state, gradient.float() * factor, SETTINGS)
-        for a, r, t, o in zip((s.master, s.exp_avg, s.exp_avg_sq), wanted, state, old, strict=True):
-            ours, theirs = max(ours, ulps(a, r, o)), max(theirs, ulps(a, t, o))
-            different += int((a != t).sum())
+        found, torchs = on_cpu((s.master, s.exp_avg, s.exp_avg_sq)), on_cpu(state)
+        differ += sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True))
+        apart += sum(int((a != b).sum()) for a, b in zip(found, torchs, strict=True))
+        ours = max(ours, share_of_bounds(found, *exact_and_bounds(*given)))
+        theirs = max(theirs, share_of_bounds(torchs, *exact_and_bounds(*given, single=True)))
         same &= torch.equal(s.rounded, s.master.bfloat16())
-    good = same and torch.equal(total, again) and abs(float(total) / exact - 1) < 1e-6 and ours <= 1 and theirs <= 4
+    good = same and torch.equal(total, again) and abs(float(total) / exact - 1) < 1e-6
+    good &= differ == 0 and ours <= 1 and theirs <= 1
     print(
-        f"# {dtype}, offset {offset}: {ours:.2f} ulp from the reference, {theirs:.2f} from torch's fused AdamW, which differs "
-        f"in {different:,} of {3 * sum(SIZES):,} values: {'good' if good else 'WRONG'}",
+        f"# {dtype}, offset {offset}: {differ:,} of {3 * sum(SIZES):,} values differ from the reference. Errors against "
+        f"float64: {ours:.2f} of the bound; torch's fused AdamW, which differs in {apart:,} values: {theirs:.2f} of its bound: "
+        f"{'good' if good else 'WRONG'}",
         flush=True,
     )
     return good
@@ -91,14 +97,14 @@ def check_far() -> bool:
         return True
     whole, gradient = segment(FAR)
     last = slice(FAR - 5000, FAR)
-    state = state_of(part(whole, last))
+    w, m, v = on_cpu(state_of(part(whole, last)))
     factor = torch.full((), 0.5, device=DEVICE)
-    wanted = adamw_reference(*state, gradient[last], SETTINGS, factor)
+    wanted = adamw_reference(w, m, v, gradient[last].cpu(), SETTINGS, factor.cpu())
     optimizer = FlatAdamW([whole])
     optimizer.update([gradient], [SETTINGS], factor)
     exact = sum(float(piece.double().square().sum()) for piece in gradient.split(2**28))
     good = (
-        ulps(whole.master[last], wanted[0], state[0]) <= 1
+        all(torch.equal(a, b) for a, b in zip(on_cpu(state_of(part(whole, last))), wanted, strict=True))
         and abs(float(optimizer.sum_of_squares([gradient])) / exact - 1) < 1e-6
     )
     print(f"# {FAR:,} elements: {'good' if good else 'WRONG'}", flush=True)
@@ -165,7 +171,7 @@ def measure(elements: int, tilings: bool) -> None:
     time_ours(split, {"fp32": wide, "bf16": narrow}, f"{len(split)} segments", FlatAdamW(split))
     if tilings:
         for chunk, block, num_warps in itertools.product((2048, 4096, 16384), (512, 1024, 2048), (4, 8)):
-            path = TritonPath(split, Tiling(chunk, block, block, num_warps))
+            path = TritonPath(split, Tiling(chunk, block, num_warps, chunk, block, num_warps))
             time_ours(split, {"fp32": wide, "bf16": narrow}, f"chunk {chunk}, block {block}, {num_warps} warps", path)
     time_torch(held, gradient)
 
@@ -174,11 +180,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=1_200_000_000, help="per buffer")
     parser.add_argument("--tilings", action="store_true", help="also time other launch settings")
+    parser.add_argument("--check", action="store_true", help="only check")
     options = parser.parse_args()
     found = [check(dtype, offset) for dtype in (torch.float32, torch.bfloat16) for offset in (0, 1)]
     if not (all(found) and check_far()):
         raise SystemExit(1)
-    measure(options.elements, options.tilings)
+    if not options.check:
+        measure(options.elements, options.tilings)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,36 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}  # of gradients
 
 
 class Tiling(NamedTuple):
-    """The launch settings: `chunk` elements per program, `block` or `squares_block` of them at a time."""
+    """The launch settings: `chunk` elements per program, `block` of them at a time. `squares_*` are those of the norm.
 
+    The defaults are the fastest of those measured on an H200 (README.md).
+    """
+
+    # At most four elements per thread: with eight, float32 and bf16 tensors would want different layouts, and every result
+    # would pass through shared memory.
     chunk: int = 4096
-    # Four elements per thread: 16 bytes of each float32 tensor, 8 of a bf16 one. With eight, float32 and bf16 tensors would
-    # want different layouts, and every result would pass through shared memory.
     block: int = 512
-    # Eight elements per thread: 16 bytes of a bf16 gradient.
-    squares_block: int = 1024
-    num_warps: int = 4
+    num_warps: int = 8
+    squares_chunk: int = 16384
+    squares_block: int = 1024  # eight elements per thread: 16 bytes of a bf16 gradient
+    squares_warps: int = 4
 
 
+class Chunks:
+    """How programs divide segments: `segment_of` [num_chunks] and `first_chunk` [segments], both int32 on `device`."""
+
+    def __init__(self, sizes: Tensor, chunk: int, device: torch.device) -> None:
+        """sizes: elements of each segment, int64 on the CPU. Raises ValueError if they need 2^31 programs or more."""
+        chunks = -(-sizes // chunk)
+        ends = chunks.cumsum(0)
+        self.chunk, self.num_chunks = chunk, int(ends[-1])
+        if self.num_chunks >= 2**31:
+            raise ValueError(f"{int(sizes.sum()):,} elements are too many for one launch")
+        self.first_chunk = (ends - chunks).to(device, torch.int32)
+        self.segment_of = torch.arange(len(sizes)).repeat_interleave(chunks).to(device, torch.int32)
+
+
+EXACT = {"enable_fp_fusion": False}  # of the update: a product and a sum are two roundings, as in `adamw_reference`
 TOTAL_WIDTH, TOTAL_WARPS = 4096, 16  # of the program that adds the sums of all chunks
 
 
@@ -38,11 +57,8 @@ class TritonPath:
         self.tiling = tiling or Tiling()
         self.device = segments[0].master.device
         sizes = torch.tensor([segment.master.numel() for segment in segments])
-        chunks = -(-sizes // self.tiling.chunk)
-        ends = chunks.cumsum(0)
-        self.num_segments, self.num_chunks = len(segments), int(ends[-1])
-        if self.num_chunks >= 2**31:
-            raise ValueError(f"{int(sizes.sum()):,} elements are too many for one launch")
+        self.chunks = Chunks(sizes, self.tiling.chunk, self.device)
+        self.squares_chunks = Chunks(sizes, self.tiling.squares_chunk, self.device)
         state = [[getattr(segment, name) for segment in segments] for name in Segment.TENSORS]
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in state]
         self.aligned = all(address % ALIGNMENT == 0 for row in addresses for address in row)
@@ -54,33 +70,36 @@ class TritonPath:
 
         self.addresses = table(addresses, torch.int64)
         self.sizes = table(sizes, torch.int64)
-        self.first_chunk = table(ends - chunks, torch.int32)
-        self.segment_of = table(torch.arange(len(segments)).repeat_interleave(chunks), torch.int32)
         self.group_of = table([segment.group for segment in segments], torch.int32)
         self.counted = table([segment.counted for segment in segments], torch.int32)
-        self.sums = torch.empty(self.num_chunks, dtype=torch.float32, device=self.device)
+        self.sums = torch.empty(self.squares_chunks.num_chunks, dtype=torch.float32, device=self.device)
         self.gradient_addresses: list[int] = []
         self.gradients = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def sum_of_squares(self, gradients: Sequence[Tensor]) -> Tensor:
         total = torch.empty((), dtype=torch.float32, device=self.device)
-        tables = (self.sizes, self.segment_of, self.first_chunk, self.counted)
-        options = self._options(gradients, self.tiling.squares_block)
-        squares_kernel[(self.num_chunks,)](self._gradients(gradients), *tables, self.sums, **options)
-        total_kernel[(1,)](self.sums, total, self.num_chunks, WIDTH=TOTAL_WIDTH, num_warps=TOTAL_WARPS)
+        chunks, tiling = self.squares_chunks, self.tiling
+        tables = (self.sizes, chunks.segment_of, chunks.first_chunk, self.counted)
+        options = self._options(gradients, tiling.squares_chunk, tiling.squares_block, tiling.squares_warps)
+        squares_kernel[(chunks.num_chunks,)](self._gradients(gradients), *tables, self.sums, **options)
+        total_kernel[(1,)](self.sums, total, chunks.num_chunks, WIDTH=TOTAL_WIDTH, num_warps=TOTAL_WARPS)
         return total
 
     def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor) -> None:
         values = upload(torch.tensor([constants(group) for group in settings], dtype=torch.float64), self.device)
-        tables = (self.sizes, self.segment_of, self.first_chunk, self.group_of)
-        update_kernel[(self.num_chunks,)](
+        chunks, tiling = self.chunks, self.tiling
+        update_kernel[(chunks.num_chunks,)](
             self.addresses,
             self._gradients(gradients),
-            *tables,
+            self.sizes,
+            chunks.segment_of,
+            chunks.first_chunk,
+            self.group_of,
             values,
             factor,
-            self.num_segments,
-            **self._options(gradients, self.tiling.block),
+            len(self.segments),
+            **self._options(gradients, tiling.chunk, tiling.block, tiling.num_warps),
+            **EXACT,
         )
 
     def _gradients(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -91,12 +110,12 @@ class TritonPath:
             self.gradient_addresses = addresses
         return self.gradients
 
-    def _options(self, gradients: Sequence[Tensor], block: int) -> dict[str, Any]:
+    def _options(self, gradients: Sequence[Tensor], chunk: int, block: int, num_warps: int) -> dict[str, Any]:
         aligned = self.aligned and all(gradient.data_ptr() % ALIGNMENT == 0 for gradient in gradients)
         return {
             "GRADIENT": TYPES[gradients[0].dtype],
             "ALIGNED": aligned,
-            "CHUNK": self.tiling.chunk,
+            "CHUNK": chunk,
             "BLOCK": block,
-            "num_warps": self.tiling.num_warps,
+            "num_warps": num_warps,
         }

@@ -33,5 +33,6 @@ def adamw_reference(
     m = (beta1 * exp_avg.double() + (1 - beta1) * g).to(dtype)
     v = (beta2 * exp_avg_sq.double() + (1 - beta2) * g * g).to(dtype)
     root = v.double().sqrt().to(dtype)  # torch's float32 square root on CPUs is off by one in the last place
-    denominator = ((root / correction).double() + eps).to(dtype)
+    # On a GPU, torch divides by a Python number by multiplying with its reciprocal, which is off in the last place.
+    denominator = ((root / root.new_full((), correction)).double() + eps).to(dtype)
     return w - step_size * m / denominator, m, v

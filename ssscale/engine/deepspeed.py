@@ -25,10 +25,9 @@ from ssscale.engine.deepspeed_patches import (
 )
 from ssscale.engine.exchange import Exchange, backward_order, in_order, kind
 from ssscale.engine.update import OnePassUpdate
-from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
-from ssscale.optim.base import settings_of
+from ssscale.optim.base import in_one_pass, settings_of
 from ssscale.parallel.groups import Groups, MegatronMPU
 from ssscale.parallel.megatron import split_dim
 from ssscale.train.estimate import overlap_bucket
@@ -121,10 +120,6 @@ class DeepSpeedEngine:
         self.names = [name for name, _ in model.named_parameters()]
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
         self.kind = config.optimizer.chosen
-        if self.kind.one_pass and next(model.parameters()).dtype != torch.bfloat16:
-            raise UserError(
-                f"optimizer.{self.kind.name}.one_pass needs bf16 weights, and the precision is fp32: set train.precision=bf16"
-            )
         overlap = config.parallel.overlap and groups.replica_size > 1
         bucket = overlap_bucket(groups.replica_size) if overlap else None
         self.optimizer = self.kind.make(parameter_groups(model, config, bucket))
@@ -134,7 +129,7 @@ class DeepSpeedEngine:
             summed = torch.bfloat16 if config.parallel.overlap_bf16 else torch.float32
             self.exchange = Exchange(buckets_of(self.engine.optimizer), model, groups, summed)
         self.update: OnePassUpdate | None = None
-        if self.kind.one_pass:
+        if in_one_pass(config, next(model.parameters()).dtype == torch.bfloat16):
             self.update = OnePassUpdate(self.engine.optimizer, self.kind, groups, config.optimizer.clip, self.exchange)
             self.update.set_accumulation(self.accumulation)
             replace_update(self.engine.optimizer, self.update)

@@ -1,4 +1,4 @@
-"""The update of DeepSpeed's BF16_Optimizer by `ssscale_kernels.adamw`: `optimizer.adamw.one_pass`.
+"""The update of DeepSpeed's BF16_Optimizer by `ssscale_kernels.adamw`: AdamW in bf16 under ZeRO stage 1 (`in_one_pass`).
 
 DeepSpeed creates the buffers, divides them over the ranks, reduces gradients and gathers weights. This file replaces what it
 does between: it keeps gradients until the step, computes their norm, and updates this rank's partition. The state stays

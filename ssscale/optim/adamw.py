@@ -30,7 +30,10 @@ class AdamW(Optimizer):
 
     betas: tuple[float, float] = (0.9, 0.95)  # β₁ and β₂
     eps: float = 1e-8  # ε
-    one_pass: bool = False  # clip, update and round weights to bf16 in one kernel; ZeRO stage 1 in bf16 only
+
+    @property
+    def one_pass(self) -> bool:
+        return type(self) is AdamW  # a subclass may make another torch optimizer
 
     def check(self, config: Config) -> None:
         super().check(config)
@@ -40,15 +43,6 @@ class AdamW(Optimizer):
                 raise UserError(f"optimizer.adamw.betas must be {bound}, not {beta}")
         if self.eps <= 0:
             raise UserError(f"optimizer.adamw.eps must be greater than 0, not {self.eps}")
-        if self.one_pass and config.parallel.zero_stage != 1:
-            raise UserError(
-                f"optimizer.adamw.one_pass needs parallel.zero_stage=1, not {config.parallel.zero_stage}: other stages keep "
-                "gradients elsewhere"
-            )
-        if self.one_pass and config.train.precision == "fp32":
-            raise UserError(
-                "optimizer.adamw.one_pass needs train.precision=bf16, not fp32: it also rounds weights to bf16"
-            )
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch

@@ -25,14 +25,12 @@ class Optimizer:
         checkpoints save them.
     momentum: the state that stays exactly 0 as long as no gradient has reached the weight.
     whole_matrices: whether an update needs the whole matrix, which ZeRO and tensor parallelism would divide.
-    one_pass: whether the engine updates weights by `ssscale_kernels.adamw` and not by `make`'s optimizer. For AdamW only.
     """
 
     name: ClassVar[str]
     states: ClassVar[tuple[str, ...]]
     momentum: ClassVar[str]
     whole_matrices: ClassVar[bool] = False
-    one_pass = False
 
     def check(self, config: Config) -> None:
         """Raises UserError if the options contradict each other or the parallel layout."""
@@ -59,9 +57,23 @@ class Optimizer:
         raise NotImplementedError
 
     @property
+    def one_pass(self) -> bool:
+        """Whether `ssscale_kernels.adamw` computes the same update. It then replaces `make`'s optimizer if `in_one_pass`."""
+        return False
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state per parameter, without the master weight."""
         return BYTES * len(self.states)
+
+
+def in_one_pass(config: Config, bf16: bool) -> bool:
+    """Whether `ssscale.engine.update` updates the weights; DeepSpeed's own step and the torch optimizer do otherwise.
+
+    bf16: whether the weights are bf16. The update also rounds its result to them. It works on the flat fp32 buffers of ZeRO
+    stage 1; other stages keep gradients elsewhere.
+    """
+    return bf16 and config.parallel.zero_stage == 1 and config.optimizer.chosen.one_pass
 
 
 def settings_of(name: str, dimensions: int, config: Config) -> dict[str, Any]:

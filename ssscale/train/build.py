@@ -12,6 +12,7 @@ from ssscale.config.schema import Compile, Config, ModelConfig, Precision
 from ssscale.data.stream import PackedData
 from ssscale.environment import stack_note
 from ssscale.model.decoder import Decoder, padded_vocab
+from ssscale.optim.base import in_one_pass
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import saved_config
@@ -105,6 +106,9 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         groups.data_size,
         torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
     )
+    one_pass = in_one_pass(config, dtype == torch.bfloat16)
+    how = "clipping, step and rounding to bf16 in one pass" if one_pass else "DeepSpeed's own step"
+    logger.info("optimizer %s: %s", config.optimizer.name, how)
     if entries is not None:
         log_vocabulary(config.model, entries)
     note = stack_note(groups.device)

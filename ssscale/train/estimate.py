@@ -11,6 +11,7 @@ from ssscale.config.schema import Auto, Compile, Config, Precision, Recompute
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.model.mixers.base import Sizes
+from ssscale.optim.base import in_one_pass
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 
@@ -85,8 +86,8 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     | 2 | w·N' | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
     | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
 
-    With `optimizer.adamw.one_pass`, a step of one microbatch keeps its gradients in bf16: w·N'. With `parallel.overlap`, only a
-    single rank does, as the exchange reduces fp32 buffers.
+    Where the update is one pass (`in_one_pass`), a step of one microbatch keeps its gradients in bf16: w·N'. With
+    `parallel.overlap`, only a single rank does, as the exchange reduces fp32 buffers.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -99,7 +100,7 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
     summed = 4 * n + width * largest
     single = train.microbatch_rows * (ranks // parallel.context) == train.batch_size
-    if config.optimizer.chosen.one_pass and single and (ranks == 1 or not parallel.overlap):
+    if in_one_pass(config, width == 2) and single and (ranks == 1 or not parallel.overlap):
         summed = width * n
     kept = config.optimizer.chosen.state_bytes
     tokens = train.microbatch_rows * config.data.length // parallel.context

@@ -42,6 +42,8 @@ HOP = Constant(15e-6, False, "s per node that a ring of ranks passes through: as
 OPTIMIZER = Constant(
     20e-12, True, "s per parameter and step: accumulation 1 beside 16, 1b and 3b (docs/results/training_speed.md)"
 )
+# OPTIMIZER, SPLIT and BUCKETS are of DeepSpeed's own step, with which RATES were measured. The update in one pass
+# (`ssscale.optim.base.in_one_pass`) should need less, but is counted the same until whole steps are measured.
 SPLIT = Constant(0.5, False, "share of OPTIMIZER that ZeRO divides: by the bytes that its kernels move")
 BUCKETS = Constant(8e-12, False, "s per parameter: DeepSpeed moves 32 bytes in and out of its buckets, at 4 TB/s")
 # Of blocks in pieces. Those that train.compile_exchanges compiles whole should need less, but are counted the same until

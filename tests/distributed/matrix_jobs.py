@@ -84,7 +84,6 @@ def make_engine(
     overlap: bool = False,
     dtype: torch.dtype = torch.float32,
     in_bf16: bool = False,
-    one_pass: bool = False,
 ) -> tuple[DeepSpeedEngine, Groups]:
     ulysses, ring = CONTEXT[layout.context]
     groups = regroup(layout.tensor, ulysses, ring)
@@ -92,7 +91,7 @@ def make_engine(
         model=MODELS[layout.core][layout.variant],
         data=DataConfig(length=LENGTH),
         # Above the rounding of gradients that are zero (that of p_1, say): Adam would make whole steps of it.
-        optimizer=replace(optimizer_config(eps=1e-6, one_pass=one_pass), clip=0.5),
+        optimizer=replace(optimizer_config(eps=1e-6), clip=0.5),
         train=TrainConfig(batch_size=ROWS, microbatch=ROWS // layout.accumulation // groups.data_size),
         parallel=ParallelConfig(
             tensor=layout.tensor,

@@ -113,7 +113,6 @@ def train(
     overlap: bool = True,
     bf16: bool = False,
     sums_bf16: bool = False,
-    one_pass: bool = False,
     steps: int = 4,
     first: int = 0,
     accumulations: Sequence[int] = (),
@@ -128,9 +127,7 @@ def train(
     unused: by step, the ranks on which a weight gets no gradient. nan: the step in which the last rank has a gradient of NaN.
     """
     with exchanging(way), patch.object(matrix_jobs, "DeepSpeedEngine", compile_first if compiled else DeepSpeedEngine):
-        engine, groups = make_engine(
-            layout, load, overlap, torch.bfloat16 if bf16 else torch.float32, sums_bf16, one_pass
-        )
+        engine, groups = make_engine(layout, load, overlap, torch.bfloat16 if bf16 else torch.float32, sums_bf16)
         reduce = engine.engine.allreduce_gradients
 
         def end_of_backward() -> None:

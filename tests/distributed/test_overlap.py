@@ -36,11 +36,6 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "dp4_sums_bf16": (layout(), {"sums_bf16": True, "accumulations": (2, 1, 1, 1)}),
     "dp2_tp2": (layout(tensor=2, sequence=True, variant=1), {"accumulations": (1, 2, 4, 1)}),
     "dp2_tp2_bf16_tied": (layout(tensor=2, core="stickbreaking", variant=1, accumulation=2), {"bf16": True}),
-    "dp4_one_pass": (layout(), {"bf16": True, "one_pass": True, "accumulations": (1, 2, 1, 2)}),
-    "dp2_tp2_one_pass": (
-        layout(tensor=2, accumulation=2),
-        {"bf16": True, "one_pass": True, "unused": {1: (0, 1)}, "nan": 2},
-    ),
     "dp2_ring2": (layout(context="ring2", core="softmax", recompute="full"), {}),
     "ulysses2_tp2": (layout(tensor=2, context="ulysses2", core="stickbreaking", recompute="selective"), {"steps": 3}),
     "dp4_unused": (layout(accumulation=2), {"unused": {0: (0,), 1: (0, 1, 2, 3)}, "steps": 3}),

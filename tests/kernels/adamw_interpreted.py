@@ -7,10 +7,11 @@ import json
 
 import torch
 from ssscale_kernels.adamw import Segment, Settings, adamw_reference, clip_factor
+from ssscale_kernels.adamw.bounds import exact_and_bounds, share_of_bounds
 from ssscale_kernels.adamw.launch import Tiling, TritonPath
 
 TILING = Tiling(
-    chunk=64, block=32, squares_block=16, num_warps=1
+    chunk=64, block=32, num_warps=1, squares_chunk=32, squares_block=16, squares_warps=1
 )  # several chunks per segment, several blocks per chunk
 GUARD = 7  # elements before and after each segment, which must keep their value
 SETTINGS = (
@@ -85,6 +86,7 @@ def run(name):
     assert all(torch.equal(a, b) or name == "nan" for a, b in zip(kept, gradients)), "the gradient was changed"
     result = {"skipped": bool(factor.isnan()), "factor": factor.item()}
     result["norm_error"] = (abs(norm.item() / counted.norm().item() - 1)) if norm.isfinite() else 0.0
+    result |= {"share_of_bounds": 0.0, "torch_share": 0.0}
     result["same_bits"], result["error"], result["torch_error"] = True, 0.0, 0.0
     for segment, (*state, old), gradient in zip(segments, before, gradients):
         settings = SETTINGS[segment.group]
@@ -97,8 +99,10 @@ def run(name):
         # The interpreter cuts the last bits off where a GPU rounds.
         cut = (segment.master.view(torch.int32) & -65536).view(torch.float32).bfloat16()
         result["same_bits"] &= torch.equal(segment.rounded, cut)
-        exact = adamw_reference(*(x.double() for x in state), gradient, settings, factor.double())
         theirs = with_torch(state, gradient, settings, factor)
+        for key, results, single in (("share_of_bounds", ours, False), ("torch_share", theirs, True)):
+            exact, bounds = exact_and_bounds(state, gradient, settings, factor, single)
+            result[key] = max(result[key], share_of_bounds(results, exact, bounds))
         for a, t, e in zip(ours, theirs, exact):
             scale = e.abs().clamp(min=1e-30) * 2**-24
             result["error"] = max(result["error"], ((a.double() - e).abs() / scale).max().item())
@@ -113,7 +117,8 @@ def run_far(dtype):
     segment = Segment(*(memory[key].inside for key in Segment.TENSORS))
     state = [x.clone() for x in (segment.master, segment.exp_avg, segment.exp_avg_sq)]
     path, far = TritonPath([segment], TILING), 2**31
-    path.first_chunk -= far // TILING.chunk
+    path.chunks.first_chunk -= far // TILING.chunk
+    path.squares_chunks.first_chunk -= far // TILING.squares_chunk
     path.sizes += far
     path.addresses -= far * torch.tensor([[4], [4], [4], [2]])
     table = path._gradients([gradient])

@@ -1,54 +1,65 @@
-"""Jobs for the worker pool: train with and without `optimizer.adamw.one_pass`, and return the whole state of each rank."""
+"""Jobs for the worker pool: train with the update in one pass, with DeepSpeed's own and with plain torch.
 
+Each returns the whole state of each rank."""
+
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
-from ssscale.errors import UserError
-from ssscale.model.decoder import Decoder
+from ssscale.model.decoder import IGNORE, Decoder
 from ssscale.model.init import initialize_weights
+from ssscale.optim.adamw import AdamW
+from ssscale.optim.base import settings_of
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint
-from tests.distributed.jobs import LENGTH, ROWS, regroup, train_step
+from tests.distributed.jobs import LENGTH, ROWS, make_batch, regroup, train_step
 
 TRAIN = "tests.train.update_jobs:train"
-REFUSAL = "tests.train.update_jobs:refusal"
+PLAIN = "tests.train.update_jobs:plain"
+REPLACED = "tests.train.update_jobs:replaced"
+LR = 0.01
 
 
-def make(
-    model: ModelConfig, one_pass: bool, tensor: int, clip: float, load: str | None, bf16: bool = True
-) -> tuple[DeepSpeedEngine, Groups]:
-    groups = regroup(tensor)
-    config = Config(
+def configured(model: ModelConfig, tensor: int, clip: float, stage: int = 1) -> Config:
+    return Config(
         model=model,
         data=DataConfig(length=LENGTH),
         # Matrices and vectors differ in learning rate and in weight decay.
-        optimizer=replace(optimizer_config("adamw", one_pass=one_pass), clip=clip, vector_lr_multiplier=3.0),
+        optimizer=replace(optimizer_config("adamw"), clip=clip, vector_lr_multiplier=3.0),
         train=TrainConfig(batch_size=ROWS, microbatch=1),
-        parallel=ParallelConfig(tensor=tensor, sequence=tensor > 1),
+        parallel=ParallelConfig(tensor=tensor, sequence=tensor > 1, zero_stage=stage),
     )
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    decoder = Decoder(model, groups, LENGTH, sequence_parallel=tensor > 1, dtype=dtype)
-    if load is None:
-        initialize_weights(decoder, model, groups, seed=3)
-        return DeepSpeedEngine(decoder, config, groups), groups
-    reader = CheckpointReader(list_checkpoints(Path(load))[-1])
-    load_weights(reader, decoder, groups)
-    engine = DeepSpeedEngine(decoder, config, groups)
+
+
+def make(
+    model: ModelConfig, one_pass: bool, tensor: int, clip: float, load: str | None
+) -> tuple[DeepSpeedEngine, Groups]:
+    """one_pass: False for DeepSpeed's own step."""
+    groups, config = regroup(tensor), configured(model, tensor, clip)
+    decoder = Decoder(model, groups, LENGTH, sequence_parallel=tensor > 1, dtype=torch.bfloat16)
+    with nullcontext() if one_pass else patch.object(AdamW, "one_pass", False):
+        if load is None:
+            initialize_weights(decoder, model, groups, seed=3)
+            return DeepSpeedEngine(decoder, config, groups), groups
+        reader = CheckpointReader(list_checkpoints(Path(load))[-1])
+        load_weights(reader, decoder, groups)
+        engine = DeepSpeedEngine(decoder, config, groups)
     load_training_state(reader, engine, groups)
     return engine, groups
 
 
 def train(
     model: ModelConfig,
-    one_pass: bool,
     microbatches: tuple[int, ...],
+    one_pass: bool = True,
     tensor: int = 1,
     clip: float = 0.5,
     broken: int | None = None,
@@ -70,7 +81,7 @@ def train(
     if fp32_reduction:
         engine.engine.communication_data_type = torch.float32
     if again:
-        train_step(engine, groups, 0, 1, 0.01)
+        train_step(engine, groups, 0, 1, LR)
         assert load is not None
         reader = CheckpointReader(list_checkpoints(Path(load))[-1])
         load_weights(reader, engine.module, groups)
@@ -83,7 +94,7 @@ def train(
             weights[unused].requires_grad_(False)
         factor = torch.nan if step == broken and groups.rank == groups.world_size - 1 else 1.0
         handle = weights["norm.weight"].register_hook(lambda gradient, factor=factor: gradient * factor)
-        results.append(train_step(engine, groups, step, microbatch, 0.01))
+        results.append(train_step(engine, groups, step, microbatch, LR))
         handle.remove()
         buffers = engine.engine.optimizer.fp32_groups_gradients_flat
         sums.append(sum(buffer.untyped_storage().nbytes() for buffer in buffers))
@@ -100,10 +111,51 @@ def train(
     }
 
 
-def refusal(model: ModelConfig) -> str:
-    """The sentence for weights in fp32."""
-    try:
-        make(model, True, 1, 1.0, None, bf16=False)
-    except UserError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def plain(model: ModelConfig, microbatches: tuple[int, ...], clip: float = 0.5) -> dict[str, Any]:
+    """The same training by a loop of plain torch: bf16 weights, fp32 masters and sums, torch's clipping and AdamW."""
+    groups, config = regroup(1), configured(model, 1, clip)
+    decoder = Decoder(model, groups, LENGTH, dtype=torch.bfloat16)
+    initialize_weights(decoder, model, groups, seed=3)
+    weights = dict(decoder.named_parameters())
+    masters = {name: weight.detach().float().requires_grad_() for name, weight in weights.items()}
+    settings = [settings_of(name, weight.dim(), config) for name, weight in weights.items()]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [master], "lr": LR * s["lr_scale"], "weight_decay": s["weight_decay"]}
+            for master, s in zip(masters.values(), settings, strict=True)
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        foreach=False,
+        fused=False,
+    )
+    losses, norms = [], []
+    for step, microbatch in enumerate(microbatches):
+        rows = [step * ROWS + i for i in range(ROWS)]
+        num_targets = int((make_batch(rows)[2] != IGNORE).sum())
+        total = torch.zeros(())
+        for first in range(0, ROWS, microbatch):
+            tokens, layout, labels = make_batch(rows[first : first + microbatch])
+            found = decoder(tokens, layout, labels)
+            (found.sum() / num_targets).backward()
+            total += found.detach().sum()
+            for name, weight in weights.items():
+                given = weight.grad.float()
+                masters[name].grad = given if masters[name].grad is None else masters[name].grad + given
+                weight.grad = None
+        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, weight in weights.items():
+            weight.data.copy_(masters[name])
+        losses.append(total.item() / num_targets)
+    return {"losses": losses, "norms": norms, "state": {name: master.detach() for name, master in masters.items()}}
+
+
+def replaced(model: ModelConfig, stage: int, bf16: bool) -> bool:
+    """Whether an engine updates weights in one pass."""
+    groups = regroup(1)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    decoder = Decoder(model, groups, LENGTH, dtype=dtype)
+    initialize_weights(decoder, model, groups, seed=3)
+    return DeepSpeedEngine(decoder, configured(model, 1, 1.0, stage), groups).update is not None
