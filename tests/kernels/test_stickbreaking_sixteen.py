@@ -42,6 +42,8 @@ def test_matches_float64(interpreted, case):
         assert not any(map(any, exact))
 
 
+import os
+TMA = os.environ.get("TMA", "1") == "1"
 TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")
 INTEGERS = ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "maxima_ptr", "rest_max_ptr")
 SCALED = {
@@ -51,7 +53,10 @@ SCALED = {
 }
 
 
-def argument_type(name, operands, which):
+def argument_type(name, operands, which, head_dim):
+    if name.endswith("_descriptor"):
+        pointer = argument_type(name.replace("_descriptor", "_ptr"), operands, which, head_dim)
+        return f"tensordesc<{pointer[1:]}[1, 8, 4, 2, {head_dim}]>"
     if name in INTEGERS:
         return "*i32"
     if name in TENSORS:
@@ -91,7 +96,10 @@ def compiled(which: str, config: Config, head_dim: int, operands: str) -> Compil
     if not scaled:
         constants["maxima_ptr"] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = {name: argument_type(name, operands, which) for name in kernel.arg_names if name not in constants}
+    if constants["H"] != constants["BH"] or not TMA:
+        constants |= {"k_descriptor": None, "v_descriptor": None}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = {name: argument_type(name, operands, which, head_dim) for name in kernel.arg_names if name not in constants}
     return compile_for_hopper(kernel, types, constants, **launch(config))
 
 

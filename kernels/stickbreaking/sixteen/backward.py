@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import half
 from ..backward import SCRATCH_BYTES_PER_ROW, BackwardConfig
 from ..forward import GROUP_BYTES, Config, head_group, hoists, last_contiguous, launch
+from .descriptors import descriptors
 from .dkv import dkv_kernel
 from .dq import dq_kernel
 from .forward import LOG2_E, constants
@@ -138,10 +139,10 @@ def _launch_dq(
     constants: dict[str, Any], options: dict[str, int | None],
 ) -> None:  # fmt: skip
     """Runs phase one on the row blocks first … last − 1."""
-    q, k, v, grad_o, *_, block_stop = tensors
+    q, k, v, grad_o, *others, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
     dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * q.shape[1],)](
-        *tensors, scratch.carry, scratch.behind, *layout,
+        q, k, v, *descriptors(k, v), grad_o, *others, block_stop, scratch.carry, scratch.behind, *layout,
         q.shape[0], k.shape[0], q.shape[1], heads, num_sequences, first, last, block_stop.shape[1], scratch.num_tiles,
         scratch.carry.shape[2], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
         **constants, **options,

@@ -48,6 +48,12 @@ def load_tile(pointers, key, num_keys, dims, MASKED: tl.constexpr, H: tl.constex
 
 
 @triton.jit
+def load_described(descriptor, first, column, H: tl.constexpr):
+    """Loads a whole tile [64, H] of K or V through TMA, whose strides put the keys in order (descriptors.py)."""
+    return tl.reshape(descriptor.load([first, 0, 0, 0, column]), (KEYS, H))
+
+
+@triton.jit
 def first_granule(cu_q_ptr, sequence):
     return tl.load(cu_q_ptr + sequence).to(tl.int32) // common.STOP_ROWS + sequence
 

@@ -35,7 +35,7 @@ def _dkv_run(
         behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
         z = tl.dot(q, tl.trans(k)) * logit_scale
         position = tl.minimum(offset + first_row + row, num_keys)
-        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
+        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
         p = tile.factors(w, after, carry[:, None] - nearer, EXACT)
         a = tile.weigh(t_, p, EXACT)

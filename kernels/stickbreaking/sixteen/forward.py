@@ -14,6 +14,7 @@ from .. import tile as common
 from ..forward import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
 from ..kept import aux_shapes
 from . import blocks, tile
+from .descriptors import descriptors
 
 LOG2_E = 1.4426950408889634
 UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that need the exact algebra
@@ -28,8 +29,8 @@ def forward_config(head_dim: int) -> Config:
 
 @triton.jit
 def walk_tiles(
-    state, q, k_ptr, v_ptr, sk_t, sv_t, first, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
+    state, q, k_ptr, v_ptr, sk_t, sv_t, described, first, count, position, num_keys, logit_scale, floor, maxima_ptr,
+    sequence, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
     ENTER_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Processes `count` tiles from tile `first` on, toward lower indices.
@@ -43,18 +44,22 @@ def walk_tiles(
     k_offsets = column_key[:, None] * sk_t + dims[None, :]
     v_offsets = column_key[:, None] * sv_t + dims[None, :]
     step64 = tl.full([], tile.KEYS, tl.int64)
-    for step in tl.range(count, num_stages=1 if EXACT else None):
+    for step in tl.range(count, num_stages=1 if MASKED else None):
         t = first - step
         alive = carry > floor
         row_carry = tl.where(alive, carry, row_carry)
         row_tile = tl.where(alive, t, row_tile)
         key = t * tile.KEYS + column_key
-        k = blocks.load_tile(k_ptr + t * (step64 * sk_t) + k_offsets, key, num_keys, dims, EXACT, H, BH)
-        v = blocks.load_tile(v_ptr + t * (step64 * sv_t) + v_offsets, key, num_keys, dims, EXACT, H, BH)
+        if MASKED or described[0] is None:
+            k = blocks.load_tile(k_ptr + t * (step64 * sk_t) + k_offsets, key, num_keys, dims, MASKED, H, BH)
+            v = blocks.load_tile(v_ptr + t * (step64 * sv_t) + v_offsets, key, num_keys, dims, MASKED, H, BH)
+        else:
+            k = blocks.load_described(described[0], described[2] + t * tile.KEYS, described[3], H)
+            v = blocks.load_described(described[1], described[2] + t * tile.KEYS, described[3], H)
         if ENTER_K:
             half.enter(maxima_ptr, sequence, half.K, k)
         z = tl.dot(q, tl.trans(k)) * logit_scale
-        _, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
+        _, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
         worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
         nearer, total = tile.lane_sums(spent, True)
         rest = carry - nearer
@@ -83,8 +88,8 @@ def fullest_stick(carry, worst, EXACT: tl.constexpr):
 
 @triton.jit
 def walk_rows(
-    entering, q, k_ptr, v_ptr, sk_t, sv_t, position, whole, seen, num_keys, logit_scale, threshold, first_chunk, chunk,
-    maxima_ptr, sequence, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    entering, q, k_ptr, v_ptr, sk_t, sv_t, described, position, whole, seen, num_keys, logit_scale, threshold, first_chunk,
+    chunk, maxima_ptr, sequence, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Walks the tiles of one row block. Returns the state of `walk_tiles`, the last tile that was visited, and whether
@@ -100,16 +105,16 @@ def walk_rows(
     fullest = tl.max(entering, 0)
     if not EXACT:
         state = walk_tiles(
-            state, q, k_ptr, v_ptr, sk_t, sv_t, t, seen - whole, position, num_keys, logit_scale, floor, maxima_ptr,
-            sequence, True, ROWS, H, BH, HALF, ENTER_K, PARTS,
+            state, q, k_ptr, v_ptr, sk_t, sv_t, described, t, seen - whole, position, num_keys, logit_scale, floor,
+            maxima_ptr, sequence, True, False, ROWS, H, BH, HALF, ENTER_K, PARTS,
         )  # fmt: skip
         t = whole - 1
         fullest = fullest_stick(state[1], state[4], False)
     while (t >= 0) & (fullest >= threshold) & (fullest < UNSPENT):
         count = tl.minimum(t + 1, ahead)
         state = walk_tiles(
-            state, q, k_ptr, v_ptr, sk_t, sv_t, t, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
-            EXACT, ROWS, H, BH, HALF, False, PARTS,
+            state, q, k_ptr, v_ptr, sk_t, sv_t, described, t, count, position, num_keys, logit_scale, floor, maxima_ptr,
+            sequence, EXACT, EXACT, ROWS, H, BH, HALF, False, PARTS,
         )  # fmt: skip
         t -= count
         left = fullest_stick(state[1], state[4], EXACT)
@@ -143,7 +148,7 @@ def save_rows(
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
+    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
     cu_k_ptr, offset_ptr, maxima_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
@@ -183,7 +188,7 @@ def forward_kernel(
         scale *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
     walk = (
         entering, q, k_ptr + (first_key * sk_t + kv_head * sk_n), v_ptr + (first_key * sv_t + kv_head * sv_n), sk_t, sv_t,
-        position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk, maxima_ptr, sequence,
+        (k_descriptor, v_descriptor, k_start, kv_head * H), position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk, maxima_ptr, sequence,
     )  # fmt: skip
     save = (
         o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
@@ -242,7 +247,7 @@ def forward(
         v = half.values(maxima, k, v, cu_k, not diagonal)
     num_slots = num_tokens // config.row_block + num_sequences
     forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
-        q, k, v, o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry, row_tile, block_stop,
+        q, k, v, *descriptors(k, v), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry, row_tile, block_stop,
         cu_q, cu_k, q_offsets, maxima if convert else None,
         num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
