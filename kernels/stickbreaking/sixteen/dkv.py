@@ -39,9 +39,10 @@ def _dkv_run(
         nearer, _ = tile.lane_sums(spent, True)
         p = tile.factors(w, after, carry[:, None] - nearer, EXACT)
         a = tile.weigh(t_, p, EXACT)
+        # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed.
+        da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
         dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
         beta = tile.betas(u, t_, w, EXACT)
-        da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
         dz, _ = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, LEAN), beta, tile.per_row(behind))
         dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
     return dk, dv
