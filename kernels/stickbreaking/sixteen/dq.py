@@ -14,7 +14,7 @@ from . import blocks, scales, tile
 
 @triton.jit
 def _dq_tiles(
-    state, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, described, carry_ptr, behind_ptr, scratch_step, first, last, position,
+    state, row_tile, q, do, source, carry_ptr, behind_ptr, scratch_step, first, last, position,
     num_keys, logit_scale, shift, dz_shift, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -25,16 +25,8 @@ def _dq_tiles(
     lane = tile.lanes(carry)
     local = tile.per_row(tl.arange(0, ROWS))
     for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=not HOIST):
-        if MASKED or described[0] is None:
-            key = common.each_round(column_key, t, H)
-            first_key = tl.full([], tile.KEYS, tl.int64) * t
-            k_tile = k_ptr + first_key * sk_t + (key[:, None] * sk_t + dims[None, :])
-            v_tile = v_ptr + first_key * sv_t + (key[:, None] * sv_t + dims[None, :])
-            k = blocks.load_tile(k_tile, key + t * tile.KEYS, num_keys, dims, MASKED, H, BH)
-            v = blocks.load_tile(v_tile, key + t * tile.KEYS, num_keys, dims, MASKED, H, BH)
-        else:
-            k = blocks.load_described(described[0], described[2] + t * tile.KEYS, described[3], H)
-            v = blocks.load_described(described[1], described[2] + t * tile.KEYS, described[3], H)
+        key = common.each_round(column_key, t, H)
+        k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, H, BH)
         z = tl.dot(q, tl.trans(k)) * logit_scale
         u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
         nearer, total = tile.lane_sums(spent, True)
@@ -114,11 +106,10 @@ def dq_kernel(
         behind *= tl.exp2(dz_shift)
     scratch_step = tl.full([], 1, tl.int64) * scratch_rows
     scratch = scratch_step * head * num_tiles + slice_slot * ROWS
-    k_ptr += k_start.to(tl.int64) * sk_t + head // KV_GROUP * sk_n
-    v_ptr += k_start.to(tl.int64) * sv_t + head // KV_GROUP * sv_n
+    source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
     rows = (
-        tile.per_row(row_tile), q, do, k_ptr, v_ptr, sk_t, sv_t, (k_descriptor, v_descriptor, k_start, head // KV_GROUP * H), carry_ptr + scratch, behind_ptr + scratch, scratch_step,
+        tile.per_row(row_tile), q, do, source, carry_ptr + scratch, behind_ptr + scratch, scratch_step,
     )  # fmt: skip
     keys = (position, k_len, logit_scale, shift, dz_shift)
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))

@@ -29,8 +29,8 @@ def forward_config(head_dim: int) -> Config:
 
 @triton.jit
 def walk_tiles(
-    state, q, k_ptr, v_ptr, sk_t, sv_t, described, first, count, position, num_keys, logit_scale, floor, maxima_ptr,
-    sequence, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
+    state, q, source, first, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
+     MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
     ENTER_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Processes `count` tiles from tile `first` on, toward lower indices.
@@ -41,21 +41,12 @@ def walk_tiles(
     acc, carry, row_carry, row_tile, worst = state
     column_key = tile.key_of_column()
     dims = tl.arange(0, BH)
-    k_offsets = column_key[:, None] * sk_t + dims[None, :]
-    v_offsets = column_key[:, None] * sv_t + dims[None, :]
-    step64 = tl.full([], tile.KEYS, tl.int64)
     for step in tl.range(count, num_stages=1 if MASKED else None):
         t = first - step
         alive = carry > floor
         row_carry = tl.where(alive, carry, row_carry)
         row_tile = tl.where(alive, t, row_tile)
-        key = t * tile.KEYS + column_key
-        if MASKED or described[0] is None:
-            k = blocks.load_tile(k_ptr + t * (step64 * sk_t) + k_offsets, key, num_keys, dims, MASKED, H, BH)
-            v = blocks.load_tile(v_ptr + t * (step64 * sv_t) + v_offsets, key, num_keys, dims, MASKED, H, BH)
-        else:
-            k = blocks.load_described(described[0], described[2] + t * tile.KEYS, described[3], H)
-            v = blocks.load_described(described[1], described[2] + t * tile.KEYS, described[3], H)
+        k, v = blocks.load_tiles(source, t, column_key, num_keys, dims, MASKED, H, BH)
         if ENTER_K:
             half.enter(maxima_ptr, sequence, half.K, k)
         z = tl.dot(q, tl.trans(k)) * logit_scale
@@ -88,7 +79,7 @@ def fullest_stick(carry, worst, EXACT: tl.constexpr):
 
 @triton.jit
 def walk_rows(
-    entering, q, k_ptr, v_ptr, sk_t, sv_t, described, position, whole, seen, num_keys, logit_scale, threshold, first_chunk,
+    entering, q, source, position, whole, seen, num_keys, logit_scale, threshold, first_chunk,
     chunk, maxima_ptr, sequence, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +96,7 @@ def walk_rows(
     fullest = tl.max(entering, 0)
     if not EXACT:
         state = walk_tiles(
-            state, q, k_ptr, v_ptr, sk_t, sv_t, described, t, seen - whole, position, num_keys, logit_scale, floor,
+            state, q, source, t, seen - whole, position, num_keys, logit_scale, floor,
             maxima_ptr, sequence, True, False, ROWS, H, BH, HALF, ENTER_K, PARTS,
         )  # fmt: skip
         t = whole - 1
@@ -113,7 +104,7 @@ def walk_rows(
     while (t >= 0) & (fullest >= threshold) & (fullest < UNSPENT):
         count = tl.minimum(t + 1, ahead)
         state = walk_tiles(
-            state, q, k_ptr, v_ptr, sk_t, sv_t, described, t, count, position, num_keys, logit_scale, floor, maxima_ptr,
+            state, q, source, t, count, position, num_keys, logit_scale, floor, maxima_ptr,
             sequence, EXACT, EXACT, ROWS, H, BH, HALF, False, PARTS,
         )  # fmt: skip
         t -= count
@@ -180,15 +171,13 @@ def forward_kernel(
         entering = tl.load(log_rest_in_ptr + token * num_heads + head, mask=row_ok, other=0.0).to(tl.float32)
     # Rows after the sequence's end must not delay the exit.
     entering = tl.where(row_ok, entering * common.LOG2_E, -1e30)
-    first_key = k_start.to(tl.int64)
-    kv_head = head // KV_GROUP
+    source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
     scale = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), 1.0)
     if HALF:
         scale *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
     walk = (
-        entering, q, k_ptr + (first_key * sk_t + kv_head * sk_n), v_ptr + (first_key * sv_t + kv_head * sv_n), sk_t, sv_t,
-        (k_descriptor, v_descriptor, k_start, kv_head * H), position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk, maxima_ptr, sequence,
+        entering, q, source, position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk, maxima_ptr, sequence,
     )  # fmt: skip
     save = (
         o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
