@@ -52,8 +52,7 @@ class _Scratch(NamedTuple):
     slice_slots: int  # row blocks of phase one per slice
     num_key_slots: int
     max_blocks: int  # row blocks of phase two per sequence and slice, a power of two
-    carry: Tensor
-    behind: Tensor
+    sums: Tensor  # [N, tiles, 2, rows]: the carry, and Σ g over farther keys
     live: Tensor
 
 
@@ -65,11 +64,11 @@ def _scratch(
     num_tiles = triton.cdiv(max(1, min(max_keys, num_keys)), 64)
     num_slots = num_tokens // rows + num_sequences
     slice_slots = min(num_slots, max(1, num_slots * per_row // (8 * num_tiles)))
-    carry, behind = q.new_empty((2, num_heads, num_tiles, slice_slots * rows), dtype=torch.float32)
+    sums = q.new_empty((num_heads, num_tiles, 2, slice_slots * rows), dtype=torch.float32)
     num_key_slots = num_keys // 64 + num_sequences
     max_blocks = triton.next_power_of_2(triton.cdiv(min(slice_slots * rows, max(1, max_queries)), dkv_rows))
     live = q.new_empty((num_heads, num_key_slots, max_blocks + 2), dtype=torch.int32)
-    return _Scratch(num_tiles, num_slots, slice_slots, num_key_slots, max_blocks, carry, behind, live)
+    return _Scratch(num_tiles, num_slots, slice_slots, num_key_slots, max_blocks, sums, live)
 
 
 def backward(
@@ -142,9 +141,9 @@ def _launch_dq(
     q, k, v, grad_o, *others, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
     dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * q.shape[1],)](
-        q, k, v, *descriptors(k, v), grad_o, *others, block_stop, scratch.carry, scratch.behind, *layout,
+        q, k, v, *descriptors(k, v), grad_o, *others, block_stop, scratch.sums, *layout,
         q.shape[0], k.shape[0], q.shape[1], heads, num_sequences, first, last, block_stop.shape[1], scratch.num_tiles,
-        scratch.carry.shape[2], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
+        scratch.sums.shape[3], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
         **constants, **options,
     )  # fmt: skip
 
@@ -157,8 +156,8 @@ def _launch_dkv(
     q, k, v, grad_o, _, _, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
     dkv_kernel[(triton.cdiv(scratch.num_key_slots, num_sequences) * num_sequences * k.shape[1],)](
-        *tensors, scratch.carry, scratch.behind, scratch.live, *layout,
+        *tensors, scratch.sums, scratch.live, *layout,
         q.shape[0], k.shape[0], k.shape[1], heads, num_sequences, first, last, scratch.num_key_slots, block_stop.shape[1],
-        scratch.num_tiles, scratch.carry.shape[2], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
+        scratch.num_tiles, scratch.sums.shape[3], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
         MAX_BLOCKS=scratch.max_blocks, **constants, **options,
     )  # fmt: skip

@@ -69,7 +69,7 @@ def _row_blocks(
 
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, scratch_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
     offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
@@ -112,11 +112,12 @@ def dkv_kernel(
     base = row_first // ROWS
     first_head = kv_head * KV_GROUP
     first64 = (q_start + base * ROWS).to(tl.int64)
-    scratch_head = tl.full([], 1, tl.int64) * num_tiles * scratch_rows
-    scratch = first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (scratch_row + base * ROWS)
+    scratch_step = tl.full([], 2, tl.int64) * scratch_rows
+    scratch_head = scratch_step * num_tiles
+    scratch_ptr += first_head * scratch_head + t * scratch_step + (scratch_row + base * ROWS)
     rows = (
         k, v, q_ptr + (first64 * sq_t + first_head * sq_n), do_ptr + (first64 * so_t + first_head * so_n), sq_t, sq_n, so_t,
-        so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head,
+        so_n, scratch_ptr, scratch_ptr + scratch_rows, scratch_head,
     )  # fmt: skip
     keys = (t, offset + base * ROWS, q_len - base * ROWS, k_len, logit_scale)
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))

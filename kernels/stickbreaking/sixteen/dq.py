@@ -14,7 +14,7 @@ from . import blocks, scales, tile
 
 @triton.jit
 def _dq_tiles(
-    state, row_tile, q, do, source, carry_ptr, behind_ptr, scratch_step, first, last, position,
+    state, row_tile, q, do, source, scratch_ptr, scratch_rows, first, last, position,
     num_keys, logit_scale, shift, dz_shift, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -34,9 +34,9 @@ def _dq_tiles(
         entering = tl.where(t < row_tile, -1e30, carry)
         if HALF:
             entering += shift
-        scratch = t * scratch_step + local
-        tl.store(carry_ptr + scratch, entering, mask=lane == 0)
-        tl.store(behind_ptr + scratch, behind, mask=lane == 0)
+        scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + local
+        tl.store(scratch, entering, mask=lane == 0)
+        tl.store(scratch + scratch_rows, behind, mask=lane == 0)
         if HALF:
             entering += dz_shift - shift
         p = tile.factors(w, after, entering - nearer, EXACT)
@@ -62,7 +62,7 @@ def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift):
 @triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr,
-    block_stop_ptr, carry_ptr, behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
+    block_stop_ptr, scratch_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
@@ -104,12 +104,11 @@ def dq_kernel(
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
         behind *= tl.exp2(dz_shift)
-    scratch_step = tl.full([], 1, tl.int64) * scratch_rows
-    scratch = scratch_step * head * num_tiles + slice_slot * ROWS
+    scratch_ptr += tl.full([], 2, tl.int64) * scratch_rows * num_tiles * head + slice_slot * ROWS
     source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
     rows = (
-        tile.per_row(row_tile), q, do, source, carry_ptr + scratch, behind_ptr + scratch, scratch_step,
+        tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows,
     )  # fmt: skip
     keys = (position, k_len, logit_scale, shift, dz_shift)
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))

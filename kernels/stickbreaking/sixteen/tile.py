@@ -108,13 +108,14 @@ def lane_sums(x, NEARER: tl.constexpr):
     pair = x + neighbour
     other_pair = exchange(pair, 2)
     lane = lanes(x)
+    # Loops keep these in registers, so that both directions share them.
+    neighbour_is_nearer = (lane % 2 == 0).to(tl.float32)
+    pair_is_nearer = (lane < 2).to(tl.float32)
     if NEARER:
-        takes_neighbour = (lane % 2 == 0).to(tl.float32)
-        takes_pair = (lane < 2).to(tl.float32)
+        beside = neighbour_is_nearer * neighbour + pair_is_nearer * other_pair
     else:
-        takes_neighbour = (lane % 2 == 1).to(tl.float32)
-        takes_pair = (lane >= 2).to(tl.float32)
-    return takes_neighbour * neighbour + takes_pair * other_pair, pair + other_pair
+        beside = (neighbour - neighbour_is_nearer * neighbour) + (other_pair - pair_is_nearer * other_pair)
+    return beside, pair + other_pair
 
 
 @triton.jit
