@@ -209,7 +209,7 @@ def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str,
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None, log_rest_in: Tensor | None,
     max_keys: int, scale: float, skip_below: float, config: Config | None = None, first_chunk: int = 2,
-    chunk: int = 16, group_bytes: int = GROUP_BYTES, max_queries: int | None = None, convert: bool | None = None,
+    chunk: int = 64, group_bytes: int = GROUP_BYTES, max_queries: int | None = None, convert: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs the forward kernel on bf16 or fp16. Arguments and results are those of `..forward.forward`.
 
