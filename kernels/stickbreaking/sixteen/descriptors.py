@@ -31,8 +31,8 @@ def _permuted(x: Tensor) -> TensorDescriptor:
     )
 
 
-def descriptors(k: Tensor, v: Tensor) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Returns descriptors of k and v [T, K, H], or (None, None) where pointers must do."""
-    if _fits(k) and _fits(v):
+def descriptors(k: Tensor, v: Tensor, use: bool) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Returns descriptors of k and v [T, K, H], or (None, None) where pointers must do, or if not `use`."""
+    if use and _fits(k) and _fits(v):
         return _permuted(k), _permuted(v)
     return None, None

@@ -21,7 +21,7 @@ UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that nee
 
 
 def forward_config(head_dim: int) -> Config:
-    """Returns launch settings. Not yet tuned: those of the kernels with four keys per group."""
+    """Returns launch settings. docs/log/2026-11-24-sixteen-keys.md has the measured ones and what is predicted."""
     if head_dim <= 64:
         return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 168)
     return Config(128, 64, 8, 3)
@@ -210,8 +210,11 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None, log_rest_in: Tensor | None,
     max_keys: int, scale: float, skip_below: float, config: Config | None = None, first_chunk: int = 2,
     chunk: int = 64, group_bytes: int = GROUP_BYTES, max_queries: int | None = None, convert: bool | None = None,
+    tma: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs the forward kernel on bf16 or fp16. Arguments and results are those of `..forward.forward`.
+
+    tma: loads tiles through descriptors where the tensors allow it. The results have the same bits without.
 
     In block_stop, row blocks that need the exact algebra are marked (blocks.py).
     """
@@ -236,7 +239,7 @@ def forward(
         v = half.values(maxima, k, v, cu_k, not diagonal)
     num_slots = num_tokens // config.row_block + num_sequences
     forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
-        q, k, v, *descriptors(k, v), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry, row_tile, block_stop,
+        q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry, row_tile, block_stop,
         cu_q, cu_k, q_offsets, maxima if convert else None,
         num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
