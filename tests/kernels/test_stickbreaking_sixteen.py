@@ -43,6 +43,7 @@ def test_matches_float64(interpreted, case):
 
 
 import os
+
 TMA = os.environ.get("TMA", "1") == "1"
 TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")
 INTEGERS = ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "maxima_ptr", "rest_max_ptr")

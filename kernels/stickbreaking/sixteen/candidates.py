@@ -5,8 +5,12 @@ All candidates were compiled for Hopper; those that spill in the loop of the fas
 """
 
 import itertools
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -87,8 +91,21 @@ def fastest(times: dict[str, dict[Config, float]]) -> Settings:
 def pairs(head_dim: int) -> list[tuple[str, BackwardConfig]]:
     """Returns settings of backward with the name of the kernel for which each is a candidate."""
     now, found = current(head_dim).backward, CANDIDATES[head_dim]
-    both = [("dq", BackwardConfig(c, now.dkv)) for c in found.dq] + [("dkv", BackwardConfig(now.dq, c)) for c in found.dkv]
+    both = [("dq", BackwardConfig(c, now.dkv)) for c in found.dq] + [
+        ("dkv", BackwardConfig(now.dq, c)) for c in found.dkv
+    ]
     return [(kernel, pair) for kernel, pair in both if pair.dq.row_block % pair.dkv.row_block == 0]
+
+
+def earlier_form(kernels: str) -> tuple[Any, Any]:
+    """Returns the modules sixteen.forward and sixteen.backward of the folder kernels/ of an earlier commit."""
+    name = "earlier_stickbreaking"
+    if name not in sys.modules:
+        # Without the package's __init__, which would register its operators a second time.
+        package = ModuleType(name)
+        package.__path__ = [str(Path(kernels).resolve() / "stickbreaking")]
+        sys.modules[name] = package
+    return import_module(f"{name}.sixteen.forward"), import_module(f"{name}.sixteen.backward")
 
 
 def starts(batch: int, length: int) -> Tensor:
@@ -113,12 +130,12 @@ def backward_call(
     return partial(module.backward, grad, None, q, k, v, cu, cu, None, *saved, *sizes, **options)
 
 
-def both_call(shape: Shape, inputs: list[Tensor], forward: Any, backward: Any, settings: Settings | None) -> Call:
-    first, second = ({}, {}) if settings is None else ({"config": x} for x in settings)
-
+def both_call(
+    shape: Shape, inputs: list[Tensor], forward: Any, backward: Any, settings: Settings, **options: Any
+) -> Call:
     def both() -> object:
-        saved = forward_call(shape, inputs, forward, **first)()[2:]
-        return backward_call(shape, inputs, saved, backward, **second)()
+        saved = forward_call(shape, inputs, forward, config=settings.forward, **options)()[2:]
+        return backward_call(shape, inputs, saved, backward, config=settings.backward, **options)()
 
     return both
 

@@ -10,7 +10,7 @@ KEYS = 64  # of a tile
 
 
 def _fits(x: Tensor) -> bool:
-    """Whether TMA can load the heads of x [T, K, H]: powers of two, adjacent, aligned to 16 bytes, and not fewer than a tile."""
+    """Whether TMA can load tiles of x [T, K, H]: whole ones, of adjacent heads that are aligned to 16 bytes."""
     head_dim, step = x.shape[2], x.stride(0)
     power_of_two = head_dim & (head_dim - 1) == 0 and head_dim >= 16
     aligned = x.data_ptr() % 16 == 0 and step * x.element_size() % 16 == 0

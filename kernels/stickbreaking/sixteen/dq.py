@@ -14,9 +14,9 @@ from . import blocks, scales, tile
 
 @triton.jit
 def _dq_tiles(
-    state, row_tile, q, do, source, scratch_ptr, scratch_rows, first, last, position,
-    num_keys, logit_scale, shift, dz_shift, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+    state, row_tile, q, do, source, scratch_ptr, scratch_rows, first, last, position, num_keys, logit_scale, shift, dz_shift,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Processes the tiles first … last − 1. state: dq [ROWS, BH]; carry and behind [ROWS, 4]."""
     dq, carry, behind = state
@@ -61,8 +61,8 @@ def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift):
 
 @triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr,
-    block_stop_ptr, scratch_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
+    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr,
+    row_carry_ptr, row_tile_ptr, block_stop_ptr, scratch_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,

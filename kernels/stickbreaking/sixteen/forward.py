@@ -139,8 +139,8 @@ def save_rows(
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
-    cu_k_ptr, offset_ptr, maxima_ptr,
+    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr,
+    block_stop_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
@@ -239,8 +239,8 @@ def forward(
         v = half.values(maxima, k, v, cu_k, not diagonal)
     num_slots = num_tokens // config.row_block + num_sequences
     forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
-        q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry, row_tile, block_stop,
-        cu_q, cu_k, q_offsets, maxima if convert else None,
+        q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
+        row_tile, block_stop, cu_q, cu_k, q_offsets, maxima if convert else None,
         num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),
