@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from ssscale_kernels.stickbreaking.sixteen import backward as backward_module
-from ssscale_kernels.stickbreaking.sixteen import descriptors
+from ssscale_kernels.stickbreaking.sixteen import descriptors, tile
 from ssscale_kernels.stickbreaking.sixteen import forward as forward_module
 from ssscale_kernels.stickbreaking.sixteen.backward import backward
 from ssscale_kernels.stickbreaking.sixteen.forward import forward
@@ -142,6 +142,13 @@ def compare_loads(case: Case, change: Any = None):
     return {"same_bits": same, "described": len(described)}
 
 
+def own_key_seen(z, limit):
+    return mask(z, limit + 1)
+
+
+mask = tile._mask
+
+
 def swap_lanes(descriptor):
     descriptor.strides[1:4] = [descriptor.strides[i] for i in (2, 1, 3)]
 
@@ -152,4 +159,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "range":
         tiles = Case([1, 140], heads=(2, 1))
         print(json.dumps({"case": "tma and pointers"} | compare_loads(tiles)), flush=True)
+        with patch.object(tile, "_mask", own_key_seen):
+            print(json.dumps({"case": "own key seen"} | compare(CASES["packed"])), flush=True)
         print(json.dumps({"case": "keys in another order"} | compare_loads(tiles, swap_lanes)), flush=True)

@@ -44,6 +44,12 @@ def test_matches_float64(interpreted, case):
         assert not any(map(any, exact))
 
 
+def test_a_mask_that_shows_a_query_its_own_key_is_noticed(interpreted):
+    for name in ("o", "dq", "dk", "dv"):
+        error, torch_error, magnitude = interpreted["own key seen"][name]
+        assert error > 10 * budget(torch_error, magnitude, False), name
+
+
 TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")
 INTEGERS = ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "maxima_ptr", "rest_max_ptr")
 SCALED = {
