@@ -39,9 +39,13 @@ def _dkv_run(
         nearer, _ = tile.lane_sums(spent, True)
         p = tile.factors(w, after, carry[:, None] - nearer, EXACT)
         a = tile.weigh(t_, p, EXACT)
-        # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed.
+        # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
+        # of the weights would not fit the registers beside dO·v.
+        if PARTS == 2:
+            dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
-        dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
+        if PARTS == 1:
+            dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
         beta = tile.betas(u, t_, w, EXACT)
         dz, _ = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, LEAN), beta, tile.per_row(behind))
         dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
