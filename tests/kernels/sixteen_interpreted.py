@@ -8,9 +8,13 @@ cases take the path of bf16 operands, which half.py makes fp16.
 
 import json
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+from ssscale_kernels.stickbreaking.sixteen import backward as backward_module
+from ssscale_kernels.stickbreaking.sixteen import descriptors, tile
+from ssscale_kernels.stickbreaking.sixteen import forward as forward_module
 from ssscale_kernels.stickbreaking.sixteen.backward import backward
 from ssscale_kernels.stickbreaking.sixteen.forward import forward
 
@@ -118,6 +122,43 @@ def compare(case: Case):
     return report(NAMES, ours, exact, same) | {"exact": (stops < 0).tolist()}
 
 
+def compare_loads(case: Case, change: Any = None):
+    """Whether results through descriptors have the bits of those from pointers, and how many tensors were described."""
+    described = []
+
+    def watched(*args):
+        found = descriptors.descriptors(*args)
+        described.extend(x for x in found if x is not None)
+        for x in found:
+            if change and x is not None:
+                change(x)
+        return found
+
+    results = []
+    for find in (watched, lambda *_: (None, None)):
+        with patch.object(forward_module, "descriptors", find), patch.object(backward_module, "descriptors", find):
+            results.append(run(case)[1])
+    same = all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    return {"same_bits": same, "described": len(described)}
+
+
+def own_key_seen(z, limit):
+    return mask(z, limit + 1)
+
+
+mask = tile._mask
+
+
+def swap_lanes(descriptor):
+    descriptor.strides[1:4] = [descriptor.strides[i] for i in (2, 1, 3)]
+
+
 if __name__ == "__main__":
     for name in GROUPS[sys.argv[1]]:
         print(json.dumps({"case": name} | compare(CASES[name])), flush=True)
+    if sys.argv[1] == "range":
+        tiles = Case([1, 140], heads=(2, 1))
+        print(json.dumps({"case": "tma and pointers"} | compare_loads(tiles)), flush=True)
+        with patch.object(tile, "_mask", own_key_seen):
+            print(json.dumps({"case": "own key seen"} | compare(CASES["packed"])), flush=True)
+        print(json.dumps({"case": "keys in another order"} | compare_loads(tiles, swap_lanes)), flush=True)

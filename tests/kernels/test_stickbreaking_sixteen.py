@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import torch
 import triton
 from ssscale_kernels.stickbreaking.forward import Config, launch
 from ssscale_kernels.stickbreaking.sixteen.backward import backward_config, dkv_kernel, dq_kernel, hoists_in, lean
 from ssscale_kernels.stickbreaking.sixteen.candidates import CANDIDATES, current, fastest, fit, pairs
+from ssscale_kernels.stickbreaking.sixteen.descriptors import descriptors
 from ssscale_kernels.stickbreaking.sixteen.forward import forward_config, forward_kernel
 from ssscale_kernels.testing import compile_for_hopper, resources
 from triton.compiler import CompiledKernel
@@ -42,6 +44,12 @@ def test_matches_float64(interpreted, case):
         assert not any(map(any, exact))
 
 
+def test_a_mask_that_shows_a_query_its_own_key_is_noticed(interpreted):
+    for name in ("o", "dq", "dk", "dv"):
+        error, torch_error, magnitude = interpreted["own key seen"][name]
+        assert error > 10 * budget(torch_error, magnitude, False), name
+
+
 TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")
 INTEGERS = ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "maxima_ptr", "rest_max_ptr")
 SCALED = {
@@ -51,7 +59,10 @@ SCALED = {
 }
 
 
-def argument_type(name, operands, which):
+def argument_type(name, operands, which, head_dim):
+    if name.endswith("_descriptor"):
+        pointer = argument_type(name.replace("_descriptor", "_ptr"), operands, which, head_dim)
+        return f"tensordesc<{pointer[1:]}[1, 8, 4, 2, {head_dim}]>"
     if name in INTEGERS:
         return "*i32"
     if name in TENSORS:
@@ -65,7 +76,7 @@ def argument_type(name, operands, which):
     return "I32" if is_stride else "i32"
 
 
-def compiled(which: str, config: Config, head_dim: int, operands: str) -> CompiledKernel:
+def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool = True) -> CompiledKernel:
     """operands: "scaled" (bf16 that half.py makes fp16), "log_rest" (scaled, log_rest_in and its gradient), "float16"."""
     scaled = operands != "float16"
     kernel = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}[which]
@@ -91,7 +102,10 @@ def compiled(which: str, config: Config, head_dim: int, operands: str) -> Compil
     if not scaled:
         constants["maxima_ptr"] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = {name: argument_type(name, operands, which) for name in kernel.arg_names if name not in constants}
+    if head_dim != constants["BH"] or not tma:
+        constants |= {"k_descriptor": None, "v_descriptor": None}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = {name: argument_type(name, operands, which, head_dim) for name in kernel.arg_names if name not in constants}
     return compile_for_hopper(kernel, types, constants, **launch(config))
 
 
@@ -122,7 +136,8 @@ def check_compiled(which: str, config: Config, head_dim: int, operands: str, on_
     assert shuffles_reach_their_lanes(program.asm["ttgir"])
     found = resources(program)
     assert found.wgmma > 0, "the dots miss wgmma"
-    assert found.async_copies > 0 or config.num_stages == 1, "the loads are not pipelined"
+    copies = program.asm["ptx"].count("cp.async.bulk.tensor") + found.async_copies
+    assert copies > 0 or config.num_stages == 1, "the loads are not pipelined"
     assert min(found.spills_in_loops) == 0, found
     assert sum(found.spills_in_loops) <= on_diagonal, found
 
@@ -147,6 +162,7 @@ def test_candidate_compiles_for_hopper_without_spilling_off_the_diagonal(head_di
 def test_candidates_fit_together(head_dim):
     now, found = current(head_dim), CANDIDATES[head_dim]
     assert (now.forward, now.backward.dq, now.backward.dkv) == tuple(configs[0] for configs in found)
+    assert fit(now.forward, now.backward.dq, now.backward.dkv)
     kinds = [kernel for kernel, _ in pairs(head_dim)]
     assert (kinds.count("dq"), kinds.count("dkv")) == (len(found.dq), len(found.dkv))
     times = {which: dict.fromkeys(getattr(found, which), 1.0) for which in found._fields}
@@ -154,3 +170,26 @@ def test_candidates_fit_together(head_dim):
     best = fastest(times)
     assert best.backward.dkv == found.dkv[-1]
     assert fit(best.forward, best.backward.dq, best.backward.dkv)
+
+
+def test_tma_serves_whole_aligned_tiles_and_pointers_all_others():
+    k = torch.zeros(70, 2, 32, dtype=torch.float16)
+    described, _ = descriptors(k, k, True)
+    assert (described.shape, described.strides) == ([7, 8, 4, 2, 64], [64, 128, 1024, 64, 1])
+    pointers = {
+        "short": k[:63],
+        "24 dims": k[..., :24],
+        "padded heads": torch.zeros(70, 2, 64, dtype=torch.float16)[..., :32],
+        "odd address": torch.zeros(70 * 64 + 1, dtype=torch.float16)[1:].view(70, 2, 32),
+        "odd stride": torch.zeros(70, 65, dtype=torch.float16)[:, :64].unflatten(1, (2, 32)),
+        "expanded": k[:1].expand(70, 2, 32),
+    }
+    for name, x in pointers.items():
+        assert descriptors(k, x, True) == (None, None), name
+    assert descriptors(k, k, False) == (None, None)
+
+
+def test_tma_and_pointers_give_the_same_bits(interpreted):
+    assert interpreted["tma and pointers"]["same_bits"]
+    assert interpreted["tma and pointers"]["described"] > 0
+    assert not interpreted["keys in another order"]["same_bits"]  # a planted mistake

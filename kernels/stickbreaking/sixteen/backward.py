@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import half
 from ..backward import SCRATCH_BYTES_PER_ROW, BackwardConfig
 from ..forward import GROUP_BYTES, Config, head_group, last_contiguous, launch
+from .descriptors import descriptors
 from .dkv import dkv_kernel
 from .dq import dq_kernel
 from .forward import LOG2_E, constants
@@ -24,10 +25,13 @@ from .scales import rest_maxima
 
 
 def backward_config(head_dim: int) -> BackwardConfig:
-    """Returns launch settings. Not yet tuned: those of the kernels with four keys per group."""
+    """Returns launch settings. docs/log/2026-11-24-sixteen-keys.md has the measured ones and what is predicted."""
     if head_dim <= 64:
-        return BackwardConfig(Config(64, 64, 4, 3), Config(64, 64, 4, 4 if head_dim > 32 else 3))
-    return BackwardConfig(Config(128, 64, 8, 2), Config(128, 64, 8, 2))
+        # A third program of dq fits a multiprocessor. Without TMA, its addresses would spill.
+        capped = 168 if head_dim in (16, 32, 64) else None
+        return BackwardConfig(Config(64, 64, 4, 3, capped), Config(64, 64, 4, 3))
+    # Three stages of dkv do not fit shared memory.
+    return BackwardConfig(Config(128, 64, 8, 3), Config(128, 64, 8, 2))
 
 
 def hoists_in(config: Config, head_dim: int, convert: bool) -> bool:
@@ -51,8 +55,7 @@ class _Scratch(NamedTuple):
     slice_slots: int  # row blocks of phase one per slice
     num_key_slots: int
     max_blocks: int  # row blocks of phase two per sequence and slice, a power of two
-    carry: Tensor
-    behind: Tensor
+    sums: Tensor  # [N, tiles, 2, rows]: the carry, and Σ g over farther keys
     live: Tensor
 
 
@@ -64,18 +67,18 @@ def _scratch(
     num_tiles = triton.cdiv(max(1, min(max_keys, num_keys)), 64)
     num_slots = num_tokens // rows + num_sequences
     slice_slots = min(num_slots, max(1, num_slots * per_row // (8 * num_tiles)))
-    carry, behind = q.new_empty((2, num_heads, num_tiles, slice_slots * rows), dtype=torch.float32)
+    sums = q.new_empty((num_heads, num_tiles, 2, slice_slots * rows), dtype=torch.float32)
     num_key_slots = num_keys // 64 + num_sequences
     max_blocks = triton.next_power_of_2(triton.cdiv(min(slice_slots * rows, max(1, max_queries)), dkv_rows))
     live = q.new_empty((num_heads, num_key_slots, max_blocks + 2), dtype=torch.int32)
-    return _Scratch(num_tiles, num_slots, slice_slots, num_key_slots, max_blocks, carry, behind, live)
+    return _Scratch(num_tiles, num_slots, slice_slots, num_key_slots, max_blocks, sums, live)
 
 
 def backward(
     grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
     q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, maxima: Tensor, max_queries: int,
     max_keys: int, scale: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
-    group_bytes: int = GROUP_BYTES, convert: bool | None = None,
+    group_bytes: int = GROUP_BYTES, convert: bool | None = None, tma: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs the backward kernels on bf16 or fp16. Arguments and results are those of `..backward.backward`.
 
@@ -115,7 +118,7 @@ def backward(
         last = min(first + scratch.slice_slots, scratch.num_slots)
         _launch_dq(
             (q, k, v, grad_o, q_half, grad_o_half, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop), cu,
-            scratch, first, last, scale, head_group(k, group, group_bytes),
+            scratch, first, last, scale, head_group(k, group, group_bytes), descriptors(k, v, tma),
             of_dq, launch(config.dq),
         )  # fmt: skip
         _launch_dkv(
@@ -135,15 +138,15 @@ def _strides(*tensors: Tensor | None) -> list[int]:
 
 def _launch_dq(
     tensors: Tensors, layout: Tensors, scratch: _Scratch, first: int, last: int, scale: float, heads: int,
-    constants: dict[str, Any], options: dict[str, int | None],
+    described: Tensors, constants: dict[str, Any], options: dict[str, int | None],
 ) -> None:  # fmt: skip
     """Runs phase one on the row blocks first … last − 1."""
-    q, k, v, grad_o, *_, block_stop = tensors
+    q, k, v, grad_o, *others, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
     dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * q.shape[1],)](
-        *tensors, scratch.carry, scratch.behind, *layout,
+        q, k, v, *described, grad_o, *others, block_stop, scratch.sums, *layout,
         q.shape[0], k.shape[0], q.shape[1], heads, num_sequences, first, last, block_stop.shape[1], scratch.num_tiles,
-        scratch.carry.shape[2], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
+        scratch.sums.shape[3], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
         **constants, **options,
     )  # fmt: skip
 
@@ -156,8 +159,8 @@ def _launch_dkv(
     q, k, v, grad_o, _, _, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
     dkv_kernel[(triton.cdiv(scratch.num_key_slots, num_sequences) * num_sequences * k.shape[1],)](
-        *tensors, scratch.carry, scratch.behind, scratch.live, *layout,
+        *tensors, scratch.sums, scratch.live, *layout,
         q.shape[0], k.shape[0], k.shape[1], heads, num_sequences, first, last, scratch.num_key_slots, block_stop.shape[1],
-        scratch.num_tiles, scratch.carry.shape[2], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
+        scratch.num_tiles, scratch.sums.shape[3], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
         MAX_BLOCKS=scratch.max_blocks, **constants, **options,
     )  # fmt: skip

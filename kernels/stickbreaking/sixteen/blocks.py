@@ -36,10 +36,31 @@ def visible(block, q_len, k_len, offset, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(pointers, key, num_keys, dims, MASKED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
-    """Loads a tile [64, BH] of K or V. MASKED: keys from num_keys on are zeros."""
+def load_tiles(source, t, key, num_keys, dims, MASKED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
+    """Loads tile t of K and V [64, BH]: through TMA if `source` has descriptors (descriptors.py), otherwise from pointers.
+
+    key: the numbers of the tile's keys, `tile.key_of_column()`. MASKED: keys from num_keys on are zeros.
+    source: pointers, descriptors and strides of K and V, the sequence's first key, and the head.
+    """
+    k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, kv_head = source
+    first = k_start + t * KEYS
+    if MASKED or k_descriptor is None:
+        first64 = first.to(tl.int64)
+        k_tile = k_ptr + (first64 * sk_t + kv_head * sk_n) + (key[:, None] * sk_t + dims[None, :])
+        v_tile = v_ptr + (first64 * sv_t + kv_head * sv_n) + (key[:, None] * sv_t + dims[None, :])
+        in_keys = t * KEYS + key < num_keys
+        k = _load(k_tile, in_keys, dims, MASKED, H, BH)
+        v = _load(v_tile, in_keys, dims, MASKED, H, BH)
+    else:
+        k = tl.reshape(k_descriptor.load([first, 0, 0, 0, kv_head * H]), (KEYS, H))
+        v = tl.reshape(v_descriptor.load([first, 0, 0, 0, kv_head * H]), (KEYS, H))
+    return k, v
+
+
+@triton.jit
+def _load(pointers, in_keys, dims, MASKED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
     if MASKED:
-        x = tl.load(pointers, mask=(key < num_keys)[:, None] & (dims < H)[None, :], other=0.0)
+        x = tl.load(pointers, mask=in_keys[:, None] & (dims < H)[None, :], other=0.0)
     elif H == BH:
         x = tl.load(pointers)
     else:

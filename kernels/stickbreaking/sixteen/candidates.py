@@ -5,8 +5,12 @@ All candidates were compiled for Hopper; those that spill in the loop of the fas
 """
 
 import itertools
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,23 +45,26 @@ class Settings(NamedTuple):
 
 CANDIDATES = {
     64: Candidates(
-        [Config(64, 64, 4, s, r) for s, r in ((3, 168), (2, 168), (4, 168), (2, 128))]
-        + [Config(128, 64, 8, s, 128) for s in (3, 2)],
-        [Config(64, 64, 4, s) for s in (3, 2, 4)]
-        + [Config(64, 64, 4, 2, 168)]
-        + [Config(128, 64, 8, s) for s in (2, 3)],
-        [Config(64, 64, 4, s) for s in (4, 2, 3)] + [Config(128, 64, 8, 2)],
+        [Config(64, 64, 4, 3, 168)] + [Config(128, 64, 8, s, 128) for s in (3, 4)],
+        [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3), Config(64, 64, 4, 2, 168)],
+        [Config(64, 64, 4, s) for s in (3, 4)],
     ),
     128: Candidates(
-        [Config(128, 64, 8, 3), Config(128, 64, 8, 2)],
-        [Config(128, 64, 8, 2), Config(128, 64, 8, 1)],
-        [Config(128, 64, 8, 2), Config(128, 64, 8, 1)],
+        [Config(128, 64, 8, s) for s in (3, 4)],
+        [Config(128, 64, 8, s) for s in (3, 2)],
+        [Config(128, 64, 8, 2)],
     ),
     32: Candidates(
-        [Config(64, 64, 4, s, r) for s, r in ((3, 128), (2, 128), (4, 128), (2, 96))] + [Config(128, 64, 8, 2, 128)],
-        [Config(64, 64, 4, s) for s in (3, 2, 4)] + [Config(64, 64, 4, 2, 168), Config(128, 64, 8, 2)],
-        [Config(64, 64, 4, s) for s in (3, 2, 4)] + [Config(128, 64, 8, 2)],
+        [Config(64, 64, 4, s, 128) for s in (3, 4)],
+        [Config(64, 64, 4, s, 168) for s in (3, 4, 2)],
+        [Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 4, 168)],
     ),
+}
+# The fastest settings of the form at 9010315, which `measure --before` loads.
+BEFORE = {
+    64: Settings(Config(128, 64, 8, 3, 128), BackwardConfig(Config(64, 64, 4, 2, 168), Config(64, 64, 4, 3))),
+    128: Settings(Config(128, 64, 8, 3), BackwardConfig(Config(128, 64, 8, 2), Config(128, 64, 8, 2))),
+    32: Settings(Config(64, 64, 4, 3, 128), BackwardConfig(Config(64, 64, 4, 2, 168), Config(64, 64, 4, 3))),
 }
 
 
@@ -84,12 +91,21 @@ def fastest(times: dict[str, dict[Config, float]]) -> Settings:
 def pairs(head_dim: int) -> list[tuple[str, BackwardConfig]]:
     """Returns settings of backward with the name of the kernel for which each is a candidate."""
     now, found = current(head_dim).backward, CANDIDATES[head_dim]
-    narrow = next((c for c in found.dkv if c.row_block == 64), now.dkv)
-    wide = next(c for c in found.dq if c.row_block == 128)
-    dqs = [BackwardConfig(c, now.dkv if c.row_block % now.dkv.row_block == 0 else narrow) for c in found.dq]
-    dkvs = [BackwardConfig(now.dq if now.dq.row_block % c.row_block == 0 else wide, c) for c in found.dkv]
-    both = [("dq", pair) for pair in dqs] + [("dkv", pair) for pair in dkvs]
+    both = [("dq", BackwardConfig(c, now.dkv)) for c in found.dq] + [
+        ("dkv", BackwardConfig(now.dq, c)) for c in found.dkv
+    ]
     return [(kernel, pair) for kernel, pair in both if pair.dq.row_block % pair.dkv.row_block == 0]
+
+
+def earlier_form(kernels: str) -> tuple[Any, Any]:
+    """Returns the modules sixteen.forward and sixteen.backward of the folder kernels/ of an earlier commit."""
+    name = "earlier_stickbreaking"
+    if name not in sys.modules:
+        # Without the package's __init__, which would register its operators a second time.
+        package = ModuleType(name)
+        package.__path__ = [str(Path(kernels).resolve() / "stickbreaking")]
+        sys.modules[name] = package
+    return import_module(f"{name}.sixteen.forward"), import_module(f"{name}.sixteen.backward")
 
 
 def starts(batch: int, length: int) -> Tensor:
@@ -114,12 +130,12 @@ def backward_call(
     return partial(module.backward, grad, None, q, k, v, cu, cu, None, *saved, *sizes, **options)
 
 
-def both_call(shape: Shape, inputs: list[Tensor], forward: Any, backward: Any, settings: Settings | None) -> Call:
-    first, second = ({}, {}) if settings is None else ({"config": x} for x in settings)
-
+def both_call(
+    shape: Shape, inputs: list[Tensor], forward: Any, backward: Any, settings: Settings, **options: Any
+) -> Call:
     def both() -> object:
-        saved = forward_call(shape, inputs, forward, **first)()[2:]
-        return backward_call(shape, inputs, saved, backward, **second)()
+        saved = forward_call(shape, inputs, forward, config=settings.forward, **options)()[2:]
+        return backward_call(shape, inputs, saved, backward, config=settings.backward, **options)()
 
     return both
 

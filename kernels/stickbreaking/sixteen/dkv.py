@@ -12,15 +12,15 @@ from . import blocks, scales, tile
 @triton.jit
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
-    q_len, num_keys, logit_scale, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
+    q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+    BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to state: dk and dv."""
     dk, dv = state
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
-    for block in tl.range(first, last, num_stages=2 if EXACT else None, disable_licm=not HOIST):
+    for block in tl.range(first, last, num_stages=2 if MASKED else None, disable_licm=not HOIST):
         row = common.each_round(local, block, H)
         first_row = block * ROWS
         first64 = first_row.to(tl.int64)
@@ -35,13 +35,18 @@ def _dkv_run(
         behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
         z = tl.dot(q, tl.trans(k)) * logit_scale
         position = tl.minimum(offset + first_row + row, num_keys)
-        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
+        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
         p = tile.factors(w, after, carry[:, None] - nearer, EXACT)
         a = tile.weigh(t_, p, EXACT)
-        dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
-        beta = tile.betas(u, t_, w, EXACT)
+        # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
+        # of the weights would not fit the registers beside dO·v.
+        if PARTS == 2:
+            dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
+        if PARTS == 1:
+            dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
+        beta = tile.betas(u, t_, w, EXACT)
         dz, _ = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, LEAN), beta, tile.per_row(behind))
         dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
     return dk, dv
@@ -68,7 +73,7 @@ def _row_blocks(
 
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, carry_ptr, behind_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, scratch_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
     offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
@@ -111,11 +116,12 @@ def dkv_kernel(
     base = row_first // ROWS
     first_head = kv_head * KV_GROUP
     first64 = (q_start + base * ROWS).to(tl.int64)
-    scratch_head = tl.full([], 1, tl.int64) * num_tiles * scratch_rows
-    scratch = first_head * scratch_head + tl.full([], 1, tl.int64) * t * scratch_rows + (scratch_row + base * ROWS)
+    scratch_step = tl.full([], 2, tl.int64) * scratch_rows
+    scratch_head = scratch_step * num_tiles
+    scratch_ptr += first_head * scratch_head + t * scratch_step + (scratch_row + base * ROWS)
     rows = (
         k, v, q_ptr + (first64 * sq_t + first_head * sq_n), do_ptr + (first64 * so_t + first_head * so_n), sq_t, sq_n, so_t,
-        so_n, carry_ptr + scratch, behind_ptr + scratch, scratch_head,
+        so_n, scratch_ptr, scratch_ptr + scratch_rows, scratch_head,
     )  # fmt: skip
     keys = (t, offset + base * ROWS, q_len - base * ROWS, k_len, logit_scale)
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
@@ -146,22 +152,29 @@ def _dkv_rows(
     runs, num_exact = blocks.list_runs(
         list_ptr, stops, first_head, base, whole_from, end, keys[0], q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
     )
-    # One or two blocks see this tile in part, unless offsets do not align with tiles.
-    exact_end = tl.where(num_exact > 0, end, whole_from)
     for i in range(KV_GROUP):
-        for block in range(first, exact_end):
-            stop, exact = blocks.load_stop(
-                stops[0], stops[1], stops[2], first_head + i, block, q_len, num_stop_slots, ROWS
-            )  # fmt: skip
-            walks = (stop <= keys[0]) & (exact | (block < whole_from))
+        # One or two blocks see this tile in part, unless offsets do not align with tiles.
+        for block in range(first, whole_from):
+            stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
+            num_exact += exact.to(tl.int32)
+            end_of_run = block - base + ((stop <= keys[0]) & (exact == 0)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, block - base + walks.to(tl.int32), *keys, True, ROWS, H, BH, HOIST, PARTS,
-                LEAN,
+                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, H, BH, HOIST, PARTS, LEAN
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
         start = tl.load(list_ptr + 2 * n)
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
-        state = _dkv_run(state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, ROWS, H, BH, HOIST, PARTS, LEAN)
+        state = _dkv_run(
+            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, H, BH, HOIST, PARTS, LEAN
+        )  # fmt: skip
+    exact_end = tl.where(num_exact > 0, end, first)
+    for i in range(KV_GROUP):
+        for block in range(first, exact_end):
+            stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
+            end_of_run = block - base + ((stop <= keys[0]) & exact).to(tl.int32)
+            state = _dkv_run(
+                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, H, BH, HOIST, PARTS, LEAN
+            )  # fmt: skip
     return state

@@ -14,9 +14,9 @@ from . import blocks, scales, tile
 
 @triton.jit
 def _dq_tiles(
-    state, row_tile, q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr, behind_ptr, scratch_step, first, last, position,
-    num_keys, logit_scale, shift, dz_shift, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+    state, row_tile, q, do, source, scratch_ptr, scratch_rows, first, last, position, num_keys, logit_scale, shift, dz_shift,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Processes the tiles first … last − 1. state: dq [ROWS, BH]; carry and behind [ROWS, 4]."""
     dq, carry, behind = state
@@ -24,23 +24,19 @@ def _dq_tiles(
     dims = tl.arange(0, BH)
     lane = tile.lanes(carry)
     local = tile.per_row(tl.arange(0, ROWS))
-    for t in tl.range(first, last, num_stages=1 if EXACT else None, disable_licm=not HOIST):
+    for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=not HOIST):
         key = common.each_round(column_key, t, H)
-        first_key = tl.full([], tile.KEYS, tl.int64) * t
-        k_tile = k_ptr + first_key * sk_t + (key[:, None] * sk_t + dims[None, :])
-        v_tile = v_ptr + first_key * sv_t + (key[:, None] * sv_t + dims[None, :])
-        k = blocks.load_tile(k_tile, key + t * tile.KEYS, num_keys, dims, EXACT, H, BH)
-        v = blocks.load_tile(v_tile, key + t * tile.KEYS, num_keys, dims, EXACT, H, BH)
+        k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, H, BH)
         z = tl.dot(q, tl.trans(k)) * logit_scale
-        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
+        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
         nearer, total = tile.lane_sums(spent, True)
         carry += tl.where(t > row_tile, total, 0.0)
         entering = tl.where(t < row_tile, -1e30, carry)
         if HALF:
             entering += shift
-        scratch = t * scratch_step + local
-        tl.store(carry_ptr + scratch, entering, mask=lane == 0)
-        tl.store(behind_ptr + scratch, behind, mask=lane == 0)
+        scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + local
+        tl.store(scratch, entering, mask=lane == 0)
+        tl.store(scratch + scratch_rows, behind, mask=lane == 0)
         if HALF:
             entering += dz_shift - shift
         p = tile.factors(w, after, entering - nearer, EXACT)
@@ -65,8 +61,8 @@ def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift):
 
 @triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr, row_carry_ptr, row_tile_ptr,
-    block_stop_ptr, carry_ptr, behind_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
+    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr,
+    row_carry_ptr, row_tile_ptr, block_stop_ptr, scratch_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
@@ -108,18 +104,18 @@ def dq_kernel(
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
         behind *= tl.exp2(dz_shift)
-    scratch_step = tl.full([], 1, tl.int64) * scratch_rows
-    scratch = scratch_step * head * num_tiles + slice_slot * ROWS
-    k_ptr += k_start.to(tl.int64) * sk_t + head // KV_GROUP * sk_n
-    v_ptr += k_start.to(tl.int64) * sv_t + head // KV_GROUP * sv_n
+    scratch_ptr += tl.full([], 2, tl.int64) * scratch_rows * num_tiles * head + slice_slot * ROWS
+    source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
     rows = (
-        tile.per_row(row_tile), q, do, k_ptr, v_ptr, sk_t, sv_t, carry_ptr + scratch, behind_ptr + scratch, scratch_step,
+        tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows,
     )  # fmt: skip
     keys = (position, k_len, logit_scale, shift, dz_shift)
-    exact_from = tl.where(exact, stop, tl.maximum(stop, whole))
-    state = _dq_tiles(state, *rows, stop, exact_from, *keys, False, ROWS, H, BH, HALF, HOIST, PARTS)
-    dq, _, behind = _dq_tiles(state, *rows, exact_from, seen, *keys, True, ROWS, H, BH, HALF, HOIST, PARTS)
+    masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
+    exact_from = tl.where(exact, stop, seen)
+    state = _dq_tiles(state, *rows, stop, masked_from, *keys, False, False, ROWS, H, BH, HALF, HOIST, PARTS)
+    state = _dq_tiles(state, *rows, masked_from, exact_from, *keys, True, False, ROWS, H, BH, HALF, HOIST, PARTS)
+    dq, _, behind = _dq_tiles(state, *rows, exact_from, seen, *keys, True, True, ROWS, H, BH, HALF, HOIST, PARTS)
     tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
     if HALF:
         behind *= tl.exp2(-dz_shift)

@@ -14,13 +14,14 @@ from .. import tile as common
 from ..forward import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
 from ..kept import aux_shapes
 from . import blocks, tile
+from .descriptors import descriptors
 
 LOG2_E = 1.4426950408889634
 UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that need the exact algebra
 
 
 def forward_config(head_dim: int) -> Config:
-    """Returns launch settings. Not yet tuned: those of the kernels with four keys per group."""
+    """Returns launch settings. docs/log/2026-11-24-sixteen-keys.md has the measured ones and what is predicted."""
     if head_dim <= 64:
         return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 168)
     return Config(128, 64, 8, 3)
@@ -28,8 +29,8 @@ def forward_config(head_dim: int) -> Config:
 
 @triton.jit
 def walk_tiles(
-    state, q, k_ptr, v_ptr, sk_t, sv_t, first, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
+    state, q, source, first, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
+     MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
     ENTER_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Processes `count` tiles from tile `first` on, toward lower indices.
@@ -40,21 +41,16 @@ def walk_tiles(
     acc, carry, row_carry, row_tile, worst = state
     column_key = tile.key_of_column()
     dims = tl.arange(0, BH)
-    k_offsets = column_key[:, None] * sk_t + dims[None, :]
-    v_offsets = column_key[:, None] * sv_t + dims[None, :]
-    step64 = tl.full([], tile.KEYS, tl.int64)
-    for step in tl.range(count, num_stages=1 if EXACT else None):
+    for step in tl.range(count, num_stages=1 if MASKED else None):
         t = first - step
         alive = carry > floor
         row_carry = tl.where(alive, carry, row_carry)
         row_tile = tl.where(alive, t, row_tile)
-        key = t * tile.KEYS + column_key
-        k = blocks.load_tile(k_ptr + t * (step64 * sk_t) + k_offsets, key, num_keys, dims, EXACT, H, BH)
-        v = blocks.load_tile(v_ptr + t * (step64 * sv_t) + v_offsets, key, num_keys, dims, EXACT, H, BH)
+        k, v = blocks.load_tiles(source, t, column_key, num_keys, dims, MASKED, H, BH)
         if ENTER_K:
             half.enter(maxima_ptr, sequence, half.K, k)
         z = tl.dot(q, tl.trans(k)) * logit_scale
-        _, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, EXACT, ROWS)
+        _, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
         worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
         nearer, total = tile.lane_sums(spent, True)
         rest = carry - nearer
@@ -83,8 +79,8 @@ def fullest_stick(carry, worst, EXACT: tl.constexpr):
 
 @triton.jit
 def walk_rows(
-    entering, q, k_ptr, v_ptr, sk_t, sv_t, position, whole, seen, num_keys, logit_scale, threshold, first_chunk, chunk,
-    maxima_ptr, sequence, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    entering, q, source, position, whole, seen, num_keys, logit_scale, threshold, first_chunk,
+    chunk, maxima_ptr, sequence, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Walks the tiles of one row block. Returns the state of `walk_tiles`, the last tile that was visited, and whether
@@ -100,16 +96,16 @@ def walk_rows(
     fullest = tl.max(entering, 0)
     if not EXACT:
         state = walk_tiles(
-            state, q, k_ptr, v_ptr, sk_t, sv_t, t, seen - whole, position, num_keys, logit_scale, floor, maxima_ptr,
-            sequence, True, ROWS, H, BH, HALF, ENTER_K, PARTS,
+            state, q, source, t, seen - whole, position, num_keys, logit_scale, floor,
+            maxima_ptr, sequence, True, False, ROWS, H, BH, HALF, ENTER_K, PARTS,
         )  # fmt: skip
         t = whole - 1
         fullest = fullest_stick(state[1], state[4], False)
     while (t >= 0) & (fullest >= threshold) & (fullest < UNSPENT):
         count = tl.minimum(t + 1, ahead)
         state = walk_tiles(
-            state, q, k_ptr, v_ptr, sk_t, sv_t, t, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
-            EXACT, ROWS, H, BH, HALF, False, PARTS,
+            state, q, source, t, count, position, num_keys, logit_scale, floor, maxima_ptr,
+            sequence, EXACT, EXACT, ROWS, H, BH, HALF, False, PARTS,
         )  # fmt: skip
         t -= count
         left = fullest_stick(state[1], state[4], EXACT)
@@ -143,8 +139,8 @@ def save_rows(
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
-    cu_k_ptr, offset_ptr, maxima_ptr,
+    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr,
+    block_stop_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
@@ -175,15 +171,13 @@ def forward_kernel(
         entering = tl.load(log_rest_in_ptr + token * num_heads + head, mask=row_ok, other=0.0).to(tl.float32)
     # Rows after the sequence's end must not delay the exit.
     entering = tl.where(row_ok, entering * common.LOG2_E, -1e30)
-    first_key = k_start.to(tl.int64)
-    kv_head = head // KV_GROUP
+    source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
     scale = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), 1.0)
     if HALF:
         scale *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
     walk = (
-        entering, q, k_ptr + (first_key * sk_t + kv_head * sk_n), v_ptr + (first_key * sv_t + kv_head * sv_n), sk_t, sv_t,
-        position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk, maxima_ptr, sequence,
+        entering, q, source, position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk, maxima_ptr, sequence,
     )  # fmt: skip
     save = (
         o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
@@ -215,9 +209,12 @@ def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str,
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None, log_rest_in: Tensor | None,
     max_keys: int, scale: float, skip_below: float, config: Config | None = None, first_chunk: int = 2,
-    chunk: int = 16, group_bytes: int = GROUP_BYTES, max_queries: int | None = None, convert: bool | None = None,
+    chunk: int = 64, group_bytes: int = GROUP_BYTES, max_queries: int | None = None, convert: bool | None = None,
+    tma: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs the forward kernel on bf16 or fp16. Arguments and results are those of `..forward.forward`.
+
+    tma: loads tiles through descriptors where the tensors allow it. The results have the same bits without.
 
     In block_stop, row blocks that need the exact algebra are marked (blocks.py).
     """
@@ -242,8 +239,8 @@ def forward(
         v = half.values(maxima, k, v, cu_k, not diagonal)
     num_slots = num_tokens // config.row_block + num_sequences
     forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
-        q, k, v, o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry, row_tile, block_stop,
-        cu_q, cu_k, q_offsets, maxima if convert else None,
+        q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
+        row_tile, block_stop, cu_q, cu_k, q_offsets, maxima if convert else None,
         num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),

@@ -108,13 +108,14 @@ def lane_sums(x, NEARER: tl.constexpr):
     pair = x + neighbour
     other_pair = exchange(pair, 2)
     lane = lanes(x)
+    # Loops keep these in registers, so that both directions share them.
+    neighbour_is_nearer = (lane % 2 == 0).to(tl.float32)
+    pair_is_nearer = (lane < 2).to(tl.float32)
     if NEARER:
-        takes_neighbour = (lane % 2 == 0).to(tl.float32)
-        takes_pair = (lane < 2).to(tl.float32)
+        beside = neighbour_is_nearer * neighbour + pair_is_nearer * other_pair
     else:
-        takes_neighbour = (lane % 2 == 1).to(tl.float32)
-        takes_pair = (lane >= 2).to(tl.float32)
-    return takes_neighbour * neighbour + takes_pair * other_pair, pair + other_pair
+        beside = (neighbour - neighbour_is_nearer * neighbour) + (other_pair - pair_is_nearer * other_pair)
+    return beside, pair + other_pair
 
 
 @triton.jit
@@ -130,15 +131,17 @@ def chain(u, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def spend(z, limit, EXACT: tl.constexpr, ROWS: tl.constexpr):
+def spend(z, limit, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr):
     """Returns u and t of each key, w of each chain, `after`, and what the 16 keys spend.
 
-    z: logits [ROWS, 64]. EXACT: row i attends only to the first limit[i] keys of the tile. after[n]: log2 of what chain n
+    z: logits [ROWS, 64]. MASKED: row i attends only to the first limit[i] keys of the tile. after[n]: log2 of what chain n
     and the nearer chains of the thread spend. It holds one number for all of a thread's chains in the fast algebra.
     """
     z = take_apart(z, ROWS)
+    if MASKED:
+        z = _mask(z, limit)
     if EXACT:
-        u, t, w, after, spent = _spend_capped(z, limit)
+        u, t, w, after, spent = _spend_capped(z)
     else:
         u = ()
         for i in tl.static_range(16):
@@ -153,10 +156,17 @@ def spend(z, limit, EXACT: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _spend_capped(z, limit):
-    # The numbers of a thread's keys are 16c + i. Comparing 16c with limit − i keeps one number in registers, not 16.
-    first_key = 16 * lanes(z[0])
-    limit = per_row(limit)
+def _mask(z, limit):
+    # The numbers of a thread's keys are 16c + i. Comparing i with limit − 16c keeps one number in registers, not 16.
+    own = per_row(limit) - 16 * lanes(z[0])
+    masked = ()
+    for i in tl.static_range(16):
+        masked = masked + (tl.where(own > i, z[i], float("-inf")),)
+    return masked
+
+
+@triton.jit
+def _spend_capped(z):
     u = ()
     t = ()
     w = ()
@@ -166,9 +176,8 @@ def _spend_capped(z, limit):
         un = ()
         excess = ()
         for i in tl.static_range(4 * n, 4 * n + 4):
-            zi = tl.where(first_key < limit - i, z[i], float("-inf"))
-            un = un + (exp2(tl.minimum(zi, common.LOGIT_CAP)),)
-            excess = excess + (tl.maximum(zi, common.LOGIT_CAP) - common.LOGIT_CAP,)
+            un = un + (exp2(tl.minimum(z[i], common.LOGIT_CAP)),)
+            excess = excess + (tl.maximum(z[i], common.LOGIT_CAP) - common.LOGIT_CAP,)
         tn, wn = chain(un, 0, 4)
         capped = log2_1p(wn)
         # β of a capped key is 1 in float32, so that its own weight does not depend on the excess.
