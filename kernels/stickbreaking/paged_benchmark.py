@@ -72,9 +72,9 @@ CANDIDATES = {
     "twice the splits": Candidate(splits=2.0),
     "200 registers": Candidate(config=Config(16, 64, 2, 3, 200)),
     "2 stages": Candidate(config=Config(16, 64, 2, 2, 168)),
-    "4 warps": Candidate(config=Config(16, 64, 4, 3), splits=2.0),
-    "1 warp": Candidate(config=Config(16, 64, 1, 3), splits=0.5),
-    "1 warp, 2 stages": Candidate(config=Config(16, 64, 1, 2), splits=0.67),
+    "4 warps": Candidate(config=Config(16, 64, 4, 3), splits=1.5),
+    "1 warp": Candidate(config=Config(16, 64, 1, 3), splits=0.75),
+    "1 warp, 2 stages": Candidate(config=Config(16, 64, 1, 2)),
 }
 PREFILLS = {
     "8 warps": Config(128, 64, 8, 3, 128),

@@ -18,9 +18,7 @@ from .forward import (
 )
 from .paged_kernels import merge_kernel, prefill_kernel, split_kernel
 
-# Warps of split_kernel that 132 multiprocessors run at once, with 168 registers per thread. More splits would wait for
-# others to end, and then start with an empty pipeline.
-WARPS_AT_ONCE = 12 * 132
+MULTIPROCESSORS = 132
 # Splits that the merge loads at once, and its warps.
 MERGED = {8: 1, 32: 4, 128: 4}
 # Rows of split_kernel: up to the last of these queries × heads per key head, the keys of a sequence are split.
@@ -73,7 +71,7 @@ def split_rows(max_seqlen_q: int, group: int) -> int:
 
 
 def _strides(cache: Tensor, block_table: Tensor) -> dict[str, int]:
-    return {"sc_b": cache.stride(0), "sc_n": cache.stride(2), "st_b": block_table.stride(0)}
+    return {"sc_n": cache.stride(2), "st_b": block_table.stride(0)}
 
 
 def paged(
@@ -121,8 +119,10 @@ def paged(
 
 
 def default_splits(max_seqlen_k: int, num_heads: int, config: Config) -> int:
-    """Returns how many splits are at most one tile each, or run at once. num_heads: key heads of all sequences."""
-    at_once = WARPS_AT_ONCE // (config.num_warps * num_heads)
+    """Returns as many splits as run at once, but at most one per tile. num_heads: key heads of all sequences."""
+    # Further splits would wait for others to end, and then start with an empty pipeline.
+    warps = 12 if config.max_registers else 8  # with 168 and up to 255 registers per thread
+    at_once = MULTIPROCESSORS * warps // (config.num_warps * num_heads)
     return max(1, min(at_once, triton.cdiv(max_seqlen_k, config.key_block)))
 
 
@@ -135,6 +135,7 @@ def _constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, config: Config) -> d
         "ROWS": config.row_block,
         "BN": config.key_block,
         "BS": k_cache.shape[1],
+        "BLOCK": k_cache.stride(0),
         "SLOT": k_cache.stride(1),
         "BESIDE": beside,  # k and v of a key, as in vLLM
         "KV_GROUP": q.shape[1] // k_cache.shape[2],
@@ -207,7 +208,7 @@ def _split(
     merge_kernel[(num_heads, max_queries, num_sequences)](
         part, part_rest, v_cache, block_table, o, log_rest, cu_q, seq_lens,
         num_tokens, num_heads, num_sequences, num_splits, block_table.shape[1], split_queries,
-        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BN", "BS", "SLOT", "KV_GROUP")},
+        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BN", "BS", "BLOCK", "SLOT", "KV_GROUP")},
         REMAINDER=remainder, MERGED=merged, EARLY=early, num_warps=MERGED[merged],
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

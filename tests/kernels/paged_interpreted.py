@@ -54,6 +54,8 @@ CASES = {
     "one loop": Case([1, 6, 2], [300, 64, 66], max_seqlen_q=6, num_splits=2, one_loop=True, remainder=True),
     "blocks of 64": Case([1, 70], [64, 128], block_size=64, shared=1),
     "blocks of 128": Case([2, 17], [300, 129], block_size=128, remainder=True),
+    "blocks of 8": Case([1, 40], [100, 97], block_size=8),
+    "blocks of 2": Case([1, 20], [70, 65], block_size=2, remainder=True),
     "blocks of 48": Case([1, 40], [100, 97], block_size=48),
     "wide": Case([2, 40], [70, 65], head_dim=72, num_heads=1),
     "narrow": Case([2, 20], [70, 65], head_dim=24, block_size=32, heads_first=True),

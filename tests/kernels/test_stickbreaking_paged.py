@@ -58,6 +58,7 @@ def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: in
         "ROWS": config.row_block,
         "BN": config.key_block,
         "BS": block_size,
+        "BLOCK": block_size * 8 * 2 * head_dim,
         "SLOT": 8 * 2 * head_dim,
         "BESIDE": True,
         "KV_GROUP": 3,
@@ -73,7 +74,7 @@ def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: in
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= dict.fromkeys(("sq_t", "sq_n", "sc_b", "sc_n"), "I32")
+    types |= dict.fromkeys(("sq_t", "sq_n", "sc_n"), "I32")
     types |= dict.fromkeys(("logit_scale", "threshold"), "fp32")
     types |= dict.fromkeys(("part_ptr", "part_rest_ptr", "log_rest_ptr"), "*fp32")
     types |= dict.fromkeys(("table_ptr", "cu_q_ptr", "seq_lens_ptr"), "*i32")
