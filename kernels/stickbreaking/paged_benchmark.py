@@ -70,7 +70,6 @@ CANDIDATES = {
     "half the splits": Candidate(splits=0.5),
     "2/3 of the splits": Candidate(splits=0.67),
     "twice the splits": Candidate(splits=2.0),
-    "200 registers": Candidate(config=Config(16, 64, 2, 3, 200)),
     "2 stages": Candidate(config=Config(16, 64, 2, 2, 168)),
     "4 warps": Candidate(config=Config(16, 64, 4, 3), splits=1.5),
     "1 warp": Candidate(config=Config(16, 64, 1, 3), splits=0.75),
