@@ -2,19 +2,22 @@
 contiguous ones.
 
 Needs a CUDA GPU. Ends with exit code 1 if a result is wrong, or if decoding takes over 1.10 times as long as without
-blocks. Expected to take less than 4 minutes, most of them compiling.
+blocks. Kernels are compiled and checked by several processes at once; times are measured by one, afterwards.
 """
 
 import argparse
 import itertools
 import json
+import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +26,7 @@ from ssscale_kernels.stickbreaking.benchmark import graph_ms, starts
 from ssscale_kernels.stickbreaking.decode import decode
 from ssscale_kernels.stickbreaking.forward import Config, forward
 from ssscale_kernels.stickbreaking.paged import paged_stickbreaking
-from ssscale_kernels.stickbreaking.paged_launch import paged
+from ssscale_kernels.stickbreaking.paged_launch import Form, paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
 from torch import Tensor
 
@@ -34,7 +37,7 @@ CHUNK, BEHIND = 2048, (16384, 65536)
 SKIP_BELOW = 2**-12
 ALLOWED = 1.10  # decoding, in multiples of the contiguous kernel
 DEVICE = "cuda"
-# (dtype, head dim, block size, remainder); each takes three compilations.
+# (dtype, head dim, block size, remainder); each takes five compilations.
 CHECKS = [
     (torch.bfloat16, 64, 16, True),
     (torch.bfloat16, 64, 64, False),
@@ -47,6 +50,37 @@ CHECKS = [
 ]
 QUERIES, KEYS = [1, 0, 300, 3, 129, 1, 5], [1000, 0, 700, 3, 4000, 64, 2500]
 
+
+class Candidate(NamedTuple):
+    """Other settings of decoding. splits: in multiples of the usual number."""
+
+    form: Form = Form()
+    config: Config | None = None
+    splits: float = 1.0
+
+
+# Measured with --candidates. No loop over tiles of these spills.
+CANDIDATES = {
+    "as chosen": Candidate(),
+    "first chunk of 1": Candidate(Form(first_chunk=1)),
+    "first chunk of 4": Candidate(Form(first_chunk=4)),
+    "one loop": Candidate(Form(one_loop=True)),
+    "one loop, first chunk of 1": Candidate(Form(one_loop=True, first_chunk=1)),
+    "merge after splits": Candidate(Form(early=False)),
+    "half the splits": Candidate(splits=0.5),
+    "2/3 of the splits": Candidate(splits=0.67),
+    "twice the splits": Candidate(splits=2.0),
+    "2 stages": Candidate(config=Config(16, 64, 2, 2, 168)),
+    "4 warps": Candidate(config=Config(16, 64, 4, 3), splits=1.5),
+    "1 warp": Candidate(config=Config(16, 64, 1, 3), splits=0.75),
+    "1 warp, 2 stages": Candidate(config=Config(16, 64, 1, 2)),
+}
+PREFILLS = {
+    "8 warps": Config(128, 64, 8, 3, 128),
+    "2 stages": Config(64, 64, 4, 2, 168),
+    "no limit of registers": Config(64, 64, 4, 3),
+}
+Row = dict[str, Any]
 Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -91,40 +125,41 @@ def check_batch(dtype: torch.dtype, head_dim: int, block_size: int, kind: str) -
     return q, k_cache, v_cache, table, boundaries, lengths
 
 
-def check() -> list[dict[str, Any]]:
-    """Checks results against float64. Returns the worst errors in units of twice those of plain torch."""
-    found = []
-    for dtype, head_dim, block_size, remainder in CHECKS:
-        worst = 0.0
-        for kind in ("spent", "dense", "huge"):
-            batch = check_batch(dtype, head_dim, block_size, kind)
-            exact = paged_reference(*(x.double() if x.is_floating_point() else x for x in batch), remainder=remainder)
-            plain = paged_reference(*batch, remainder=remainder)
-            for skip_below in (0.0, SKIP_BELOW):
-                ours = paged_stickbreaking(*batch, skip_below=skip_below, remainder=remainder)
-                again = paged_stickbreaking(*batch, skip_below=skip_below, remainder=remainder)
-                assert all(torch.equal(a, b) for a, b in zip(ours, again)), "two runs differ"
-                # log_rest of a skipped stick is a bound only.
-                for a, p, e in list(zip(ours, plain, exact))[: 2 if skip_below == 0 else 1]:
-                    error, allowed, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, e))
-                    share = error / (2 * allowed + (1e-5 + 2 * skip_below) * max(size, 1.0))
-                    worst = max(worst, share if share == share else float("inf"))
-        case = f"{dtype}, {head_dim} dims, blocks of {block_size}, remainder {remainder}"
-        verdict = "ok" if worst <= 1 else "OVER BUDGET"
-        print(f"{verdict}: {case}: worst error {worst:.2f} of what is allowed", flush=True)
-        found.append({"case": case, "error": worst})
-    return found
+def check(dtype: torch.dtype, head_dim: int, block_size: int, remainder: bool) -> Row:
+    """Checks results against float64. Returns the worst error in units of twice that of plain torch."""
+    worst = 0.0
+    for kind in ("spent", "dense", "huge"):
+        batch = check_batch(dtype, head_dim, block_size, kind)
+        exact = paged_reference(*(x.double() if x.is_floating_point() else x for x in batch), remainder=remainder)
+        plain = paged_reference(*batch, remainder=remainder)
+        for skip_below, splits in itertools.product((0.0, SKIP_BELOW), (None, 1, 7)):
+            limits = (len(batch[0]), max(KEYS), head_dim**-0.5, skip_below, remainder)
+            ours, again = (paged(*batch, *limits, splits) for _ in range(2))
+            assert all(torch.equal(a, b) for a, b in zip(ours, again)), "two runs differ"
+            # log_rest of a skipped stick is a bound only.
+            for a, p, e in list(zip(ours, plain, exact))[: 2 if skip_below == 0 else 1]:
+                error, allowed, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, e))
+                share = error / (2 * allowed + (1e-5 + 2 * skip_below) * max(size, 1.0))
+                worst = max(worst, share if share == share else float("inf"))
+    case = f"{dtype}, {head_dim} dims, blocks of {block_size}, remainder {remainder}"
+    verdict = "ok" if worst <= 1 else "OVER BUDGET"
+    print(f"{verdict}: {case}: worst error {worst:.2f} of what is allowed", flush=True)
+    return {"case": case, "error": worst}
 
 
 def check_graph() -> bool:
-    """One captured graph serves other lengths and blocks; nothing waits for the GPU."""
+    """One captured graph serves other lengths and blocks; nothing waits for the GPU; the merge waits for the splits."""
     first, second = (check_batch(torch.bfloat16, 64, 16, kind) for kind in ("spent", "dense"))
     swapped = [0, *itertools.accumulate(QUERIES[::-1])]
     second[4].copy_(torch.tensor(swapped, dtype=torch.int32))
     second[3].copy_(second[3].flip(0))
     second[5].copy_(second[5].flip(0))
     call = partial(paged_stickbreaking, remainder=True)
-    wanted = call(*second)
+    limits = (len(first[0]), second[3].shape[1] * 16, 64**-0.5, SKIP_BELOW, True)
+    # Here, each kernel starts when the one before has ended.
+    wanted = paged(*second, *limits, form=Form(early=False))
+    call(*second)
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     call(*first)
     torch.cuda.set_sync_debug_mode("default")
@@ -133,11 +168,33 @@ def check_graph() -> bool:
         found = call(*first)
     for a, b in zip(first, second):
         a.copy_(b)
-    graph.replay()
-    torch.cuda.synchronize()
-    equal = all(torch.equal(a, b) for a, b in zip(found, wanted))
-    print(f"{'ok' if equal else 'WRONG'}: a CUDA graph replayed with other lengths", flush=True)
+    equal = True
+    for _ in range(100):
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        equal = equal and all(torch.equal(a, b) for a, b in zip(found, wanted))
+    print(f"{'ok' if equal else 'WRONG'}: a CUDA graph replayed 100 times with other lengths", flush=True)
     return equal
+
+
+def warm(candidate: Candidate) -> None:
+    """Compiles what `compare` runs, by running it in small."""
+    q, k, v, cu_q, cu_k, offsets = layout(1, 1, 1024, "dense")
+    decode(q, k, v, cu_q, cu_k, offsets, None, 1, 1024, HEAD_DIM**-0.5, SKIP_BELOW)
+    for block_size, splits in itertools.product(BLOCK_SIZES, (3, 16, 99)):
+        k_cache, v_cache, table, lengths = page(k, v, [1024], block_size)
+        batch = (q, k_cache, v_cache, table, cu_q, lengths, 1, 1024, HEAD_DIM**-0.5, SKIP_BELOW, False)
+        paged(*batch, splits, split=candidate.config, form=candidate.form)
+
+
+def warm_prefill(config: Config | None) -> None:
+    q, k, v, cu_q, cu_k, offsets = layout(1, 256, 1024, "dense")
+    forward(q, k, v, cu_q, cu_k, offsets, None, 1024, HEAD_DIM**-0.5, SKIP_BELOW, max_queries=256)
+    for block_size in BLOCK_SIZES:
+        k_cache, v_cache, table, lengths = page(k, v, [1024], block_size)
+        batch = (q, k_cache, v_cache, table, cu_q, lengths, 256, 1024, HEAD_DIM**-0.5, SKIP_BELOW, False)
+        paged(*batch, prefill=config)
 
 
 def inputs(batch: int, length: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -147,14 +204,18 @@ def inputs(batch: int, length: int, kind: str) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def compare(batch: int, num_queries: int, length: int) -> list[dict[str, Any]]:
+def layout(batch: int, num_queries: int, length: int, kind: str) -> tuple[Tensor, ...]:
+    """Returns q, k, v, the boundaries of queries and keys, and the positions of the first queries."""
+    q = make(batch * num_queries, NUM_HEADS, HEAD_DIM, kind).bfloat16()
+    offsets = torch.full((batch,), length - num_queries, dtype=torch.int32, device=DEVICE)
+    return q, *inputs(batch, length, kind), starts(batch, num_queries), starts(batch, length), offsets
+
+
+def compare(batch: int, num_queries: int, length: int, candidates: bool) -> tuple[list[Row], list[Row]]:
     """Prints one row of the table: µs of the contiguous kernel, and of the paged ones in its multiples. Returns these."""
-    cells, rows = [], []
+    cells, rows, others = [], [], []
     for kind in ("dense", "spent"):
-        q = make(batch * num_queries, NUM_HEADS, HEAD_DIM, kind).bfloat16()
-        k, v = inputs(batch, length, kind)
-        cu_q, cu_k = starts(batch, num_queries), starts(batch, length)
-        offsets = torch.full((batch,), length - num_queries, dtype=torch.int32, device=DEVICE)
+        q, k, v, cu_q, cu_k, offsets = layout(batch, num_queries, length, kind)
         before = (q, k, v, cu_q, cu_k, offsets, None)
         contiguous: Callable[[], tuple[Tensor, ...]]
         if num_queries == 1:
@@ -170,69 +231,116 @@ def compare(batch: int, num_queries: int, length: int) -> list[dict[str, Any]]:
             call = partial(
                 paged, q, k_cache, v_cache, table, cu_q, lengths, num_queries, length, HEAD_DIM**-0.5, SKIP_BELOW, False
             )
-            error = (call()[0].float() - expected).abs().max().item()
-            assert error <= 0.02 * max(1.0, expected.abs().max().item()), f"differs from contiguous by {error}"
+            differs(call()[0], expected)
             took = graph_ms([call] * calls, 40)
             cells.append(f"{1e3 * took:.1f} ({took / usual:.2f})")
             case = {"queries": num_queries, "batch": batch, "keys": length, "kind": kind, "block_size": block_size}
             rows.append(case | {"contiguous_us": 1e3 * usual, "paged_us": 1e3 * took, "ratio": took / usual})
+            if candidates:
+                others += [case | x for x in try_candidates(call, expected, usual, num_queries == 1, batch, length)]
             del k_cache, v_cache, call
     print(f"| {num_queries:,} × {batch}, {length:,} | " + " | ".join(cells) + " |", flush=True)
+    return rows, others
+
+
+def differs(found: Tensor, expected: Tensor) -> None:
+    error = (found.float() - expected).abs().max().item()
+    assert error <= 0.02 * max(1.0, expected.abs().max().item()), f"differs from contiguous by {error}"
+
+
+def try_candidates(
+    call: Callable[..., tuple[Tensor, Tensor]], expected: Tensor, usual: float, decodes: bool, batch: int, length: int
+) -> list[Row]:
+    """Returns the multiples of the contiguous kernel's time that other settings take."""
+    rows = []
+    options: dict[str, dict[str, Any]] = {name: {"prefill": config} for name, config in PREFILLS.items()}
+    if decodes:
+        options = {}
+        for name, x in CANDIDATES.items():
+            config = x.config or paged_launch.split_config(HEAD_DIM, torch.bfloat16, 16)
+            splits = paged_launch.default_splits(length, NUM_KV_HEADS * batch, config)
+            splits = max(1, min(round(x.splits * splits), triton.cdiv(length, config.key_block)))
+            options[name] = {"form": x.form, "split": x.config, "num_splits": splits}
+    for name, option in options.items():
+        other = partial(call, **option)
+        differs(other()[0], expected)
+        # The shorter ones as often as in the table, so that each finds the same in the cache.
+        took = graph_ms([other] * (8 if usual < 0.1 else 2), 10)
+        rows.append({"candidate": name, "splits": option.get("num_splits"), "us": 1e3 * took, "ratio": took / usual})
     return rows
 
 
-def tune() -> None:
-    """Prints µs of decoding 131,072 and 4,096 dense keys, batch 1 and 32, for other launch settings."""
-    for batch, length in ((1, 131072), (32, 4096), (32, 65536)):
-        q = make(batch, NUM_HEADS, HEAD_DIM, "dense").bfloat16()
-        k, v = inputs(batch, length, "dense")
-        k_cache, v_cache, table, lengths = page(k, v, [length] * batch, 16)
-        arguments = (q, k_cache, v_cache, table, starts(batch, 1), lengths, 1, length, HEAD_DIM**-0.5, 0.0, False)
-        for key_block, warps, stages, registers in itertools.product((64, 128), (2, 4), (2, 3, 4), (None, 168)):
-            config = Config(16, key_block, warps, stages, registers)
-            times = {}
-            for factor in (1, 2):
-                splits = factor * paged_launch.default_splits(length, NUM_KV_HEADS, batch)
-                times[splits] = 1e3 * graph_ms([partial(paged, *arguments, splits, split=config)] * 4, 20)
-            print(batch, length, config, {n: round(t, 1) for n, t in times.items()}, flush=True)
+def print_candidates(times: list[Row], others: list[Row]) -> None:
+    """Prints what each candidate took in the rows over the limit, and over all decodes how often it was within it."""
+    for name in CANDIDATES:
+        ratios = [x["ratio"] for x in others if x["candidate"] == name and x["queries"] == 1]
+        mean, within = math.exp(sum(map(math.log, ratios)) / len(ratios)), sum(x <= ALLOWED for x in ratios)
+        print(
+            f"{name}: {within} of {len(ratios)} decodes within {ALLOWED:.2f}, mean {mean:.3f}, worst {max(ratios):.2f}"
+        )
+    for row in times:
+        case = {name: row[name] for name in ("queries", "batch", "keys", "kind", "block_size")}
+        if row["ratio"] > ALLOWED:
+            tried = [x for x in others if case.items() <= x.items()]
+            best = ", ".join(
+                f"{x['candidate']} {x['ratio']:.2f}" for x in sorted(tried, key=lambda x: float(x["ratio"]))
+            )
+            print(f"{list(case.values())}: {row['ratio']:.2f}; {best}")
+
+
+def prepare(workers: int, candidates: bool) -> tuple[list[Row], bool]:
+    """Checks results, and compiles the kernels that are timed later, in several processes. Returns what was checked."""
+    settings = CANDIDATES.values() if candidates else [Candidate()]
+    prefills = [None, *PREFILLS.values()] if candidates else [None]
+    # Processes find each other's kernels in Triton's cache on disk.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        checks = [pool.submit(check, *case) for case in CHECKS]
+        graph = pool.submit(check_graph)
+        others = [pool.submit(warm, x) for x in settings] + [pool.submit(warm_prefill, x) for x in prefills]
+        for other in others:
+            other.result()
+        return [x.result() for x in checks], graph.result()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="rank launch settings of decoding instead")
+    parser.add_argument("--candidates", action="store_true", help="also time decoding with other launch settings")
+    parser.add_argument("--workers", type=int, default=8, metavar="N", help="processes that compile and check (8)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there, as JSON")
     arguments = parser.parse_args()
     began = time.perf_counter()
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
-    print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}")
-    if arguments.tune:
-        tune()
-        return
-    checks, graph = check(), check_graph()
+    print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}", flush=True)
+    checks, graph = prepare(arguments.workers, arguments.candidates)
     print(f"checked after {time.perf_counter() - began:.0f} s; times in µs, in brackets as multiples of contiguous")
-    times = measure()
+    times, others = measure(arguments.candidates)
     decodes = [row for row in times if row["queries"] == 1]
     slow = [row for row in decodes if row["ratio"] > ALLOWED]
     wrong = [row for row in checks if not row["error"] <= 1]
     print(f"{len(decodes) - len(slow)} of {len(decodes)} decodes within {ALLOWED:.2f} of contiguous")
+    if arguments.candidates:
+        print_candidates(times, others)
     print(f"took {time.perf_counter() - began:.0f} s")
     if arguments.out:
         result = {"date": str(date.today()), "device": torch.cuda.get_device_name(), "versions": versions}
-        result |= {"checks": checks, "graph": graph, "times": times, "seconds": time.perf_counter() - began}
-        arguments.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        result |= {"checks": checks, "graph": graph, "times": times, "candidates": others}
+        arguments.out.write_text(
+            json.dumps(result | {"seconds": time.perf_counter() - began}, indent=1), encoding="utf-8"
+        )
     sys.exit(1 if wrong or slow or not graph else 0)
 
 
-def measure() -> list[dict[str, Any]]:
+def measure(candidates: bool) -> tuple[list[Row], list[Row]]:
     names = ["contiguous", *(f"blocks of {n}" for n in BLOCK_SIZES)]
     kinds = [f"{kind}, {name}" for kind in ("dense", "spent") for name in names]
-    print(f"| queries × batch, keys | {' | '.join(kinds)} |\n|{'---|' * (1 + len(kinds))}")
-    times = []
-    for length, batch in itertools.product(LENGTHS, BATCHES):
-        times += compare(batch, 1, length)
-    for behind in BEHIND:
-        times += compare(1, CHUNK, behind + CHUNK)
-    return times
+    print(f"| queries × batch, keys | {' | '.join(kinds)} |\n|{'---|' * (1 + len(kinds))}", flush=True)
+    times, others = [], []
+    shapes = [(batch, 1, length) for length, batch in itertools.product(LENGTHS, BATCHES)]
+    for shape in [*shapes, *((1, CHUNK, behind + CHUNK) for behind in BEHIND)]:
+        more = compare(*shape, candidates)
+        times += more[0]
+        others += more[1]
+    return times, others
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ COUNTS = (
     "num_tokens", "num_heads", "num_kv_heads", "num_sequences", "num_slots", "num_splits", "max_blocks", "head_group",
     "split_queries", "first_chunk", "chunk", "st_b",
 )  # fmt: skip
-# Splits that the merge loads at once.
-MERGED = tl.constexpr(32)
 
 
 @triton.jit
@@ -50,68 +48,78 @@ def multiply(x, y, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def block_starts(table_ptr, t, max_blocks, block_stride, BN: tl.constexpr, BS: tl.constexpr):
-    """Returns where the blocks of tile t start in the cache: one offset if the tile is in one block, else [BN].
+def blocks_of(table_ptr, t, max_blocks, BN: tl.constexpr, BS: tl.constexpr):
+    """Returns the blocks of tile t as a tuple: one number per block that the tile spans, or one tensor [BN].
 
-    For t = −1 and for blocks after the sequence's last one, this is some other number.
+    For t = −1 and for blocks after the sequence's last one, these are some other numbers.
     """
-    # Clamping costs less than masks. Loading one number per block and selecting needs no exchange between threads,
-    # unlike loading one number per key.
-    column_key = tile.key_of_column(BN)
+    # Clamping costs less than masks. Numbers need no exchange between threads, unlike a tensor that is loaded.
     t = tl.maximum(t, 0)
     if BS % BN == 0:
-        starts = tl.load(table_ptr + tl.minimum(t * BN // BS, max_blocks - 1)).to(tl.int64) * block_stride
-    elif BN % BS == 0:
-        first = t * (BN // BS)
-        blocks = tl.load(table_ptr + tl.minimum(first, max_blocks - 1))
+        blocks = (tl.load(table_ptr + tl.minimum(t * BN // BS, max_blocks - 1)),)
+    elif BN % BS == 0 and BS // tile.GROUP * tile.GROUP == BS:
+        blocks = (tl.load(table_ptr + tl.minimum(t * (BN // BS), max_blocks - 1)),)
         for i in tl.static_range(1, BN // BS):
-            blocks = tl.where(column_key // BS == i, tl.load(table_ptr + tl.minimum(first + i, max_blocks - 1)), blocks)
-        starts = blocks.to(tl.int64) * block_stride
+            block = tl.load(table_ptr + tl.minimum(t * (BN // BS) + i, max_blocks - 1))
+            # Triton does not unpack tuples.
+            blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
     else:
-        blocks = tl.load(table_ptr + tl.minimum((t * BN + column_key) // BS, max_blocks - 1))
-        starts = blocks.to(tl.int64) * block_stride
-    return starts
+        blocks = (tl.load(table_ptr + tl.minimum((t * BN + tile.key_of_column(BN)) // BS, max_blocks - 1)),)
+    return blocks
 
 
 @triton.jit
-def rows_of(starts, t, dims, BN: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr):
-    """Returns where the keys of tile t are in the cache: what to add to its pointer first, and then [BN, BH]."""
-    column_key = tile.key_of_column(BN)
-    # The stride is a constant, so that all but one or two addresses of a thread are constant distances from those.
+def rows_of(blocks, t, dims, BLOCK: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr):
+    """Returns where the keys of tile t are in the cache: three numbers or tensors to add to its pointer in this order.
+
+    The order and the strides, which are constants, let a thread compute one or two addresses, from which all others are
+    at constant distances.
+    """
+    group = tl.arange(0, BN) % (BN // tile.GROUP)
+    inside = tl.arange(0, BN) // (BN // tile.GROUP)  # key_of_column is GROUP · group + inside
     if BS % BN == 0:
-        first = starts + t * BN % BS * SLOT
-        then = column_key[:, None] * SLOT + dims[None, :]
-    elif BN % BS == 0:
-        first = starts[:, None]
-        then = (column_key % BS * SLOT)[:, None] + dims[None, :]
+        first = blocks[0].to(tl.int64) * BLOCK + t * BN % BS * SLOT
+        then = (group * (tile.GROUP * SLOT))[:, None] + dims[None, :]
+        last = (inside * SLOT)[:, None]
+    elif BN % BS == 0 and BS // tile.GROUP * tile.GROUP == BS:
+        block = tl.zeros([BN], blocks[0].dtype) + blocks[0]
+        for i in tl.static_range(1, BN // BS):
+            block = tl.where(group // (BS // tile.GROUP) == i, blocks[i], block)
+        first = (block.to(tl.int64) * BLOCK)[:, None]
+        then = (group % (BS // tile.GROUP) * (tile.GROUP * SLOT))[:, None] + dims[None, :]
+        last = (inside * SLOT)[:, None]
     else:
-        first = starts[:, None]
-        then = ((t * BN + column_key) % BS * SLOT)[:, None] + dims[None, :]
-    return first, then
+        first = (blocks[0].to(tl.int64) * BLOCK)[:, None]
+        then = ((t * BN + tile.key_of_column(BN)) % BS * SLOT)[:, None] + dims[None, :]
+        last = 0
+    return first, then, last
 
 
 @triton.jit
 def walk(
-    acc, carry, starts, q, cache, newest, count, position, num_keys, logit_scale, nearer, dims,
-    MASKED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-    SLOT: tl.constexpr, BESIDE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, carry, blocks, q, cache, newest, count, position, num_keys, logit_scale, nearer, dims,
+    MASKED: tl.constexpr, PIPELINED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr, BESIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Processes `count` tiles from tile `newest` on, toward lower indices. starts: `block_starts` of tile `newest`.
+    """Returns acc and carry after `count` tiles from tile `newest` on, toward lower indices.
 
-    Returns acc, carry and the starts of the tile after the last one.
+    blocks: `blocks_of` tile `newest`.
     """
-    k_ptr, v_ptr, table_ptr, sc_b, max_blocks = cache
+    k_ptr, v_ptr, table_ptr, max_blocks = cache
     column_key = tile.key_of_column(BN)
     three_passes: tl.constexpr = PRECISION == "tf32x3"  # hoisted values would fill the registers
-    for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=three_passes):
+    for step in tl.range(count, num_stages=None if PIPELINED else 1, disable_licm=three_passes):
         t = newest - step
-        first, then = rows_of(starts, t, dims, BN, BS, SLOT)
-        # The blocks of a tile are looked up one tile ahead, so that the loads of keys do not wait for them.
-        starts = block_starts(table_ptr, t - 1, max_blocks, sc_b, BN, BS)
-        k_rows = k_ptr + first + then
-        v_rows = k_rows + H if BESIDE else v_ptr + first + then
+        first, then, last = rows_of(blocks, t, dims, BLOCK, BN, BS, SLOT)
+        # The blocks of a tile are looked up one tile ahead, so that the loads of keys do not wait for them. They are
+        # not used after the loop: for that, Triton would wait for them in every iteration.
+        blocks = blocks_of(table_ptr, t - 1, max_blocks, BN, BS)
+        k_rows = k_ptr + first + then + last
+        v_rows = k_rows + H if BESIDE else v_ptr + first + then + last
         if MASKED:
-            inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
+            inside = (column_key < num_keys - t * BN)[:, None] & (dims < H)[None, :]
             k = tl.load(k_rows, mask=inside, other=0.0)
             v = tl.load(v_rows, mask=inside, other=0.0)
         elif H == BH:
@@ -123,38 +131,46 @@ def walk(
         acc, carry = advance(
             acc, carry, q, k, v, position - t * BN, logit_scale, nearer, MASKED, ROWS, BN, PARTS, PRECISION
         )  # fmt: skip
-    return acc, carry, starts
+    return acc, carry
 
 
 @triton.jit
 def sweep(
     carry, q, cache, position, num_keys, last, unmasked, first, first_chunk, chunk, logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr,
-    BESIDE: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    BLOCK: tl.constexpr, SLOT: tl.constexpr,
+    BESIDE: tl.constexpr, ONE_LOOP: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walks the tiles last − 1 to first until every stick is below the threshold. Returns acc and carry.
 
-    Tiles below `unmasked` are visible to all rows as a whole.
+    Tiles below `unmasked` are visible to all rows as a whole. They take a loop of their own, which tests no positions,
+    unless ONE_LOOP: a second loop starts with an empty pipeline.
     """
     dims = tl.arange(0, BH)
     acc = tl.zeros([ROWS, BH], tl.float32)
     nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
-    starts = block_starts(cache[2], last - 1, cache[4], cache[3], BN, BS)
-    acc, carry, starts = walk(
-        acc, carry, starts, q, cache, last - 1, last - unmasked, position, num_keys, logit_scale, nearer, dims,
-        True, H, BH, ROWS, BN, BS, SLOT, BESIDE, PARTS, PRECISION,
-    )  # fmt: skip
+    t = last - 1
+    blocks = blocks_of(cache[2], t, cache[3], BN, BS)
+    if not ONE_LOOP:
+        t = unmasked - 1
+        further = blocks_of(cache[2], t, cache[3], BN, BS)
+        acc, carry = walk(
+            acc, carry, blocks, q, cache, last - 1, last - unmasked, position, num_keys, logit_scale, nearer, dims,
+            True, False, H, BH, ROWS, BN, BS, BLOCK, SLOT, BESIDE, PARTS, PRECISION,
+        )  # fmt: skip
+        blocks = further
     # As in forward.py, the exit is tested once per chunk, and the next chunk is as long as the fullest stick lasts.
-    t = unmasked - 1
     fullest = tl.max(carry, 0)
     ahead = first_chunk
     while (t >= first) & (fullest >= threshold):
         count = tl.minimum(t + 1 - first, ahead)
-        acc, carry, starts = walk(
-            acc, carry, starts, q, cache, t, count, position, num_keys, logit_scale, nearer, dims,
-            False, H, BH, ROWS, BN, BS, SLOT, BESIDE, PARTS, PRECISION,
+        acc, carry = walk(
+            acc, carry, blocks, q, cache, t, count, position, num_keys, logit_scale, nearer, dims,
+            ONE_LOOP, True, H, BH, ROWS, BN, BS, BLOCK, SLOT, BESIDE, PARTS, PRECISION,
         )  # fmt: skip
         t -= count
+        blocks = blocks_of(cache[2], t, cache[3], BN, BS)
         left = tl.max(carry, 0)
         lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
         ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
@@ -171,20 +187,45 @@ def lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS: tl.con
 
 
 @triton.jit
-def own_values(v_ptr, table_ptr, sc_b, position, num_keys, dims, H: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr):
+def own_values(
+    v_ptr, table_ptr, position, num_keys, dims,
+    H: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
+):  # fmt: skip
     """Returns the values at `position` [R] as float32 [R, BH]; zeros for positions that are not in the cache."""
     held = (position >= 0) & (position < num_keys)
     blocks = tl.load(table_ptr + position // BS, mask=held, other=0).to(tl.int64)
-    rows = v_ptr + blocks * sc_b + position % BS * SLOT
+    rows = v_ptr + blocks * BLOCK + position % BS * SLOT
     return tl.load(rows[:, None] + dims[None, :], mask=held[:, None] & (dims < H)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write(
+    acc, carry, o_ptr, log_rest_ptr, out, row_ok, cache, position, num_keys, dims,
+    H: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr, REMAINDER: tl.constexpr,
+):  # fmt: skip
+    """Writes the results of the rows at `position` to row `out` of o and log_rest."""
+    if REMAINDER:
+        own = own_values(cache[1], cache[2], position, num_keys, dims, H, BS, BLOCK, SLOT)
+        acc += tl.exp2(carry)[:, None] * own
+    in_rows = row_ok[:, None] & (dims < H)[None, :]
+    tl.store(o_ptr + out[:, None] * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows)
+    tl.store(log_rest_ptr + out, carry * tile.LN_2, mask=row_ok)
+
+
+@triton.jit
+def shares(q_len, num_keys, offset, num_splits, BN: tl.constexpr):
+    """Returns the number of tiles that any new token attends to, and how many of them are one split's."""
+    tiles = tl.cdiv(tl.minimum(tl.maximum(offset + q_len - 1, 0), num_keys), BN)
+    return tiles, tl.cdiv(tiles, num_splits)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
     num_tokens, num_heads, num_sequences, num_slots, max_blocks, head_group, split_queries, first_chunk, chunk,
-    sq_t, sq_n, sc_b, sc_n, st_b, logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr,
+    sq_t, sq_n, sc_n, st_b, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    BLOCK: tl.constexpr, SLOT: tl.constexpr,
     BESIDE: tl.constexpr, KV_GROUP: tl.constexpr,
     REMAINDER: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -207,7 +248,7 @@ def prefill_kernel(
     q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
     kv_head = head // KV_GROUP
     table_ptr += sequence.to(tl.int64) * st_b
-    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, max_blocks)
+    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, max_blocks)
 
     position = tl.minimum(offset + row, num_keys)
     last_position = offset + tl.minimum(block * ROWS + ROWS, q_len) - 1
@@ -217,32 +258,41 @@ def prefill_kernel(
     carry = tl.where(row_ok, 0.0, -1e30)
     acc, carry = sweep(
         carry, q, cache, position, num_keys, last, unmasked, 0, first_chunk, chunk, logit_scale, threshold,
-        H, BH, ROWS, BN, BS, SLOT, BESIDE, NEARER, NEARER_PARTS, PARTS, PRECISION,
+        H, BH, ROWS, BN, BS, BLOCK, SLOT, BESIDE, False, NEARER, NEARER_PARTS, PARTS, PRECISION,
     )  # fmt: skip
-    if REMAINDER:
-        own = own_values(cache[1], table_ptr, sc_b, offset + row, num_keys, dims, H, BS, SLOT)
-        acc += tl.exp2(carry)[:, None] * own
     out = token * num_heads + head
-    tl.store(o_ptr + out[:, None] * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows)
-    tl.store(log_rest_ptr + out, carry * tile.LN_2, mask=row_ok)
+    write(
+        acc, carry, o_ptr, log_rest_ptr, out, row_ok, cache, offset + row, num_keys, dims,
+        H, BS, BLOCK, SLOT, REMAINDER,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, part_ptr, part_rest_ptr, cu_q_ptr, seq_lens_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, part_ptr, part_rest_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
     num_tokens, num_kv_heads, num_sequences, max_blocks, split_queries, first_chunk, chunk,
-    sq_t, sq_n, sc_b, sc_n, st_b, logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr,
-    BESIDE: tl.constexpr, KV_GROUP: tl.constexpr,
-    NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    sq_t, sq_n, sc_n, st_b, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    BLOCK: tl.constexpr, SLOT: tl.constexpr,
+    BESIDE: tl.constexpr, KV_GROUP: tl.constexpr, WHOLE: tl.constexpr, ONE_LOOP: tl.constexpr, EARLY: tl.constexpr,
+    REMAINDER: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys, split 0 being the nearest, for all queries and query heads of one key head."""
+    """One split of the keys, split 0 being the nearest, for all queries and query heads of one key head.
+
+    WHOLE: there is one split, which writes the results itself. EARLY: lets `merge_kernel` start, which then waits.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0)
-    num_splits = tl.num_programs(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     q_start, q_len, num_keys, offset = lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS)
-    if (q_len == 0) | (q_len > split_queries):
+    tiles, per_split = shares(q_len, num_keys, offset, tl.num_programs(0), BN)
+    last = tl.maximum(tiles - split * per_split, 0)
+    first = tl.maximum(last - per_split, 0)
+    # The merge does not read splits without tiles.
+    if (q_len == 0) | (q_len > split_queries) | ((last == 0) & (tl.num_programs(0) > 1)):
         return
     local = tl.arange(0, ROWS)
     row = local // KV_GROUP
@@ -253,40 +303,56 @@ def split_kernel(
     token = (q_start + row).to(tl.int64)
     q = tl.load(q_ptr + (token * sq_t + head * sq_n)[:, None] + dims[None, :], mask=in_rows, other=0.0)
     table_ptr += sequence.to(tl.int64) * st_b
-    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, sc_b, max_blocks)
+    cache = (k_ptr + kv_head * sc_n, v_ptr + kv_head * sc_n, table_ptr, max_blocks)
 
     position = tl.minimum(offset + row, num_keys)
-    end = tl.cdiv(tl.minimum(tl.maximum(offset + q_len - 1, 0), num_keys), BN)
-    per_split = tl.cdiv(end, num_splits)
-    last = tl.maximum(end - split * per_split, 0)
-    first = tl.maximum(last - per_split, 0)
     unmasked = tl.maximum(tl.minimum(tl.minimum(tl.maximum(offset, 0), num_keys) // BN, last), first)
     carry = tl.where(row_ok, 0.0, -1e30)
     acc, carry = sweep(
         carry, q, cache, position, num_keys, last, unmasked, first, first_chunk, chunk, logit_scale, threshold,
-        H, BH, ROWS, BN, BS, SLOT, BESIDE, NEARER, NEARER_PARTS, PARTS, PRECISION,
+        H, BH, ROWS, BN, BS, BLOCK, SLOT, BESIDE, ONE_LOOP, NEARER, NEARER_PARTS, PARTS, PRECISION,
     )  # fmt: skip
-    out = ((split * num_sequences + sequence).to(tl.int64) * num_kv_heads + kv_head) * ROWS + local
-    tl.store(part_ptr + out[:, None] * H + dims[None, :], acc, mask=in_rows)
-    tl.store(part_rest_ptr + out, carry, mask=row_ok)
+    if WHOLE:
+        out = token * (num_kv_heads * KV_GROUP) + head
+        write(
+            acc, carry, o_ptr, log_rest_ptr, out, row_ok, cache, offset + row, num_keys, dims,
+            H, BS, BLOCK, SLOT, REMAINDER,
+        )  # fmt: skip
+    else:
+        out = ((split * num_sequences + sequence).to(tl.int64) * num_kv_heads + kv_head) * ROWS + local
+        tl.store(part_ptr + out[:, None] * H + dims[None, :], acc, mask=in_rows)
+        tl.store(part_rest_ptr + out, carry, mask=row_ok)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def merge_kernel(
     part_ptr, part_rest_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
-    num_tokens, num_heads, num_sequences, num_splits, max_blocks, split_queries, sc_b, sc_n, st_b,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr, SLOT: tl.constexpr, KV_GROUP: tl.constexpr,
-    REMAINDER: tl.constexpr,
+    num_tokens, num_heads, num_sequences, num_splits, max_blocks, split_queries, sc_n, st_b,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    BLOCK: tl.constexpr, SLOT: tl.constexpr,
+    KV_GROUP: tl.constexpr, REMAINDER: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Adds the splits of one query and head from the nearest on, each scaled by what the nearer ones left."""
+    """Adds the splits of one query and head from the nearest on, each scaled by what the nearer ones left.
+
+    MERGED splits are loaded at once. EARLY: it may start before `split_kernel` has ended.
+    """
     head = tl.program_id(0)
     query = tl.program_id(1)
     sequence = tl.program_id(2)
     q_start, q_len, num_keys, offset = lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS)
-    if (query >= q_len) | (q_len > split_queries):
-        return
+    tiles, per_split = shares(q_len, num_keys, offset, num_splits, BN)
     dims = tl.arange(0, BH)
     kv_head = head // KV_GROUP
+    own = tl.zeros([1, BH], tl.float32)
+    if REMAINDER:
+        table_ptr += sequence.to(tl.int64) * st_b
+        position = offset + query + tl.zeros([1], tl.int32)
+        own = own_values(v_ptr + kv_head * sc_n, table_ptr, position, num_keys, dims, H, BS, BLOCK, SLOT)
+    if EARLY:
+        # Also where the program returns at once: the next kernel must not start before the splits have ended.
+        tl.extra.cuda.gdc_wait()
+    if (query >= q_len) | (q_len > split_queries):
+        return
     rows = tl.full([], 1, tl.int64) * (num_heads // KV_GROUP) * ROWS  # of a sequence
     first_row = sequence * rows + kv_head * ROWS + query * KV_GROUP + head % KV_GROUP
     rest = tl.zeros([], tl.float32)
@@ -294,21 +360,19 @@ def merge_kernel(
     for start in range(0, num_splits, MERGED):
         split = start + tl.arange(0, MERGED)
         part_row = first_row + split * (num_sequences * rows)
-        left = tl.load(part_rest_ptr + part_row, mask=split < num_splits, other=0.0)
+        valid = split * per_split < tiles
+        left = tl.load(part_rest_ptr + part_row, mask=valid, other=0.0)
         # What all nearer splits leave is summed without the split itself: subtracting it would cancel.
-        nearer = (split > start) & (split <= num_splits)
+        nearer = (split > start) & valid
         before = tl.load(part_rest_ptr + part_row - num_sequences * rows, mask=nearer, other=0.0)
-        share = tl.exp2(rest + tl.cumsum(before, 0))
-        live = (split < num_splits) & (share > 0)
+        # Loaded before it is known which splits a stick reaches, so that one load does not wait for another.
         part = tl.load(
-            part_ptr + part_row[:, None] * H + dims[None, :], mask=live[:, None] & (dims < H)[None, :], other=0.0
+            part_ptr + part_row[:, None] * H + dims[None, :], mask=valid[:, None] & (dims < H)[None, :], other=0.0
         )
-        acc += tl.sum(share[:, None] * part, 0)
+        share = tl.exp2(rest + tl.cumsum(before, 0))
+        acc += tl.sum(tl.where((share > 0)[:, None], share[:, None] * part, 0.0), 0)
         rest += tl.sum(left, 0)
     if REMAINDER:
-        table_ptr += sequence.to(tl.int64) * st_b
-        position = offset + query + tl.zeros([1], tl.int32)
-        own = own_values(v_ptr + kv_head * sc_n, table_ptr, sc_b, position, num_keys, dims, H, BS, SLOT)
         acc += tl.exp2(rest) * tl.sum(own, 0)
     out = (q_start + query).to(tl.int64) * num_heads + head
     tl.store(o_ptr + out * H + dims, acc.to(o_ptr.dtype.element_ty), mask=dims < H)

@@ -1,5 +1,7 @@
 """Launches the kernels of paged_kernels.py. Grids depend on shapes and upper bounds only, never on values on the GPU."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -16,13 +18,24 @@ from .forward import (
 )
 from .paged_kernels import merge_kernel, prefill_kernel, split_kernel
 
-# Enough programs to fill 132 multiprocessors eight times. A split of fewer than MIN_KEYS keys is not worth its merge.
-TARGET_PROGRAMS = 1056
-MIN_KEYS = 256
+MULTIPROCESSORS = 132
+# Splits that the merge loads at once, and its warps.
+MERGED = {8: 1, 32: 4, 128: 4}
 # Rows of split_kernel: up to the last of these queries × heads per key head, the keys of a sequence are split.
 SPLIT_ROWS = (16, 64)
 # Tiles between two tests for the exit: the first time, and at most.
-FIRST_CHUNK, CHUNK = {"prefill": 2, "split": 4}, 16
+FIRST_CHUNK, CHUNK = 2, 16
+
+
+class Form(NamedTuple):
+    """How decoding runs, apart from tiles and grid. The benchmark compares other forms."""
+
+    first_chunk: int = FIRST_CHUNK
+    one_loop: bool = False  # one loop over all tiles instead of one for the last tile and one for the others
+    early: bool = True  # the merge starts while splits still run, on GPUs that can do this
+
+
+USUAL = Form()
 
 
 def paged_sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
@@ -62,7 +75,7 @@ def split_rows(max_seqlen_q: int, group: int) -> int:
 
 
 def _strides(cache: Tensor, block_table: Tensor) -> dict[str, int]:
-    return {"sc_b": cache.stride(0), "sc_n": cache.stride(2), "st_b": block_table.stride(0)}
+    return {"sc_n": cache.stride(2), "st_b": block_table.stride(0)}
 
 
 def paged(
@@ -81,11 +94,12 @@ def paged(
     prefill: Config | None = None,
     split: Config | None = None,
     out: Tensor | None = None,
+    form: Form = USUAL,
 ) -> tuple[Tensor, Tensor]:
     """Runs the kernels; arguments and results are those of `paged.paged_stickbreaking`, the defaults filled in.
 
     Short sequences go to split_kernel and the others to prefill_kernel, which each program decides by itself: both are
-    launched unless max_seqlen_q excludes one of them. num_splits, prefill, split: replace the chosen settings.
+    launched unless max_seqlen_q excludes one of them. num_splits, prefill, split, form: replace the chosen settings.
     out: contiguous, for o.
     """
     q, block_table = last_contiguous(q), last_contiguous(block_table)
@@ -103,14 +117,17 @@ def paged(
         _prefill(inputs, o, log_rest, *settings, prefill or prefill_config(head_dim, q.dtype), max_seqlen_k)
     if split_queries:
         split = split or split_config(head_dim, q.dtype, rows)
-        num_splits = num_splits or default_splits(max_seqlen_k, k_cache.shape[2], seq_lens.shape[0])
-        _split(inputs, o, log_rest, *settings, split, num_splits, min(max_seqlen_q, split_queries))
+        num_splits = num_splits or default_splits(max_seqlen_k, k_cache.shape[2] * seq_lens.shape[0], split)
+        _split(inputs, o, log_rest, *settings, split, num_splits, min(max_seqlen_q, split_queries), form)
     return o, log_rest
 
 
-def default_splits(max_seqlen_k: int, num_kv_heads: int, num_sequences: int) -> int:
-    wanted = triton.cdiv(TARGET_PROGRAMS, num_kv_heads * max(1, num_sequences))
-    return max(1, min(wanted, triton.cdiv(max_seqlen_k, MIN_KEYS)))
+def default_splits(max_seqlen_k: int, num_heads: int, config: Config) -> int:
+    """Returns as many splits as run at once, but at most one per tile. num_heads: key heads of all sequences."""
+    # Further splits would wait for others to end, and then start with an empty pipeline.
+    warps = 12 if config.max_registers else 8  # with 168 and up to 255 registers per thread
+    at_once = MULTIPROCESSORS * warps // (config.num_warps * num_heads)
+    return max(1, min(at_once, triton.cdiv(max_seqlen_k, config.key_block)))
 
 
 def _constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, config: Config) -> dict[str, object]:
@@ -122,6 +139,7 @@ def _constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, config: Config) -> d
         "ROWS": config.row_block,
         "BN": config.key_block,
         "BS": k_cache.shape[1],
+        "BLOCK": k_cache.stride(0),
         "SLOT": k_cache.stride(1),
         "BESIDE": beside,  # k and v of a key, as in vLLM
         "KV_GROUP": q.shape[1] // k_cache.shape[2],
@@ -152,7 +170,7 @@ def _prefill(
     prefill_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
         q, k_cache, v_cache, block_table, o, log_rest, cu_q, seq_lens,
         num_tokens, num_heads, num_sequences, num_slots, block_table.shape[1], heads, split_queries,
-        FIRST_CHUNK["prefill"], CHUNK, q.stride(0), q.stride(1),
+        FIRST_CHUNK, CHUNK, q.stride(0), q.stride(1),
         logit_scale=logit_scale, threshold=threshold, REMAINDER=remainder,
         **_strides(k_cache, block_table), **_constants(q, k_cache, v_cache, config), **launch(config),
     )  # fmt: skip
@@ -169,23 +187,32 @@ def _split(
     config: Config,
     num_splits: int,
     max_queries: int,
+    form: Form,
 ) -> None:
     q, k_cache, v_cache, block_table, cu_q, seq_lens = inputs
     (num_tokens, num_heads, head_dim), num_sequences = q.shape, seq_lens.shape[0]
     num_kv_heads = k_cache.shape[2]
-    shape = (num_splits, num_sequences, num_kv_heads, config.row_block)
-    part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-    part_rest = torch.empty(shape, dtype=torch.float32, device=q.device)
+    whole = num_splits == 1
+    early = form.early and not whole and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    part = part_rest = None
+    if not whole:
+        shape = (num_splits, num_sequences, num_kv_heads, config.row_block)
+        part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        part_rest = torch.empty(shape, dtype=torch.float32, device=q.device)
     constants, strides = _constants(q, k_cache, v_cache, config), _strides(k_cache, block_table)
     split_kernel[(num_splits, num_kv_heads, num_sequences)](
-        q, k_cache, v_cache, block_table, part, part_rest, cu_q, seq_lens,
-        num_tokens, num_kv_heads, num_sequences, block_table.shape[1], split_queries, FIRST_CHUNK["split"], CHUNK,
-        q.stride(0), q.stride(1), logit_scale=logit_scale, threshold=threshold,
-        **strides, **constants, **launch(config),
+        q, k_cache, v_cache, block_table, part, part_rest, o, log_rest, cu_q, seq_lens,
+        num_tokens, num_kv_heads, num_sequences, block_table.shape[1], split_queries, form.first_chunk, CHUNK,
+        q.stride(0), q.stride(1), logit_scale=logit_scale, threshold=threshold, WHOLE=whole, ONE_LOOP=form.one_loop,
+        EARLY=early, REMAINDER=whole and remainder, **strides, **constants, **launch(config),
     )  # fmt: skip
+    if whole:
+        return
+    merged = next((n for n in MERGED if n >= num_splits), max(MERGED))
     merge_kernel[(num_heads, max_queries, num_sequences)](
         part, part_rest, v_cache, block_table, o, log_rest, cu_q, seq_lens,
         num_tokens, num_heads, num_sequences, num_splits, block_table.shape[1], split_queries,
-        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BS", "SLOT", "KV_GROUP")},
-        REMAINDER=remainder, num_warps=4,
+        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BN", "BS", "BLOCK", "SLOT", "KV_GROUP")},
+        REMAINDER=remainder, MERGED=merged, EARLY=early, num_warps=MERGED[merged],
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

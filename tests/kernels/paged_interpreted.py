@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from ssscale_kernels.stickbreaking.paged_launch import paged
+from ssscale_kernels.stickbreaking.paged_launch import Form, paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
 from torch import Tensor
 from triton.runtime import interpreter
@@ -31,6 +31,7 @@ class Case(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     num_splits: int | None = None
+    one_loop: bool = False
     shared: int = 0  # blocks at the start that all sequences share
     heads_first: bool = False  # the order in memory: heads before slots, k and v interleaved
     padding: int = 0  # tokens of q after the last sequence
@@ -45,9 +46,16 @@ CASES = {
         [1, 2, 1], [129, 17, 1], num_heads=6, num_kv_heads=2, remainder=True, max_seqlen_q=2, num_splits=7
     ),
     "64 rows": Case([6, 5, 0], [150, 5, 70], num_heads=6, num_kv_heads=2, max_seqlen_q=6, num_splits=2),
-    "many splits": Case([1], [2400], num_heads=1, max_seqlen_q=1, num_splits=37),
+    "many splits": Case([1], [8300], num_heads=1, max_seqlen_q=1, num_splits=200),
+    "more splits than tiles": Case([1, 1, 2], [700, 64, 66], max_seqlen_q=2, num_splits=50, remainder=True),
+    "one split": Case(
+        [1, 2, 0, 1], [129, 17, 9, 1], num_heads=6, num_kv_heads=2, remainder=True, max_seqlen_q=2, num_splits=1
+    ),
+    "one loop": Case([1, 6, 2], [300, 64, 66], max_seqlen_q=6, num_splits=2, one_loop=True, remainder=True),
     "blocks of 64": Case([1, 70], [64, 128], block_size=64, shared=1),
     "blocks of 128": Case([2, 17], [300, 129], block_size=128, remainder=True),
+    "blocks of 8": Case([1, 40], [100, 97], block_size=8),
+    "blocks of 2": Case([1, 20], [70, 65], block_size=2, remainder=True),
     "blocks of 48": Case([1, 40], [100, 97], block_size=48),
     "wide": Case([2, 40], [70, 65], head_dim=72, num_heads=1),
     "narrow": Case([2, 20], [70, 65], head_dim=24, block_size=32, heads_first=True),
@@ -134,7 +142,8 @@ def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0) -> dict[str, ob
     scale = 0.3 if case.head_dim == 16 else case.head_dim**-0.5
     longest = case.max_seqlen_q or q.shape[0]
     most = case.max_seqlen_k or max(case.keys)
-    ours = paged(*inputs, longest, most, scale, skip_below, case.remainder, num_splits=case.num_splits)
+    form = Form(one_loop=case.one_loop)
+    ours = paged(*inputs, longest, most, scale, skip_below, case.remainder, num_splits=case.num_splits, form=form)
     o, rest = (x[: sum(case.queries)] for x in ours)
     exact, exact_rest = paged_reference(
         q.double(), k_cache.double(), v_cache.double(), *layout, scale, remainder=case.remainder

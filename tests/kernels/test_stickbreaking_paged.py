@@ -7,7 +7,7 @@ from ssscale_kernels.stickbreaking import paged_kernels, paged_launch
 from ssscale_kernels.stickbreaking.forward import launch
 from ssscale_kernels.stickbreaking.paged import paged_op, paged_stickbreaking
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
-from ssscale_kernels.testing import Resources, compile_for_hopper, resources
+from ssscale_kernels.testing import compile_for_hopper, resources
 
 from tests.kernels.interpreted import run_interpreted
 from tests.kernels.paged_interpreted import CASES, Case, make
@@ -44,7 +44,8 @@ def test_skipping_stays_within_its_bound(interpreted, case, dtype):
     assert result["skipped"]
 
 
-def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: int = 16) -> Resources:
+def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: int = 16, whole: bool = False):
+    """whole: without a merge; otherwise, as on GPUs where the merge starts while splits still run."""
     dtype = getattr(torch, operands)
     config = paged_launch.split_config(head_dim, dtype, rows)
     if which == "prefill":
@@ -57,10 +58,15 @@ def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: in
         "ROWS": config.row_block,
         "BN": config.key_block,
         "BS": block_size,
+        "BLOCK": block_size * 8 * 2 * head_dim,
         "SLOT": 8 * 2 * head_dim,
         "BESIDE": True,
         "KV_GROUP": 3,
-        "REMAINDER": True,
+        "REMAINDER": which != "split" or whole,
+        "WHOLE": whole,
+        "ONE_LOOP": False,
+        "EARLY": not whole,
+        "MERGED": max(paged_launch.MERGED),
         "NEARER": sums.nearer,
         "NEARER_PARTS": sums.nearer_parts,
         "PARTS": sums.parts,
@@ -68,14 +74,17 @@ def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: in
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= dict.fromkeys(("sq_t", "sq_n", "sc_b", "sc_n"), "I32")
+    types |= dict.fromkeys(("sq_t", "sq_n", "sc_n"), "I32")
     types |= dict.fromkeys(("logit_scale", "threshold"), "fp32")
     types |= dict.fromkeys(("part_ptr", "part_rest_ptr", "log_rest_ptr"), "*fp32")
     types |= dict.fromkeys(("table_ptr", "cu_q_ptr", "seq_lens_ptr"), "*i32")
     element = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[operands]
     types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), element)
     types = {name: types[name] for name in kernel.arg_names if name not in constants}
-    return resources(compile_for_hopper(kernel, types, constants, **launch(config)))
+    options = launch(config)
+    if which == "merge":
+        options = {"num_warps": max(paged_launch.MERGED.values()), "launch_pdl": True}
+    return compile_for_hopper(kernel, types, constants, **options)
 
 
 SLOW = [
@@ -92,7 +101,35 @@ SLOW = [
     [("prefill", 64, 16, "bfloat16", 0), ("split", 64, 16, "bfloat16", 16), ("split", 128, 64, "bfloat16", 16), *SLOW],
 )
 def test_compiles_for_hopper_without_spilling(which, head_dim, block_size, operands, rows):
-    found = compiled(which, head_dim, block_size, operands, rows)
+    check_loops(compiled(which, head_dim, block_size, operands, rows), operands)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "operands"),
+    [(64, "bfloat16"), *(pytest.param(n, x, marks=pytest.mark.slow) for n in (32, 128) for x in DTYPES)],
+)
+def test_a_split_without_a_merge_does_not_spill(head_dim, operands):
+    check_loops(compiled("split", head_dim, 16, operands, whole=True), operands)
+
+
+@pytest.mark.parametrize("operands", DTYPES)
+def test_the_merge_waits_for_the_splits(operands):
+    """It starts before they end. Returning without having waited would let the next kernel start as well."""
+    merge = compiled("merge", 128, 16, operands)
+    assert resources(merge).stack_bytes == 0
+    ptx = merge.asm["ptx"]
+    assert ptx.count("griddepcontrol.wait") == 1
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "ret;" not in before
+    assert "bra" not in before
+    assert before.count("ld.global") == 5  # three lengths, the block and the values of the query's own key
+    assert "st.global" not in before
+    assert "ld.global" in after
+    assert "griddepcontrol.launch_dependents" in compiled("split", 64, 16, operands).asm["ptx"]
+
+
+def check_loops(kernel, operands: str) -> None:
+    found = resources(kernel)
     assert found.spills_in_loops == (0, 0), found
     if operands != "float32":
         assert found.async_copies > 0, "the loads are not pipelined"
