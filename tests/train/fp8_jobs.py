@@ -37,6 +37,7 @@ def make_engine(
     microbatch: int,
     overlap: bool,
     recompute: str,
+    compiled: bool,
     load: str | None,
 ) -> tuple[DeepSpeedEngine, Any]:
     groups = replace(regroup(tensor), in_graph=True)
@@ -55,6 +56,9 @@ def make_engine(
         "fp8_blocks": blocks,
     }
     decoder = Decoder(MODEL, groups, LENGTH, dtype=torch.bfloat16, **options)
+    if compiled:
+        torch._dynamo.reset()
+        decoder.compile_parts("eager")
     if load is None:
         initialize_weights(decoder, MODEL, groups, seed=3)
         return DeepSpeedEngine(decoder, config, groups), groups
@@ -86,6 +90,7 @@ def train(
     overlap: bool = False,
     way: str = "hidden",
     recompute: str = "none",
+    compiled: bool = False,
     cache: str = "once",
     evaluate: bool = False,
     first: int = 0,
@@ -101,8 +106,10 @@ def train(
     """
     seen: list[Tensor] = []
     with exchanging(way), counted(seen):
-        engine, groups = make_engine(recipe, tensor, sequence, zero, microbatch, overlap, recompute, load)
+        engine, groups = make_engine(recipe, tensor, sequence, zero, microbatch, overlap, recompute, compiled, load)
         layers = [] if engine.casts is None else list(engine.casts.layers.values())
+        if compiled:
+            engine.casts._cast = casts.cast_weight  # else Inductor compiles it
         if cache == "stale":
             engine.casts.drop = lambda: None
         if again:

@@ -107,10 +107,11 @@ def test_two_ranks_train_like_one(layout: dict[str, Any], train: Train, pool2: P
         assert found["losses"] == pytest.approx(alone, rel=0.01)
 
 
-def test_the_hidden_exchange_is_waited_for_before_weights_are_cast(pool2: Pool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_hidden_exchange_is_waited_for_before_weights_are_cast(compiled: bool, pool2: Pool) -> None:
     """Results of `late` collectives are NaN until they are waited for."""
-    wanted = pool2.run(TRAIN, overlap=True, way="open")
-    late = pool2.run(TRAIN, overlap=True, way="late")
+    wanted = pool2.run(TRAIN, overlap=True, way="open", compiled=compiled)
+    late = pool2.run(TRAIN, overlap=True, way="late", compiled=compiled)
     for one, other in zip(wanted, late, strict=True):
         assert one["losses"] == other["losses"]
         assert one["state"] == other["state"]
