@@ -258,8 +258,9 @@ class Decoder(nn.Module):
         shared = {name: mixer.shared_weights(config, length) for name, mixer in self.mixers.items()}
         self.shared = nn.ModuleDict({name: Weights(found, groups) for name, found in shared.items() if found})
         self.embedding = vocabulary_embedding(rows, config.hidden_size, megatron)
-        in_block = [megatron.in_fp8(fp8.value) if i in fp8_blocks else megatron for i in range(config.num_layers)]
-        self.blocks = nn.ModuleList(Block(config, groups, own, i, recompute) for i, own in enumerate(in_block))
+        other = megatron if fp8 is Fp8.none else megatron.in_fp8(fp8.value)
+        linear = [other if layer in fp8_blocks else megatron for layer in range(config.num_layers)]
+        self.blocks = nn.ModuleList(Block(config, groups, own, layer, recompute) for layer, own in enumerate(linear))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, groups, self.sequence_parallel)
         self.head = column_linear(config.hidden_size, (rows,), megatron, own_weight=not config.tie_embeddings)
         self.to(dtype)

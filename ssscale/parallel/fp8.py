@@ -35,6 +35,7 @@ from ssscale.errors import UserError
 MULTIPLE = 16  # `torch._scaled_mm` needs rows of 16 bytes
 # Smaller maxima count as this one, so that a tensor of zeros has a finite scale. Gradients stay far above it.
 SMALLEST = 2.0**-100
+EXPONENT = 0x7F80_0000  # the bits of a positive float32 that round it down to a power of two
 
 _collectives = torch.ops._c10d_functional
 # torch caches compiled graphs on disk by the names of their operators. The digest keeps graphs of another version out.
@@ -92,17 +93,17 @@ def refuse_without_fp8(recipe: str, device: torch.device) -> None:
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Tensor:
-    """Returns the scale of x [M, N], [M, 1] or a scalar, float32. NaN gives NaN, and infinity gives 0.
+    """Returns the scale of x [M, N], [M, 1] or a scalar, float32. An infinite maximum gives 0.
 
-    In float64, so that compiled and uncompiled casts agree: Inductor divides fp32 numbers approximately.
+    In cheap operations of fp32, because Inductor may repeat them for each element that is cast.
     """
     largest = x.abs().amax(-1, keepdim=True) if rowwise else x.abs().amax()
-    scale = torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)
-    return (scale.log2().floor().exp2() if rowwise else scale).float()
+    scale = torch.finfo(dtype).max / largest.float().clamp(min=SMALLEST)
+    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if rowwise else scale
 
 
 def cast(x: Tensor, dtype: torch.dtype, rowwise: bool, scale: Tensor | None = None) -> Cast:
-    """Casts x [M, N]. scale: None computes it. A NaN or infinity makes all results with its scale NaN."""
+    """Casts x [M, N]. scale: None computes it. A NaN or infinity in a row makes all sums over the row NaN."""
     scale = scale_of(x, dtype, rowwise) if scale is None else scale
     most = torch.finfo(dtype).max
     return Cast((x.float() * scale).clamp(-most, most).to(dtype).contiguous(), scale.reciprocal())
