@@ -17,8 +17,7 @@ from ssscale.model.init import initialize_weights
 from ssscale.parallel import fp8
 from ssscale.parallel.groups import Groups
 from tests.distributed.compiled_models import make_model
-from tests.model.fp8_reference import expected, products
-from tests.model.test_fp8 import BF16, RECIPES, numbers, run
+from tests.model.fp8_reference import BF16, RECIPES, expected, numbers, products, run
 
 pytestmark = [
     pytest.mark.gpu,

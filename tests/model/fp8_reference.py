@@ -3,6 +3,12 @@
 import torch
 from torch import Tensor
 
+from ssscale.config.schema import Fp8
+from ssscale.parallel import fp8
+
+RECIPES = [recipe.value for recipe in Fp8 if recipe is not Fp8.none]
+BF16 = 2.0**-8  # relative error of a result: torch on CPUs rounds to bf16 twice
+
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 HALF_STEP = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}  # largest relative rounding error
 SMALLEST_HALF = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}  # largest error of a subnormal number
@@ -56,3 +62,20 @@ def expected(recipe: str, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[s
         most = off_a @ b.abs().t() + a.abs() @ off_b.t() + off_a @ off_b.t()
         found[name] = rounded(a, first, row) @ rounded(b, FIRST, row).t(), most
     return found
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Rows and columns of very different sizes, as activations have them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [torch.exp(2 * torch.randn(n, generator=generator)) for n in shape]
+    return (torch.randn(shape, generator=generator) * sizes[0][:, None] * sizes[1]).bfloat16()
+
+
+def run(recipe: str, x: Tensor, weight: Tensor, gradient: Tensor, wrong: bool = False) -> dict[str, Tensor]:
+    """wrong: with the casts of another weight."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    out, back = fp8.cast_weight(weight.detach() * (1.5 if wrong else 1), recipe)
+    values = fp8.product(x, weight, *out, *back, recipe, True, 1, "", False, False)
+    values.backward(gradient)
+    assert values.dtype == x.grad.dtype == weight.grad.dtype == torch.bfloat16
+    return {"values": values.detach(), "x": x.grad, "weight": weight.grad}

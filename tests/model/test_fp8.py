@@ -17,27 +17,7 @@ from ssscale.parallel import fp8
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import FP8_LAYERS, ColumnParallelLinear, RowParallelLinear
 from tests.distributed.compiled_models import make_model
-from tests.model.fp8_reference import expected, products
-
-RECIPES = [recipe.value for recipe in Fp8 if recipe is not Fp8.none]
-BF16 = 2.0**-8  # relative error of a result: torch on CPUs rounds to bf16 twice
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Rows and columns of very different sizes, as activations have them."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [torch.exp(2 * torch.randn(n, generator=generator)) for n in shape]
-    return (torch.randn(shape, generator=generator) * sizes[0][:, None] * sizes[1]).bfloat16()
-
-
-def run(recipe: str, x: Tensor, weight: Tensor, gradient: Tensor, wrong: bool = False) -> dict[str, Tensor]:
-    """wrong: with the casts of another weight."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    out, back = fp8.cast_weight(weight.detach() * (1.5 if wrong else 1), recipe)
-    values = fp8.product(x, weight, *out, *back, recipe, True, 1, "", False, False)
-    values.backward(gradient)
-    assert values.dtype == x.grad.dtype == weight.grad.dtype == torch.bfloat16
-    return {"values": values.detach(), "x": x.grad, "weight": weight.grad}
+from tests.model.fp8_reference import BF16, RECIPES, expected, numbers, products, run
 
 
 @pytest.mark.parametrize("tokens", [64, 37, 1])
