@@ -58,7 +58,7 @@ def make_engine(
     decoder = Decoder(MODEL, groups, LENGTH, dtype=torch.bfloat16, **options)
     if compiled:
         torch._dynamo.reset()
-        decoder.compile_parts("eager")
+        decoder.compile_parts("aot_eager")
     if load is None:
         initialize_weights(decoder, MODEL, groups, seed=3)
         return DeepSpeedEngine(decoder, config, groups), groups

@@ -96,6 +96,7 @@ def test_products_on_two_ranks(recipe: str, sequence: bool, pool2: Pool) -> None
     [
         {"tensor": 2, "sequence": True, "recompute": "selective"},
         {"tensor": 2, "recompute": "full"},
+        {"tensor": 2, "sequence": True, "compiled": True},
         {"zero": 1, "microbatch": 1},
     ],
 )
