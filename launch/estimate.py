@@ -16,10 +16,10 @@ from rich.table import Table
 
 from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config
-from ssscale.config.schema import Config
+from ssscale.config.schema import Config, Fp8
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS
-from ssscale.train.estimate import Estimate, estimate
+from ssscale.train.estimate import Estimate, estimate, fp8_speedup
 from ssscale.train.microbatch import H100_MEMORY, fits, with_microbatch
 from ssscale.train.scale import UNMEASURED, Cluster, Prediction, forward_mfu, layouts, predict
 from ssscale.validate import validate
@@ -96,7 +96,7 @@ def scale(config: Config, options: dict[str, Any]) -> None:
         refused = f"As configured it cannot run: {error}."
     best = found[0]
     reached = best.tokens_per_second * estimate(best.config, cluster.size, 1.0).flops_per_token / PEAK_FLOPS
-    share = reached / cluster.size
+    share = reached / cluster.size / fp8_speedup(best.config)  # `estimate` applies it
     show(best.config, cluster.size, share, estimate(best.config, cluster.size, share))
     console = Console(width=WIDTH)
     console.print(predictions(rows, cluster))
@@ -167,6 +167,8 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     table.add_row("token budget", f"{result.tokens:,}", " + ".join(stage.name for stage in train.stages))
     table.add_section()
     table.add_row("tokens/s a GPU", f"{result.tokens_per_second_per_gpu:,.0f}", f"MFU {mfu:.3g} of 989 TFLOP/s (H100)")
+    if train.fp8 is not Fp8.none:
+        table.add_row("", f"× {fp8_speedup(config):.3f}", f"assumed gain of fp8 {train.fp8.value}, in the line above")
     table.add_row("tokens per day", f"{result.tokens_per_day:,.0f}", "")
     table.add_row("days to the budget", f"{result.days:,.1f}", f"{result.days * gpus * 24:,.0f} GPU hours")
     console.print(table)

@@ -15,7 +15,9 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
 
     Raises UserError and Stop.
     """
+    from ssscale.config.schema import Fp8
     from ssscale.errors import TOGETHER, Stop
+    from ssscale.parallel.fp8 import refuse_without_fp8
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together
     from ssscale.train.build import memory_of
     from ssscale.train.determinism import make_deterministic
@@ -35,6 +37,8 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
         ulysses=parallel.ulysses,
         ring=parallel.ring,
     )
+    if config.train.fp8 is not Fp8.none:
+        refuse_without_fp8(config.train.fp8.value, groups.device)
     check_memory(config, groups.world_size, memory_of(groups.device))
     preflight(config.train.preflight, groups)
     try:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ssscale.config.schema import Auto, Compile, Config, Precision, Recompute, TrainConfig
 from ssscale.errors import UserError
+from ssscale.validate_fp8 import check_fp8
 
 
 def check_parallel(config: Config, gpu: bool) -> None:
@@ -32,6 +33,7 @@ def check_parallel(config: Config, gpu: bool) -> None:
             "train.microbatch"
         )
     _check_compile(config)
+    check_fp8(config)
     if parallel.overlap_bf16 and not parallel.overlap:
         raise UserError(
             "parallel.overlap_bf16=true has no effect without parallel.overlap=true: set both, or leave it out (without "

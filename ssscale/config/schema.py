@@ -43,6 +43,15 @@ class Compile(StrEnum):
     model = "model"
 
 
+class Fp8(StrEnum):
+    """The recipe of linear layers in fp8 (ssscale/parallel/fp8.py): scales per tensor or row, and dW in fp8 or bf16."""
+
+    none = "none"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    rowwise_bf16_dw = "rowwise_bf16_dw"
+
+
 class Auto(StrEnum):
     """Stands for a number that the run chooses by itself."""
 
@@ -260,6 +269,8 @@ class TrainConfig:
     compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU or with ZeRO-3 (docs/guide/training.md)
     compile_exchanges: bool = False  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/training.md)
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
+    fp8: Fp8 = Fp8.none  # linear layers of blocks in fp8, on H100 and newer GPUs (docs/guide/training.md)
+    fp8_bf16_blocks: list[int] = field(default_factory=lambda: [0, -1])  # blocks that fp8 leaves in bf16; -1: the last
     deterministic: bool = False  # the same bits in every run on GPUs, at a lower speed (docs/guide/training.md)
     z_loss: float = 0.0  # weight of ln²Z, the squared logsumexp of the logits (arXiv:2204.02311, Section 5)
     log_every: int = 10  # steps between records of metrics
@@ -286,6 +297,13 @@ class TrainConfig:
     keep: int = 2  # number of newest checkpoints to keep
     keep_every: int = 0  # also keep checkpoints at multiples of this many steps; 0 = none
     keep_best: bool = False  # also keep the checkpoint with the lowest validation loss
+
+    def fp8_blocks(self, num_layers: int) -> list[int]:
+        """Returns the blocks whose linear layers multiply in fp8, of a model with `num_layers` blocks."""
+        if self.fp8 is Fp8.none:
+            return []
+        left = {block % num_layers for block in self.fp8_bf16_blocks}
+        return [block for block in range(num_layers) if block not in left]
 
     @property
     def microbatch_rows(self) -> int:

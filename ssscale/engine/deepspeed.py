@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssscale.config.schema import Config
+from ssscale.config.schema import Config, Fp8
 from ssscale.engine.base import Fragment, Microbatch, StepResult
+from ssscale.engine.casts import WeightCasts
 from ssscale.engine.deepspeed_patches import (
     add_gradients_in_one_kernel,
     buckets_of,
@@ -137,6 +138,7 @@ class DeepSpeedEngine:
             add_gradients_in_one_kernel(self.engine.optimizer)
         if self.exchange is not None:
             hide_exchange(self.engine, self.exchange, self.update)
+        self.casts = WeightCasts(model, self.exchange) if config.train.fp8 is not Fp8.none else None
         self.terms = tuple(model.terms)
         self.term_weights = {name: weight for name, weight in model.terms.items() if weight}
         self._microbatches = 0  # since the last optimizer step
@@ -167,6 +169,8 @@ class DeepSpeedEngine:
         self, tokens: Tensor, layout: PackedLayout, labels: Tensor, divisor: int, rows: Tensor | None = None
     ) -> Microbatch:
         self.mark("forward")
+        if self.casts is not None and self._microbatches == 0:
+            self.casts.drop()
         self._microbatches += 1
         self.engine.set_gradient_accumulation_boundary(self._microbatches == self.accumulation)
         losses, terms = self.engine(tokens, layout, labels, rows=rows, with_terms=True)
@@ -188,6 +192,8 @@ class DeepSpeedEngine:
             group["lr"] = lr * group["lr_scale"]
         self.mark("optimizer")
         self._microbatches = 0
+        if self.casts is not None:
+            self.casts.drop()
         if self.stage == 0 and not self._finite():
             self.engine.zero_grad()
             return StepResult(None, skipped=True)

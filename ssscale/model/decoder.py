@@ -4,7 +4,7 @@ Shapes: T tokens of packed documents (no padding), hidden size D, vocabulary siz
 of dimension H on this tensor-parallel rank. Under sequence parallelism, the residual stream is [T / tensor_size, D].
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ssscale.config.schema import ModelConfig, Recompute
+from ssscale.config.schema import Fp8, ModelConfig, Recompute
 from ssscale.layout import PackedLayout
 from ssscale.model.mixers.base import Tables
 from ssscale.model.recompute import keep_products, leave_products_whole
@@ -240,7 +240,10 @@ class Decoder(nn.Module):
         compile_exchanges: bool = False,
         keep_gathered: bool = False,
         overlap_gathers: bool = False,
+        fp8: Fp8 = Fp8.none,
+        fp8_blocks: Collection[int] = (),
     ) -> None:
+        """fp8: the recipe for the linear layers of `fp8_blocks`."""
         super().__init__()
         if compile_exchanges:
             groups = replace(groups, in_graph=True)
@@ -255,8 +258,9 @@ class Decoder(nn.Module):
         shared = {name: mixer.shared_weights(config, length) for name, mixer in self.mixers.items()}
         self.shared = nn.ModuleDict({name: Weights(found, groups) for name, found in shared.items() if found})
         self.embedding = vocabulary_embedding(rows, config.hidden_size, megatron)
-        layers = range(config.num_layers)
-        self.blocks = nn.ModuleList(Block(config, groups, megatron, layer, recompute) for layer in layers)
+        other = megatron if fp8 is Fp8.none else megatron.in_fp8(fp8.value)
+        linear = [other if layer in fp8_blocks else megatron for layer in range(config.num_layers)]
+        self.blocks = nn.ModuleList(Block(config, groups, own, layer, recompute) for layer, own in enumerate(linear))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, groups, self.sequence_parallel)
         self.head = column_linear(config.hidden_size, (rows,), megatron, own_weight=not config.tie_embeddings)
         self.to(dtype)

@@ -17,7 +17,7 @@ from ssscale.parallel.operators import WAIT
 
 T = TypeVar("T")
 
-PRODUCTS = ("aten.mm",)
+PRODUCTS = ("aten.mm", "aten._scaled_mm")
 # torch warns at every start that a compiled layer under selective recomputation must not change anything in place.
 # Blocks do not.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())

@@ -4,6 +4,7 @@ Activations are [T, D] with T packed tokens. Under sequence parallelism a rank h
 parallel layers.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ssscale.parallel import megatron_patches
+from ssscale.parallel import fp8, megatron_patches
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.operators import column_product, row_product, sum_gradient, sum_over_ranks, uncompiled
 
@@ -32,12 +33,20 @@ class MegatronConfig(TransformerConfig):
     group_name: of the tensor-parallel group. in_graph: as in `Groups`. own: the index of this rank if its own tokens are
     multiplied while those of the others are gathered, else −1. keep_gathered: under sequence parallelism, a
     ColumnParallelLinear keeps its gathered input for the gradient of the weight. Otherwise it gathers the input again.
+    linear_fp8: the recipe of `ssscale.parallel.fp8` for linear layers; empty: none. (Megatron-core's own `fp8` stays off.)
     """
 
     group_name: str = ""
     in_graph: bool = False
     own: int = -1
     keep_gathered: bool = False
+    linear_fp8: str = ""
+
+    def in_fp8(self, recipe: str) -> "MegatronConfig":
+        """Returns the same configuration for layers that multiply in fp8."""
+        changed = copy.copy(self)
+        changed.linear_fp8 = recipe
+        return changed
 
 
 def megatron_config(
@@ -130,13 +139,47 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         return product.clone() if self.product_is_kept and in_place else product
 
 
+class _InFp8(nn.Module):
+    """Replaces the product of a linear layer that trains by one in fp8 (`ssscale.parallel.fp8`).
+
+    cast_weight: of this step, set by `ssscale.engine.casts`. Without it, and without gradients, the layer multiplies in the
+        dtype of its weight: evaluation sees the weights that checkpoints hold.
+    """
+
+    column: bool
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.cast_weight: fp8.CastWeight | None = None
+
+    def forward(self, input_: Tensor, *more: Any) -> tuple[Tensor, None]:
+        if not torch.is_grad_enabled() or self.cast_weight is None:
+            found: tuple[Tensor, None] = super().forward(input_, *more)
+            return found
+        config, (out, back) = self.config, self.cast_weight
+        exchange = config.tensor_model_parallel_size, config.group_name, self.sequence_parallel, config.keep_gathered
+        return fp8.product(input_, self.weight, *out, *back, config.linear_fp8, self.column, *exchange), None
+
+
+class Fp8ColumnParallelLinear(_InFp8, ColumnParallelLinear):
+    column = True
+
+
+class Fp8RowParallelLinear(_InFp8, RowParallelLinear):
+    column = False
+
+
+FP8_LAYERS = (Fp8ColumnParallelLinear, Fp8RowParallelLinear)
+
+
 def column_linear(in_size: int, stripes: tuple[int, ...], config: MegatronConfig, own_weight: bool = True) -> nn.Module:
     """Returns a ColumnParallelLinear without bias whose weight stacks several matrices, each split over the ranks.
 
     stripes: output sizes of these matrices. The whole weight is [Σ stripes, in_size]; a rank holds a share of every one.
     own_weight: False for a layer that gets its weight as an argument of each call (tied embeddings).
     """
-    layer = ColumnParallelLinear(
+    kind = Fp8ColumnParallelLinear if config.linear_fp8 else ColumnParallelLinear
+    layer = kind(
         in_size,
         sum(stripes),
         config=config,
@@ -152,7 +195,8 @@ def column_linear(in_size: int, stripes: tuple[int, ...], config: MegatronConfig
 
 def row_linear(in_size: int, out_size: int, config: MegatronConfig) -> nn.Module:
     """Returns a RowParallelLinear without bias whose input is already split over the ranks."""
-    layer = RowParallelLinear(
+    kind = Fp8RowParallelLinear if config.linear_fp8 else RowParallelLinear
+    layer = kind(
         in_size,
         out_size,
         config=config,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ssscale.config import change
-from ssscale.config.schema import Compile, Config, ModelConfig, Precision
+from ssscale.config.schema import Compile, Config, Fp8, ModelConfig, Precision
 from ssscale.data.stream import PackedData
 from ssscale.environment import stack_note
 from ssscale.model.decoder import Decoder, padded_vocab
@@ -63,6 +63,8 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
             compile_exchanges=config.train.compile_exchanges,
             keep_gathered=config.parallel.keep_gathered,
             overlap_gathers=config.parallel.overlap_gathers,
+            fp8=config.train.fp8,
+            fp8_blocks=config.train.fp8_blocks(config.model.num_layers),
         )
 
 
@@ -109,6 +111,9 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
     one_pass = in_one_pass(config, dtype == torch.bfloat16)
     how = "clipping, step and rounding to bf16 in one pass" if one_pass else "DeepSpeed's own step"
     logger.info("optimizer %s: %s", config.optimizer.name, how)
+    if config.train.fp8 is not Fp8.none:
+        blocks = len(config.train.fp8_blocks(config.model.num_layers))
+        logger.info("fp8 %s in %d of %d blocks", config.train.fp8.value, blocks, config.model.num_layers)
     if entries is not None:
         log_vocabulary(config.model, entries)
     note = stack_note(groups.device)

@@ -7,7 +7,7 @@ share of the fp32 master weights and of the optimizer's states (`ssscale.optim.b
 
 from dataclasses import dataclass, fields, replace
 
-from ssscale.config.schema import Auto, Compile, Config, Precision, Recompute
+from ssscale.config.schema import Auto, Compile, Config, Fp8, Precision, Recompute
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.model.mixers.base import Sizes
@@ -16,6 +16,11 @@ from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 
 MASTER_BYTES = 4  # per fp32 master weight
+FP8_COPIES = 2  # bytes per weight of fp8 layers: W and Wᵀ (ssscale/parallel/fp8.py)
+# Bf16 time of a block's four products, forward and backward, by that in fp8 with the casts: measured on an H100 with 16,384
+# tokens at the sizes of 1b (3b: 1.13 and, with dW in bf16, 1.19). `rowwise` was not measured, so that no gain is assumed.
+FP8_GAIN = {Fp8.none: 1.0, Fp8.tensorwise: 1.13, Fp8.rowwise: 1.0, Fp8.rowwise_bf16_dw: 1.13}
+PRODUCTS_SHARE = 0.54  # of a step in bf16 that is matrix products, with those of the head
 REDUCE_BUCKET = 500_000_000  # gradient elements that DeepSpeed's ZeRO 2 and 3 collect before they reduce them
 
 
@@ -52,25 +57,39 @@ class Estimate:
 def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) -> Estimate:
     """Estimates parameters, FLOPs, memory and duration of a run. `config` has passed `validate`.
 
-    mfu: fraction of the peak at 6N + 12·L·d·S FLOPs per token, as most published figures count it.
-    peak: FLOP/s of one GPU.
+    mfu: fraction of the peak at 6N + 12·L·d·S FLOPs per token, as most published figures count it. In bf16: with `train.fp8`
+        the speed is higher by `fp8_speedup`.
+    peak: FLOP/s of one GPU in bf16.
     """
     length = config.data.length
     flops = flops_per_token(config.model, length, causal_half=False)
     plan = Plan(config)
     tokens = min(total_tokens(config.train.stages), plan.tokens(plan.total_steps))
-    a_day = gpus * mfu * peak / flops * 86_400
+    rate = mfu * peak / flops * fp8_speedup(config)
+    a_day = gpus * rate * 86_400
     return Estimate(
         parameters=count_parameters(config.model, length),
         flops_per_token=flops,
         flops_per_token_causal=flops_per_token(config.model, length, causal_half=True),
         memory=memory_per_gpu(config, gpus),
-        tokens_per_second_per_gpu=mfu * peak / flops,
+        tokens_per_second_per_gpu=rate,
         tokens_per_day=a_day,
         tokens=tokens,
         steps=plan.total_steps,
         days=tokens / a_day,
     )
+
+
+def fp8_speedup(config: Config) -> float:
+    """Returns the predicted tokens/s with `train.fp8` by those in bf16: 1 / (1 − p · b · (1 − 1 / gain)).
+
+    p: `PRODUCTS_SHARE`. b: share of the matrices, the head's included, whose products run in fp8.
+    """
+    model = config.model
+    matrices = parameters_by_part(model, config.data.length)["matrices"]
+    in_fp8 = matrices * len(config.train.fp8_blocks(model.num_layers)) / model.num_layers
+    share = in_fp8 / (matrices + model.vocab_size * model.hidden_size)
+    return 1 / (1 - PRODUCTS_SHARE * share * (1 - 1 / FP8_GAIN[config.train.fp8]))
 
 
 def memory_per_gpu(config: Config, gpus: int) -> Memory:
@@ -86,8 +105,9 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     | 2 | w·N' | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
     | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
 
-    Where the update is one pass (`in_one_pass`), a step of one microbatch keeps its gradients in bf16: w·N'. With
-    `parallel.overlap`, only a single rank does, as the exchange reduces fp32 buffers.
+    With `train.fp8`, weights include the casts of one step, FP8_COPIES bytes per weight of its blocks. Where the update is
+    one pass (`in_one_pass`), a step of one microbatch keeps its gradients in bf16: w·N'. With `parallel.overlap`, only a
+    single rank does, as the exchange reduces fp32 buffers.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -105,7 +125,8 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     kept = config.optimizer.chosen.state_bytes
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(
-        weights=width * (n if stage < 3 else n / ranks + block),
+        weights=width * (n if stage < 3 else n / ranks + block)
+        + FP8_COPIES * block * len(train.fp8_blocks(model.num_layers)),
         gradients=(width * n, summed, partitioned, partitioned)[stage],
         optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / ranks,
         activations=tokens * activation_bytes_per_token(config)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ssscale.config.schema import Compile, Config, Recompute
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
-from ssscale.train.estimate import REDUCE_BUCKET, Memory, memory_per_gpu, overlap_bucket, weight_bytes
+from ssscale.train.estimate import REDUCE_BUCKET, Memory, fp8_speedup, memory_per_gpu, overlap_bucket, weight_bytes
 from ssscale.train.microbatch import MOST_TOKENS, fits
 from ssscale.validate_parallel import check_parallel
 
@@ -143,13 +143,13 @@ class Prediction:
 def predict(config: Config, cluster: Cluster, mfu: float | None = None) -> Prediction:
     """Predicts one step. `config` has passed `validate` for this cluster, and its microbatch is a number.
 
-    mfu: of forward and backward on one GPU, at 6N + 12·L·d·S. None: the measured one (`forward_mfu`).
+    mfu: of forward and backward on one GPU in bf16, at 6N + 12·L·d·S. None: the measured one (`forward_mfu`).
     """
     train, parallel = config.train, config.parallel
     accumulation = train.batch_size // (train.microbatch_rows * _data_ranks(config, cluster))
     tokens = train.microbatch_rows * config.data.length
     within = _block_exchanges(config, cluster, tokens)
-    compute = tokens * _seconds_per_token(config, mfu) / (parallel.tensor * parallel.context)
+    compute = tokens * _seconds_per_token(config, mfu) / (parallel.tensor * parallel.context * fp8_speedup(config))
     count = sum(number for number, _ in within.values())
     busy = compute + sum(seconds for _, seconds in within.values())
     ranks = cluster.size // parallel.tensor
