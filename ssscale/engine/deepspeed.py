@@ -83,6 +83,11 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
     }
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drops the warning that DeepSpeed has not tested the optimizer. Ours has tests."""
+    return "untested optimizer" not in record.getMessage()
+
+
 def start_deepspeed(
     model: Decoder, optimizer: torch.optim.Optimizer, config: Config, groups: Groups, flat: bool
 ) -> Any:
@@ -95,6 +100,7 @@ def start_deepspeed(
 
     leave_out_shared_memory()
     logger.setLevel(logging.WARNING)
+    logger.addFilter(_is_news)
     bf16 = next(model.parameters()).dtype == torch.bfloat16
     num_elements = sum(weight.numel() for weight in model.parameters())
     # DeepSpeed prints its memory use whatever its log level is.

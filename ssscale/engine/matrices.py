@@ -106,7 +106,7 @@ def find_matrices(optimizer: Any, groups: Groups) -> tuple[list[Matrix], list[Pa
 
 def _held(weight: Tensor) -> tuple[int, int, int]:
     """Returns [begin, end) of the flattened weight that this rank's partition holds, and where they begin in it."""
-    mapping = weight._hp_mapping  # type: ignore[attr-defined]
+    mapping = weight._hp_mapping
     if mapping is None:
         return 0, 0, 0
     begin = mapping.lp_fragment_address.start
@@ -114,10 +114,10 @@ def _held(weight: Tensor) -> tuple[int, int, int]:
 
 
 def _stripes(weight: Tensor, tensor_size: int) -> list[Matrix]:
-    dim, stripes = split_dim(weight), weight.stripes  # type: ignore[attr-defined]
+    dim, stripes = split_dim(weight), weight.stripes
     if dim == 0:
         return [Matrix(stripe, weight.shape[1], 0, tensor_size) for stripe in stripes]
-    assert dim == 1 and len(stripes) == 1, "a stripe along the second dimension would not be contiguous"
+    assert (dim, len(stripes)) == (1, 1), "a stripe along the second dimension would not be contiguous"
     return [Matrix(weight.shape[0], stripes[0], 1, tensor_size)]
 
 

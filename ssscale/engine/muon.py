@@ -47,7 +47,7 @@ class MuonAdamW(torch.optim.AdamW):
         self.matrices: WholeMatrices | None = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         updates = [self._look_ahead(group) if group["matrix"] else None for group in self.param_groups]
         assert self.matrices is not None, "the engine has not set `matrices`"
         kind = self.kind

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.errors import UserError
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.optim.muon import is_matrix
@@ -22,7 +23,7 @@ from ssscale.train.save import save_checkpoint
 from tests.distributed.jobs import regroup
 from tests.distributed.matrix_jobs import LENGTH, MODELS, ROWS, train_step
 
-GIVEN, TORCH, TRAIN = (f"tests.optim.muon_jobs:{job}" for job in ("given", "by_torch", "train"))
+GIVEN, TORCH, TRAIN, MOVE = (f"tests.optim.muon_jobs:{job}" for job in ("given", "by_torch", "train", "move"))
 # Grouped queries: Q [64, 32], K and V [32, 32] in one weight, and SSMax's s. A small vocabulary.
 MODEL = MODELS["ssmax"][0]
 SMALL = replace(MODEL, vocab_size=300, tie_embeddings=False)
@@ -39,6 +40,7 @@ def make(
     accumulation: int = 1,
     dtype: torch.dtype = torch.float32,
     load: str | None = None,
+    name: str = "muon",
     **options: Any,
 ) -> tuple[DeepSpeedEngine, Groups]:
     """options: of `optimizer.muon`. load: a folder of checkpoints, of which the newest is read."""
@@ -47,7 +49,8 @@ def make(
         model=model,
         data=DataConfig(length=LENGTH),
         # Above the rounding of gradients that are zero: Adam would make whole steps of it.
-        optimizer=replace(optimizer_config("muon", **{"eps": 1e-6} | options), clip=0.5, vector_lr_multiplier=3.0),
+        # No clipping: the norm is a sum in another order in every layout.
+        optimizer=replace(optimizer_config(name, **{"eps": 1e-6} | options), clip=0.0, vector_lr_multiplier=3.0),
         train=TrainConfig(batch_size=ROWS, microbatch=ROWS // accumulation // groups.data_size),
         parallel=ParallelConfig(tensor=tensor, sequence=tensor > 1, ulysses=ulysses, ring=ring, overlap=overlap),
     )
@@ -134,3 +137,13 @@ def train(save: str | None = None, first: int = 0, steps: int = STEPS, **layout:
     if save is not None:
         save_checkpoint(Path(save), engine, groups, TrainState(step=first + steps, applied_steps=first + steps))
     return {"losses": [loss for loss, _ in results], "norms": [norm for _, norm in results]}
+
+
+def move(load: str, save: str, **layout: Any) -> str:
+    """Loads a checkpoint in this layout and saves it again. Returns what a user reads if it is refused."""
+    try:
+        engine, groups = make(MODEL, load=load, **layout)
+    except UserError as error:
+        return str(error)
+    save_checkpoint(Path(save), engine, groups, TrainState(step=STEPS, applied_steps=STEPS))
+    return ""
