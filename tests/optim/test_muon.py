@@ -118,7 +118,7 @@ def test_training_in_a_layout_differs_like_another_order_of_summation(
 ) -> None:
     """The other orders are those of one process that adds up 2, 4 or 8 microbatches.
 
-    Rounding flips some elements of the bf16 inputs of Newton-Schulz, so distances of both kinds scatter by a factor.
+    Rounding flips some elements of the bf16 inputs of Newton-Schulz, so distances of both kinds scatter a little.
     """
 
     def train(layout: str, folder: str, **more: Any) -> tuple[list[float], Saved]:
@@ -128,12 +128,12 @@ def test_training_in_a_layout_differs_like_another_order_of_summation(
 
     losses, expected = train("one", "one")
     orders = [distance(train("one", f"one{n}", accumulation=n)[1], expected) for n in (2, 4, 8)]
-    rounding = {"fp32": 1e-7, "bf16": 4e-4}[dtype]
+    rounding = {"fp32": 1e-7, "bf16": 2e-4}[dtype]
     assert 0 < max(orders) < rounding
     for layout in list(LAYOUTS)[1:]:
         found, weights = train(layout, layout)
         assert found == pytest.approx(losses, rel={"fp32": 1e-7, "bf16": 1e-5}[dtype]), layout
-        assert distance(weights, expected) <= 2 * max(orders), (layout, orders)
+        assert distance(weights, expected) <= 1.25 * max(orders), (layout, orders)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2dp2"])
