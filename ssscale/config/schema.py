@@ -102,7 +102,7 @@ class WidthConfig:
     residual_multiplier: float = 1.0  # factor of what attention and MLP add to the residual stream
     attention_scale: float | None = None  # factor of q·k; None: 1 / sqrt(head_dim)
     logits_divisor: float | None = None  # divides the logits; None: m_width
-    matrix_lr_divisor: float | None = None  # divides the lr of all matrices but embedding and head; None: m_width
+    matrix_lr_divisor: float | None = None  # divides the lr of inner matrices; None: m_width (for Muon its square root)
     matrix_init_divisor: float | None = None  # divides init_std of the same matrices; None: sqrt(m_width)
 
 

@@ -16,7 +16,7 @@ class Fragment:
     """A piece of the training state on this rank: elements [start, start + numel) of a flattened local weight.
 
     name: of the weight. state: `weight` (the fp32 master weight) or one of the optimizer's `states`.
-    tensor: [numel] float32, a view of the optimizer's memory.
+    tensor: [numel] float32, a view of the optimizer's memory. A state may have a narrower dtype.
     owned: whether this rank writes the piece to checkpoints. Other ranks may hold a copy.
     """
 

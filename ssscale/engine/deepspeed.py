@@ -25,10 +25,11 @@ from ssscale.engine.deepspeed_patches import (
     with_flat_gradients,
 )
 from ssscale.engine.exchange import Exchange, backward_order, in_order, kind
+from ssscale.engine.matrices import WholeMatrices, find_matrices
 from ssscale.engine.update import OnePassUpdate
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
-from ssscale.optim.base import in_one_pass, settings_of
+from ssscale.optim.base import in_one_pass
 from ssscale.parallel.groups import Groups, MegatronMPU
 from ssscale.parallel.megatron import split_dim
 from ssscale.train.estimate import overlap_bucket
@@ -39,7 +40,7 @@ ALIGNED_ELEMENTS = 8  # 16 bytes of bf16
 
 
 def parameter_groups(model: nn.Module, config: Config, bucket: int | None = None) -> list[dict[str, Any]]:
-    """Returns the model's parameters grouped by their settings (`ssscale.optim.base.settings_of`).
+    """Returns the model's parameters grouped by their settings (`Optimizer.settings`).
 
     bucket: None, or the number of elements at which a group ends. The groups are then the buckets of
     `ssscale.engine.exchange`, in the order in which backward completes them.
@@ -52,7 +53,7 @@ def parameter_groups(model: nn.Module, config: Config, bucket: int | None = None
     sizes: dict[tuple[Any, ...], int] = {}
     limit = bucket or GROUP_ELEMENTS
     for name, weight in backward_order(model) if bucket else model.named_parameters():
-        settings = settings_of(name, weight.dim(), config)
+        settings = config.optimizer.chosen.settings(name, weight, config)
         same = settings["weight_decay"], settings["lr_scale"], apart and settings["matrix"], bucket and kind(weight)
         aligned = weight.numel() % ALIGNED_ELEMENTS == 0
         sizes[same] = sizes.get(same, 0) + weight.numel()
@@ -83,10 +84,15 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
     }
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drops the warning that DeepSpeed has not tested the optimizer. Ours has tests."""
+    return "untested optimizer" not in record.getMessage()
+
+
 def start_deepspeed(
-    model: Decoder, optimizer: torch.optim.Optimizer, config: Config, groups: Groups, overlap: bool
+    model: Decoder, optimizer: torch.optim.Optimizer, config: Config, groups: Groups, flat: bool
 ) -> Any:
-    """Returns DeepSpeed's engine. overlap: whether its optimizer needs what `Exchange` works on."""
+    """Returns DeepSpeed's engine. flat: whether its optimizer needs the flat buffers that `Exchange` works on."""
     if groups.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # required even for one process
@@ -95,11 +101,11 @@ def start_deepspeed(
 
     leave_out_shared_memory()
     logger.setLevel(logging.WARNING)
+    logger.addFilter(_is_news)
     bf16 = next(model.parameters()).dtype == torch.bfloat16
     num_elements = sum(weight.numel() for weight in model.parameters())
     # DeepSpeed prints its memory use whatever its log level is.
-    quiet, flat = contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(overlap)
-    with quiet, flat:
+    with contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(flat):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -124,7 +130,10 @@ class DeepSpeedEngine:
         overlap = config.parallel.overlap and groups.replica_size > 1
         bucket = overlap_bucket(groups.replica_size) if overlap else None
         self.optimizer = self.kind.make(parameter_groups(model, config, bucket))
-        self.engine = start_deepspeed(model, self.optimizer, config, groups, overlap)
+        gathers = self.kind.gathers_matrices
+        self.engine = start_deepspeed(model, self.optimizer, config, groups, flat=overlap or gathers)
+        if gathers:
+            self.optimizer.matrices = WholeMatrices(*find_matrices(self.engine.optimizer, groups), groups)
         self.exchange: Exchange | None = None
         if overlap:
             summed = torch.bfloat16 if config.parallel.overlap_bf16 else torch.float32
@@ -215,7 +224,7 @@ class DeepSpeedEngine:
         for name in self.names:
             weight = weights[name]
             replica = split_dim(weight) is None and self.groups.tensor_rank > 0
-            for state in ("weight", *self.kind.states):
+            for state in ("weight", *self.kind.states_of(name, weight)):
                 found = self._fragment(weight, state)
                 if found is not None:
                     start, tensor = found
@@ -238,11 +247,11 @@ class DeepSpeedEngine:
         if applied_steps == 0:
             return
         if self.stage == 3:
-            flats = self.engine.optimizer.fp32_partitioned_groups_flat
-        else:
-            flats = [flat for group in self.optimizer.param_groups for flat in group["params"]]
-        for flat in flats:
-            self.optimizer.state[flat] = self.kind.state_after(flat, applied_steps)
+            for flat in self.engine.optimizer.fp32_partitioned_groups_flat:
+                self.optimizer.state[flat] = self.kind.state_after(flat, applied_steps)
+        for group in self.optimizer.param_groups if self.stage < 3 else []:
+            for flat in group["params"]:
+                self.optimizer.state[flat] = self.kind.state_in(group, flat, applied_steps)
         if self.update is not None:
             self.update.states_changed()
 

@@ -25,12 +25,15 @@ class Optimizer:
         checkpoints save them.
     momentum: the state that stays exactly 0 as long as no gradient has reached the weight.
     whole_matrices: whether an update needs the whole matrix, which ZeRO and tensor parallelism would divide.
+    gathers_matrices: whether `make`'s optimizer gathers these matrices under ZeRO stage 1 by `ssscale.engine.matrices`. The
+        engine then sets its attribute `matrices`.
     """
 
     name: ClassVar[str]
     states: ClassVar[tuple[str, ...]]
     momentum: ClassVar[str]
     whole_matrices: ClassVar[bool] = False
+    gathers_matrices: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
         """Raises UserError if the options contradict each other or the parallel layout."""
@@ -55,6 +58,25 @@ class Optimizer:
         The values of `states` do not matter, because they are then filled from a checkpoint.
         """
         raise NotImplementedError
+
+    def settings(self, name: str, weight: Tensor, config: Config) -> dict[str, Any]:
+        """Returns the settings of the parameter group that a weight joins, as `settings_of` does."""
+        return settings_of(name, weight.dim(), config)
+
+    def states_of(self, name: str, weight: Tensor) -> tuple[str, ...]:
+        """Returns the names of the states that the optimizer keeps for this weight: all or some of `states`."""
+        return self.states
+
+    def state_in(self, group: dict[str, Any], weight: Tensor, steps: int) -> dict[str, Any]:
+        """Returns `state_after` for a weight, or a partition of weights, of this parameter group."""
+        return self.state_after(weight, steps)
+
+    def mean_state_bytes(self, matrices: float) -> float:
+        """Returns the bytes of optimizer state per parameter of a model.
+
+        matrices: the share of its parameters that are in the projections of the blocks.
+        """
+        return self.state_bytes
 
     @property
     def one_pass(self) -> bool:

@@ -102,6 +102,10 @@ class CheckpointReader:
             self._pieces.setdefault((entry["name"], entry["state"]), []).append(piece)
         return index
 
+    def has(self, name: str, state: str) -> bool:
+        """Whether the checkpoint has any elements of a state of this weight."""
+        return (name, state) in self._pieces
+
     def restore_rng(self, groups: Groups) -> None:
         """Restores this rank's random number generators, if the checkpoint was written by the same number of ranks."""
         file = self.path / f"rank-{groups.rank:05d}.safetensors"
@@ -240,6 +244,11 @@ def load_training_state(reader: CheckpointReader, engine: Engine, groups: Groups
     for fragment in engine.fragments():
         if fragment.name in new:
             continue
+        if fragment.name in reader.weights and not reader.has(fragment.name, fragment.state):
+            raise UserError(
+                f"{reader.path} has no {fragment.state} of {fragment.name}, which optimizer.name={engine.kind.name} needs: use "
+                f"the optimizer of that run, or init_from={reader.path} for a new run from its weights"
+            )
         shape = engine.local_shape(fragment.name)
         value = reader.flat(fragment, weights[fragment.name], shape, groups)
         if value.isnan().any():

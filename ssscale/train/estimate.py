@@ -96,7 +96,7 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     """Estimates the bytes on one GPU at the end of a forward pass, when all activations are alive.
 
     N' = parameters of one tensor-parallel rank, D = data · context ranks, w = 2 bytes (bf16; 4 in fp32), o = bytes of
-    optimizer state per parameter (8 for AdamW):
+    optimizer state per parameter (8 for AdamW; for Muon 4 or 2 of matrices, and 8 of other weights):
 
     | ZeRO | weights | gradients | optimizer |
     |---|---|---|---|
@@ -122,7 +122,7 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     single = train.microbatch_rows * (ranks // parallel.context) == train.batch_size
     if in_one_pass(config, width == 2) and single and (ranks == 1 or not parallel.overlap):
         summed = width * n
-    kept = config.optimizer.chosen.state_bytes
+    kept = config.optimizer.chosen.mean_state_bytes(parts["matrices"] / tensor / n)
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(
         weights=width * (n if stage < 3 else n / ranks + block)

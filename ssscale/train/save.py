@@ -133,10 +133,13 @@ class CheckpointWriter:
         if self.groups.device.type != "cuda":
             return
         self._pinned()
-        owned = (fragment for fragment in engine.fragments() if fragment.owned and fragment.state == "weight")
+        weights = dict(engine.module.named_parameters())
         # weights and the optimizer's states in fp32, and the generators' states
-        each = 4 + engine.kind.state_bytes
-        size = each * sum(fragment.tensor.numel() for fragment in owned) + 2**16
+        size = 2**16
+        for fragment in engine.fragments():
+            if fragment.owned and fragment.state == "weight":
+                states = engine.kind.states_of(fragment.name, weights[fragment.name])
+                size += 4 * (1 + len(states)) * fragment.tensor.numel()
         self.pinning = threading.Thread(target=self.reserve, args=(size,), name="pinning")
         self.pinning.start()
 

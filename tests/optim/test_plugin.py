@@ -61,7 +61,7 @@ def test_what_divides_matrices_is_refused(command: Command, corpus: Path, tmp_pa
     said = command("launch/pretrain.py", *arguments, code=2)
     assert "error: optimizer.name=orthogonal needs whole matrices, which parallel.zero_stage=1" in said
     said = command("launch/pretrain.py", *arguments[:-1], "optimizer.name=adam", code=2)
-    assert "error: optimizer.name must be one of adamw, orthogonal, not 'adam'" in said
+    assert "error: optimizer.name must be one of adamw, muon, orthogonal, not 'adam'" in said
     said = command("launch/pretrain.py", *arguments[:-1], "optimizer.orthogonal.mu=0.5", code=2)
     assert "error: optimizer.orthogonal.mu needs optimizer.name=orthogonal, not adamw" in said
 
