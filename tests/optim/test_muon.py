@@ -227,7 +227,6 @@ def test_only_projections_are_matrices(groups: Groups) -> None:
         ("parallel.zero_stage=2", r"optimizer\.name=muon needs parallel\.zero_stage=1, not 2"),
         ("parallel.zero_stage=0 train.precision=fp32", r"optimizer\.name=muon needs parallel\.zero_stage=1, not 0"),
         ("parallel.zero_stage=3", r"optimizer\.name=muon needs parallel\.zero_stage=1, not 3"),
-        ("optimizer.adamw.one_pass=true", r"optimizer\.adamw\.one_pass needs optimizer\.name=adamw, not muon"),
         ("optimizer.muon.mu=1", r"optimizer\.muon\.mu must be 0 or more and less than 1, not 1"),
         ("optimizer.muon.betas=[0.9,-1]", r"optimizer\.muon\.betas must be 0 or more and less than 1, not -1"),
         ("optimizer.muon.rms=0", r"optimizer\.muon\.rms must be greater than 0, not 0"),
