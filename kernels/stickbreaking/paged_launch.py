@@ -59,7 +59,8 @@ def split_config(head_dim: int, dtype: torch.dtype, rows: int) -> Config:
     """rows: one of SPLIT_ROWS."""
     warps = 2 if rows <= 16 and head_dim <= 64 else 4
     if dtype == torch.float32:
-        return Config(rows, 32 if head_dim > 32 else 64, warps, 1)
+        # The loops of 4 warps would spill for 16 rows of 128 dims.
+        return Config(rows, 32 if head_dim > 32 else 64, 8 if rows <= 16 and head_dim > 64 else warps, 1)
     # With so many registers, 6 programs of 2 warps (3 of 4 warps) run on a multiprocessor.
     return Config(rows, 64, warps, 3, 168 if rows <= 16 else None)
 
