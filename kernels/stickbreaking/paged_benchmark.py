@@ -24,10 +24,11 @@ import triton
 from ssscale_kernels.stickbreaking import paged_launch
 from ssscale_kernels.stickbreaking.benchmark import graph_ms, starts
 from ssscale_kernels.stickbreaking.decode import decode
-from ssscale_kernels.stickbreaking.forward import Config, forward
+from ssscale_kernels.stickbreaking.forward import Config
 from ssscale_kernels.stickbreaking.paged import paged_stickbreaking
 from ssscale_kernels.stickbreaking.paged_launch import Form, paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
+from ssscale_kernels.stickbreaking.sixteen.forward import forward
 from torch import Tensor
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 24, 8, 64

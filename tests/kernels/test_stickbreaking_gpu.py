@@ -31,6 +31,19 @@ def test_two_runs_give_the_same_bits(use):
         assert torch.equal(x, again[name]), name
 
 
+@pytest.mark.parametrize("factor", [2.0**-40, 2.0**20])
+@pytest.mark.parametrize("use", ["log_rest", "carried", "remainder"])
+def test_gradients_scale_with_those_of_the_results_bit_for_bit(use, factor):
+    """A mean over the tokens of a step makes gradients so small that fp16 would round them to zero."""
+    inputs = accuracy.draw(Case(head_dim=64, use=use), "cuda")
+    scaled = inputs._replace(
+        grad_o=factor * inputs.grad_o, grad_rest=None if inputs.grad_rest is None else factor * inputs.grad_rest
+    )
+    once, again = (accuracy.differentiate(stickbreaking_attention, x, skip_below=0.0) for x in (inputs, scaled))
+    for name, x in once.items():
+        assert torch.equal(factor * x if name.startswith("d_") else x, again[name]), name
+
+
 def extra_bytes_per_token(num_tokens):
     """Peak memory of forward and backward above the inputs, on logits so low that no stick is spent."""
     torch.manual_seed(0)

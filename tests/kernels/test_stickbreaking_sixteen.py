@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 import triton
+from ssscale_kernels.stickbreaking import half
 from ssscale_kernels.stickbreaking.forward import Config, launch
+from ssscale_kernels.stickbreaking.sixteen import backward as backward_module
 from ssscale_kernels.stickbreaking.sixteen.backward import backward_config, dkv_kernel, dq_kernel, hoists_in, lean
 from ssscale_kernels.stickbreaking.sixteen.candidates import CANDIDATES, current, fastest, fit, pairs
 from ssscale_kernels.stickbreaking.sixteen.descriptors import descriptors
@@ -48,6 +50,21 @@ def test_a_mask_that_shows_a_query_its_own_key_is_noticed(interpreted):
     for name in ("o", "dq", "dk", "dv"):
         error, torch_error, magnitude = interpreted["own key seen"][name]
         assert error > 10 * budget(torch_error, magnitude, False), name
+
+
+def test_gradients_of_converted_operands_have_the_dtype_of_results(monkeypatch):
+    """Operands in fp16 are scaled; gradients are not, and fp16 would round those of a mean over many tokens to zero."""
+    found = []
+    monkeypatch.setattr(backward_module, "_launch_dq", lambda tensors, *_: found.append(tensors[7].dtype))
+    monkeypatch.setattr(backward_module, "_launch_dkv", lambda tensors, *_: found.extend(x.dtype for x in tensors[4:6]))
+    monkeypatch.setattr(half, "operands", lambda maxima, *x: (maxima, *(y.half() for y in (x[1], x[0], x[2]))))
+    q, k, v = (torch.zeros(70, heads, 64, dtype=torch.bfloat16) for heads in (2, 1, 1))
+    cu = torch.tensor([0, 70], dtype=torch.int32)
+    saved = [torch.zeros(2, 70), torch.zeros(2, 70, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)]
+    backward_module.backward(
+        q, None, q, k, v, cu, cu, None, *saved, torch.zeros(1, 4, dtype=torch.int32), 70, 70, 0.125
+    )
+    assert found == [torch.bfloat16] * 3
 
 
 TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "q_half_ptr", "do_half_ptr")

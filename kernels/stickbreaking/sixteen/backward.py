@@ -94,14 +94,15 @@ def backward(
     if q.shape[0] == 0 or k.shape[0] == 0:
         d_rest_in.copy_(torch.zeros_like(d_rest_in) if grad_log_rest is None else grad_log_rest)
         return dq.zero_(), torch.zeros_like(k), torch.zeros_like(v), d_rest_in
-    q_half, grad_o_half, maxima_of_rest = q, grad_o, None
+    q_half, k_half, grad_o_half, maxima_of_rest = q, k, grad_o, None
     convert = half.converts(q) if convert is None else convert
     if convert:
-        maxima, k, q_half, grad_o_half = half.operands(maxima, q, k, grad_o, cu_q, cu_k)
+        maxima, k_half, q_half, grad_o_half = half.operands(maxima, q, k, grad_o, cu_q, cu_k)
         maxima_of_rest = None if grad_log_rest is None else rest_maxima(grad_log_rest, cu_q)
     sizes = (cu_q.shape[0] - 1, config.dq.row_block, config.dkv.row_block, max_queries, max_keys, scratch_bytes_per_row)
     scratch = _scratch(q, k, *sizes)
     several = scratch.slice_slots < scratch.num_slots
+    # Not in the dtype of k_half: the scales of fp16 operands do not hold for results, which fp16 would round to zero.
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     group = q.shape[1] // k.shape[1]
     cu = (cu_q, cu_k, q_offsets, maxima if convert else None, maxima_of_rest)
@@ -117,12 +118,12 @@ def backward(
     for first in range(0, scratch.num_slots, scratch.slice_slots):
         last = min(first + scratch.slice_slots, scratch.num_slots)
         _launch_dq(
-            (q, k, v, grad_o, q_half, grad_o_half, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop), cu,
-            scratch, first, last, scale, head_group(k, group, group_bytes), descriptors(k, v, tma),
+            (q, k_half, v, grad_o, q_half, grad_o_half, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop), cu,
+            scratch, first, last, scale, head_group(k, group, group_bytes), descriptors(k_half, v, tma),
             of_dq, launch(config.dq),
         )  # fmt: skip
         _launch_dkv(
-            (q_half, k, v, grad_o_half, dk, dv, block_stop), cu, scratch, first, last, scale,
+            (q_half, k_half, v, grad_o_half, dk, dv, block_stop), cu, scratch, first, last, scale,
             head_group(q, 1, group_bytes // group), of_dkv | {"ADD": first > 0}, launch(config.dkv),
         )  # fmt: skip
     return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in
