@@ -69,6 +69,12 @@ class Parts:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def visible_gpus() -> list[str]:
+    """Return the names for CUDA_VISIBLE_DEVICES of the GPUs that this process may use."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return names or [str(index) for index in range(torch.cuda.device_count())]
+
+
 def processes_of(given: int | None) -> int:
     """Return the number of processes: as given, or one per GPU. Raises UserError for a number below 1."""
     if given is not None and given < 1:
@@ -82,8 +88,7 @@ def share_out(module: str, arguments: list[str], count: int) -> None:
     SIGTERM and SIGINT end the processes and exit with code 75, because the same command continues. Raises UserError if
     a process fails.
     """
-    gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    gpus = gpus or [str(index) for index in range(torch.cuda.device_count())]
+    gpus = visible_gpus()
     running: list[subprocess.Popen[bytes]] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

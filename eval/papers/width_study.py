@@ -29,13 +29,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eval.checkpoint.command import begun, sentences, whole_numbers, write
 from eval.checkpoint.drawing import COLOURS, MARKERS, axes_of, save
+from eval.papers.parts import visible_gpus
 from ssscale.config import load_config
 from ssscale.errors import UserError
 
@@ -238,7 +238,7 @@ def study(options: argparse.Namespace) -> None:
     results: list[dict[str, Any]] = result.setdefault("runs", [])
     done = {(r["variant"], r["width"], r["lr_log2"]) for r in results}
     gpus: queue.Queue[str] = queue.Queue()
-    for name in [str(i) for i in range(torch.cuda.device_count())] * options.jobs or [""]:
+    for name in visible_gpus() * options.jobs or [""]:
         gpus.put(name)
     with ThreadPoolExecutor(gpus.qsize()) as pool:
         left = [run for run in runs if (run.variant, run.width, run.lr_log2) not in done]

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import IO, Any, Protocol
 
 from eval.checkpoint.command import write
+from eval.papers.parts import visible_gpus
 from eval.papers.study import measure
 from eval.papers.study.jobs import Job, Place, Step
 from eval.papers.study.schedule import duration, slowdown, works
@@ -71,7 +72,7 @@ class Gpu:
 
 
 def gpus_here(chosen: str | None) -> list[Gpu]:
-    """Return the GPUs of this machine, or those of --gpus. Without any, the CPU. Raises UserError for unknown ones."""
+    """Return the GPUs that are visible, or those of --gpus. Without any, the CPU. Raises UserError for unknown ones."""
     query = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -79,7 +80,8 @@ def gpus_here(chosen: str | None) -> list[Gpu]:
         lines = []
     found = [Gpu(name.strip(), float(mib) / 1024) for name, _, mib in (line.partition(",") for line in lines)]
     if chosen is None:
-        return found or [Gpu(None, float("inf"))]
+        visible = visible_gpus() if found else []
+        return [gpu for gpu in found if gpu.name in visible] or found or [Gpu(None, float("inf"))]
     names = {gpu.name: gpu for gpu in found}
     if unknown := [name for name in chosen.split(",") if name not in names]:
         raise UserError(f"--gpus={chosen}: this machine has no GPU {unknown[0]}")

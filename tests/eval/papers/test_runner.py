@@ -16,7 +16,7 @@ import pytest
 from eval.papers.study import runner
 from eval.papers.study.jobs import Job, Place, Step
 from eval.papers.study.rates import choose
-from eval.papers.study.runner import Gpu, Program, Runner
+from eval.papers.study.runner import Gpu, Program, Runner, gpus_here
 from eval.papers.study.schedule import Work, duration, minutes_of, plan, shared, slowdown, stays
 from ssscale.errors import UserError
 
@@ -279,3 +279,15 @@ def test_programs_get_their_gpu(tmp_path):
         while process.poll() is None:
             time.sleep(0.05)
     assert (tmp_path / "log").read_text() == "5\n"
+
+
+def test_only_visible_gpus_are_taken(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '0, 81559\\n1, 81559\\n2, 81559\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert [gpu.name for gpu in gpus_here(None)] == ["1", "2"]
+    assert [gpu.name for gpu in gpus_here("0")] == ["0"]
+    with pytest.raises(UserError, match="no GPU 3"):
+        gpus_here("3")

@@ -51,3 +51,19 @@ def test_table_and_figure_of_runs_that_diverged() -> None:
         "| a | 128 | 2.500 | **2.250** | 2^-6 |",
     ]
     assert len(draw(runs).axes) == 1
+
+
+def test_runs_share_the_visible_gpus_only(data_folder: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    names = []
+
+    def execute(run, options, gpus):
+        names.append(gpu := gpus.get())
+        gpus.put(gpu)
+        return {"variant": run.variant, "width": run.width, "lr_log2": run.lr_log2, "loss": 3.0}
+
+    monkeypatch.setattr("eval.papers.width_study.execute", execute)
+    arguments = [data_folder, "--widths", "64", "--lrs", "7,6", "--jobs", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["width_study", *arguments])
+    main()
+    assert names == ["3"] * 4

@@ -1,0 +1,1 @@
+"""Measures again what README and docs/results state, on the GPUs of one machine."""

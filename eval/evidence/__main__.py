@@ -1,0 +1,68 @@
+"""Measures again what README and docs/results state.
+
+    python -m eval.evidence --text TEXT [NAME ...] [--gpus 0,1] [--minutes N] [--out runs/evidence]
+    python -m eval.evidence --print [NAME ...]
+
+A job is one figure or table: `--print` shows the jobs with their commands and minutes. Without names, all of them run.
+TEXT is a folder with train.NAME.jsonl.zst, valid.NAME.jsonl.zst and tokenizer.json. Jobs whose time is a result have a
+GPU alone, others share one. No job starts that would end after --minutes.
+
+OUT/JOB has the files of a job, OUT/state.json the exit codes and seconds, OUT/evidence.tar.gz all small files. The same
+command repeats what failed or is left. The exit code is 0 if all jobs ended well, 1 if one failed, 75 if some are left.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from eval.checkpoint.command import sentences
+from eval.evidence.jobs import BOOKS, Job, jobs
+from eval.evidence.lanes import Lanes, shown
+from eval.papers.parts import visible_gpus
+from ssscale.errors import UserError
+
+
+def chosen(names: list[str]) -> list[Job]:
+    """Returns the named jobs and what must run before them, in the order of the list. Raises UserError for other names."""
+    every = jobs()
+    if unknown := [name for name in names if name not in every]:
+        raise UserError(f"there is no job {unknown[0]}; use {', '.join(every)}")
+    wanted = set(names or every)
+    for name in list(wanted):
+        wanted.update(every[name].after)
+    return [job for job in every.values() if job.name in wanted]
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("names", nargs="*", metavar="NAME", help="jobs; default: all")
+    found.add_argument("--text", type=Path, help="folder with the text and tokenizer.json")
+    found.add_argument("--out", type=Path, default=Path("runs/evidence"))
+    found.add_argument("--gpus", help="comma-separated GPUs; default: all")
+    found.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
+    found.add_argument("--print", action="store_true", help="only print the jobs and their commands")
+    return found
+
+
+def main() -> int:
+    options = parser().parse_args()
+    some = chosen(options.names)
+    if options.print:
+        print(*map(shown, some), sep="\n\n")
+        return 0
+    if options.text is None:
+        raise UserError("--text is needed: the folder with the text and tokenizer.json")
+    if absent := [name for name in ("tokenizer.json", BOOKS) if not (options.text / name).is_file()]:
+        raise UserError(f"--text={options.text}: there is no file {absent[0]}")
+    gpus = options.gpus.split(",") if options.gpus else visible_gpus()
+    if most := max((job for job in some if job.gpus > len(gpus)), key=lambda job: job.gpus, default=None):
+        if options.names:
+            raise UserError(f"{most.name} takes {most.gpus} GPUs, and there are {len(gpus)}")
+        some = [job for job in some if job.gpus <= len(gpus)]
+    return Lanes(some, gpus, options.text, options.out, 60 * options.minutes).run()
+
+
+if __name__ == "__main__":
+    with sentences():
+        code = main()
+    sys.exit(code)

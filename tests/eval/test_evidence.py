@@ -1,0 +1,122 @@
+"""Measuring everything again: the order of jobs on GPUs, what is kept, and that every command exists."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from eval.evidence.__main__ import chosen
+from eval.evidence.jobs import ROOT, Job, jobs, readme_block
+from eval.evidence.lanes import Lanes
+from ssscale.errors import SAVED, UserError
+
+NOTE = (
+    'echo "${CUDA_VISIBLE_DEVICES-none} $(date +%s.%N)" >"$HERE/began.txt"; sleep 0.4; date +%s.%N >"$HERE/ended.txt"'
+)
+
+
+def job(name, gpus=1, gib=None, after=(), commands=(NOTE,), minutes=0.01):
+    return Job(name, "a page", tuple(commands), minutes, gpus, gib, tuple(after))
+
+
+def run(tmp_path, some, gpus=("4", "6"), seconds=float("inf")):
+    lanes = Lanes(list(some), list(gpus), tmp_path, tmp_path / "out", seconds)
+    return lanes.run(), {name: found["code"] for name, found in lanes.ended.items()}
+
+
+def times(tmp_path, name):
+    gpus, began = (tmp_path / "out" / name / "began.txt").read_text().split()
+    return gpus, float(began), float((tmp_path / "out" / name / "ended.txt").read_text())
+
+
+def test_jobs_alone_never_share_and_small_ones_do(tmp_path):
+    some = [job("a"), job("b"), job("c"), job("small", gib=40.0), job("smaller", gib=40.0)]
+    assert run(tmp_path, some) == (0, dict.fromkeys("abc", 0) | {"small": 0, "smaller": 0})
+    found = {x.name: times(tmp_path, x.name) for x in some}
+    assert {found["a"][0], found["b"][0]} == {"4", "6"}
+    for one, other in [("a", "c"), ("b", "c"), ("a", "small"), ("b", "small"), ("c", "small")]:
+        (gpu, began, ended), (other_gpu, other_began, other_ended) = found[one], found[other]
+        assert gpu != other_gpu or ended <= other_began or other_ended <= began, (one, other)
+    small, smaller = found["small"], found["smaller"]
+    assert small[0] == smaller[0]
+    assert max(small[1], smaller[1]) < min(small[2], smaller[2])
+
+
+def test_a_job_of_two_gpus_waits_for_both_and_others_wait_behind_it(tmp_path):
+    code, _ = run(tmp_path, [job("a"), job("both", gpus=2), job("c")])
+    (_, _, a_ended), (gpus, began, ended), (_, c_began, _) = (times(tmp_path, name) for name in ("a", "both", "c"))
+    assert code == 0
+    assert gpus == "4,6"
+    assert a_ended <= began
+    assert ended <= c_began
+
+
+def test_a_failure_is_reported_and_only_what_needs_it_is_left(tmp_path, capsys):
+    some = [job("a", commands=["false", NOTE]), job("b", after=["a"]), job("c")]
+    assert run(tmp_path, some) == (1, {"a": 1, "c": 0})
+    printed = capsys.readouterr().out
+    assert "a ended with code 1" in printed
+    assert "left: b" in printed
+    # The same command repeats what failed or is left.
+    some[0] = job("a")
+    _, before, _ = times(tmp_path, "c")
+    assert run(tmp_path, some) == (0, {"a": 0, "b": 0, "c": 0})
+    assert times(tmp_path, "c")[1] == before
+
+
+def test_time_that_is_up(tmp_path):
+    some = [job("long", minutes=10.0), job("endless", commands=["sleep 60"]), job("b", gpus=0)]
+    assert run(tmp_path, some, seconds=1.5) == (SAVED, {"b": 0})
+
+
+def test_small_files_are_packed_and_models_are_not(tmp_path):
+    keep = (
+        'mkdir -p "$HERE/checkpoints" && echo 1 | tee "$HERE/metrics.jsonl" "$HERE/checkpoints/x.json" "$WORK/y.json"'
+    )
+    assert run(tmp_path, [job("a", commands=[keep])])[0] == 0
+    with tarfile.open(tmp_path / "out" / "evidence.tar.gz") as archive:
+        assert sorted(archive.getnames()) == ["a/job.log", "a/metrics.jsonl", "state.json"]
+    assert json.loads((tmp_path / "out" / "state.json").read_text())["a"]["code"] == 0
+
+
+def test_readmes_commands_are_run_to_the_letter():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for line in readme_block():
+        assert line.replace("time ", "") in text
+    assert [re.search(r"data_prep|pretrain|long_context|figures", line)[0] for line in readme_block()] == [
+        "data_prep", "pretrain", "long_context", "figures",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("one", jobs().values(), ids=jobs())
+def test_every_command_exists(one):
+    script = "\n".join(one.commands)
+    assert subprocess.run(["bash", "-n", "-c", script], check=False).returncode == 0
+    for module in re.findall(r"python -m ([\w.]+)", script):
+        assert importlib.util.find_spec(module), module
+    for file in re.findall(r"(?:python|bash) ((?:launch|eval)/\S+)", script):
+        assert (ROOT / file).is_file(), file
+    for config in re.findall(r"config=(\w+)", script):
+        assert (ROOT / "configs" / f"{config}.yaml").is_file(), config
+    page = re.search(r"docs/\S+\.md|README\.md", one.page)
+    assert page is None or (ROOT / page[0]).is_file()
+
+
+def test_choosing_jobs_takes_what_they_need():
+    assert [x.name for x in chosen(["1b_sb"])] == ["rows4096", "1b_sb"]
+    with pytest.raises(UserError, match="there is no job 2b"):
+        chosen(["2b"])
+
+
+def test_mistakes_are_one_sentence():
+    for arguments, sentence in [([], "--text is needed"), (["--text", "nowhere"], "no file tokenizer.json")]:
+        found = subprocess.run(
+            [sys.executable, "-m", "eval.evidence", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert found.returncode == 2
+        assert sentence in found.stderr
+        assert len(found.stderr.splitlines()) == 1
