@@ -34,3 +34,30 @@ def run_interpreted(script: str, *arguments: str) -> dict[str, dict[str, Any]]:
         assert process.returncode == 0, errors[-3000:]
         results |= {result.pop("case"): result for result in map(json.loads, out.splitlines())}
     return results
+
+
+def repair_bfloat16() -> None:
+    """Makes the interpreter of Triton 3.6 and 3.7 compute with bfloat16, which it keeps as bits in uint16.
+
+    It multiplies the bits as integers in dot, and truncates where the GPU rounds.
+    """
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    create_dot, cast = builder.create_dot, builder.cast_impl
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return handle((x.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+    def cast_impl(self: object, x: Any, dtype: Any) -> Any:
+        if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, x, dtype)
+        rounded = torch.from_numpy(x.data.copy()).bfloat16()
+        return handle(rounded.view(torch.int16).numpy().view("uint16"), dtype.scalar)
+
+    builder.create_dot = lambda self, a, b, *others: create_dot(self, widened(a), widened(b), *others)
+    builder.cast_impl = cast_impl

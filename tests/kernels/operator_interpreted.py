@@ -1,7 +1,7 @@
 """Runs the public function on the Triton kernels under the interpreter (interpreted.py), forward and backward by autograd.
 
 Argument: parts with commas between, each a group of cases, "mutations", "others" or "fuzz". Prints one JSON object per
-case. float16 stands for bf16 as well: in "scaled" cases it takes bf16's path.
+case.
 """
 
 import json
@@ -11,8 +11,10 @@ from unittest.mock import patch
 
 import torch
 from ssscale_kernels.stickbreaking import accuracy, fuzz, half, ops, stickbreaking_attention
-from ssscale_kernels.stickbreaking.accuracy import FP16, FP32, Case
+from ssscale_kernels.stickbreaking.accuracy import BF16, FP16, FP32, Case
 from ssscale_kernels.stickbreaking.sixteen import blocks, scales, tile
+
+from tests.kernels.interpreted import repair_bfloat16
 
 EPSILON = 2.0**-8
 SMALL = Case(FP16, 16, heads=(1, 1), lengths=(70,))
@@ -34,12 +36,14 @@ CASES = {
         "huge": SMALL._replace(kind="huge", use="carried", lengths=(140,)),
         "edge": SMALL._replace(kind="edge", use="log_rest", lengths=(140,)),
     },
-    "scaled": {
-        "scaled": Case(FP16, 24, heads=(2, 1), lengths=(70, 1, 65)),
-        "scaled, remainder": Case(FP16, 16, use="remainder", heads=(2, 1), lengths=(70, 20)),
-        "scaled, steep log_rest": SMALL._replace(use="log_rest"),
-        "scaled, carried": SMALL._replace(**RECTANGLE),
-        "scaled, skipping": SMALL._replace(lengths=(200,), skip_below=EPSILON),
+    "bfloat16": {
+        "bfloat16": Case(BF16, 24, heads=(2, 1), lengths=(70, 1, 65)),
+        "bfloat16, remainder": Case(BF16, 16, use="remainder", heads=(2, 1), lengths=(70, 20)),
+        "bfloat16, steep log_rest": SMALL._replace(dtype=BF16, use="log_rest"),
+        "bfloat16, carried": SMALL._replace(dtype=BF16, **RECTANGLE),
+        "bfloat16, skipping": SMALL._replace(dtype=BF16, lengths=(200,), skip_below=EPSILON),
+        "bfloat16, huge": SMALL._replace(dtype=BF16, kind="huge", lengths=(140,)),
+        "bfloat16, 128 dims": SMALL._replace(dtype=BF16, head_dim=128, lengths=(66,)),
     },
 }
 ALL = {name: case for group in CASES.values() for name, case in group.items()}
@@ -68,7 +72,7 @@ MUTATIONS = {
     "one tile more dropped in backward": (blocks, "load_stop", one_tile_more_dropped, "skipping"),
     "flag missing": (blocks, "save_stop", flag_missing, "huge"),
     "lanes swapped": (tile, "key_of_column", lanes_swapped, "log_rest"),
-    "scale too large": (scales, "shifts", gradient_of_log_rest_ignored, "scaled, steep log_rest"),
+    "scale too large": (scales, "shifts", gradient_of_log_rest_ignored, "bfloat16, steep log_rest"),
 }
 
 
@@ -77,8 +81,7 @@ def run(name: str) -> dict[str, Any]:
     if "steep" in name:
         assert inputs.grad_rest is not None
         inputs = inputs._replace(grad_rest=1000 * inputs.grad_rest)
-    with patch.object(half, "converts", lambda q: name.startswith("scaled")):
-        errors = accuracy.compare(inputs)
+    errors = accuracy.compare(inputs)
     return {key: list(error) for key, error in errors.items()}
 
 
@@ -98,6 +101,24 @@ def run_in_two() -> dict[str, Any]:
     once, again = (accuracy.differentiate(in_two, inputs) for _ in range(2))
     same = all(torch.equal(once[key], again[key]) for key in once)
     return {key: list(error) for key, error in errors.items()} | {"same_bits": same}
+
+
+def run_scaled() -> dict[str, Any]:
+    """Whether gradients in bf16 have the same bits, but for the exponent, if those of the results are 2^-40 or 2^20 times
+    as large. float32 ones may differ by roundings of the scales."""
+    inputs = accuracy.draw(Case(BF16, 16, use="carried", heads=(2, 1), lengths=(70,)), "cpu")
+    assert inputs.grad_rest is not None
+    once, same = accuracy.differentiate(stickbreaking_attention, inputs), {}
+    for power in (-40, 20):
+        factor = 2.0**power
+        scaled = inputs._replace(grad_o=factor * inputs.grad_o, grad_rest=factor * inputs.grad_rest)
+        again = accuracy.differentiate(stickbreaking_attention, scaled)
+        for key in ("d_q", "d_k", "d_v"):
+            same[f"{key}, {power}"] = torch.equal(factor * once[key], again[key])
+        same[f"d_log_rest_in, {power}"] = torch.allclose(
+            factor * once["d_log_rest_in"], again["d_log_rest_in"], rtol=1e-5, atol=1e-5 * factor
+        )
+    return same
 
 
 def run_saved() -> dict[str, Any]:
@@ -128,6 +149,7 @@ def show_part(part: str) -> None:
                 show(mutation, run(noticing))
     elif part == "others":
         show("in two", run_in_two())
+        show("scaled", run_scaled())
         show("saved", run_saved())
     elif part == "fuzz":
         show("fuzz", run_fuzz())
@@ -137,6 +159,7 @@ def show_part(part: str) -> None:
 
 
 if __name__ == "__main__":
+    repair_bfloat16()
     ops.forward_op.register_kernel("cpu")(ops.triton_forward)
     ops.backward_op.register_kernel("cpu")(ops.triton_backward)
     for argument in sys.argv[1].split(","):

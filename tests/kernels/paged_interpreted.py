@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from ssscale_kernels.stickbreaking.paged_launch import Form, paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
 from torch import Tensor
-from triton.runtime import interpreter
+
+from tests.kernels.interpreted import repair_bfloat16
 
 
 class Case(NamedTuple):
@@ -105,29 +105,6 @@ def make(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
     drawn = torch.randn(num_tokens, *size, generator=generator)
     q[:num_tokens] = (case.std * (drawn.abs() / case.head_dim if case.std < 0 else drawn)).to(dtype)
     return q, k_cache, v_cache, table, starts(case.queries), torch.tensor(case.keys, dtype=torch.int32)
-
-
-def repair_bfloat16() -> None:
-    """Makes the interpreter of Triton 3.6 and 3.7 compute with bfloat16, which it keeps as bits in uint16.
-
-    It multiplies the bits as integers in dot, and truncates where the GPU rounds.
-    """
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    create_dot, cast = builder.create_dot, builder.cast_impl
-
-    def widened(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return handle((x.data.astype("uint32") << 16).view("float32"), tl.float32)
-
-    def cast_impl(self: object, x: interpreter.TensorHandle, dtype: tl.dtype) -> interpreter.TensorHandle:
-        if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, x, dtype)
-        rounded = torch.from_numpy(x.data.copy()).bfloat16()
-        return handle(rounded.view(torch.int16).numpy().view("uint16"), dtype.scalar)
-
-    builder.create_dot = lambda self, a, b, *others: create_dot(self, widened(a), widened(b), *others)
-    builder.cast_impl = cast_impl
 
 
 def fill_with_nan() -> None:
