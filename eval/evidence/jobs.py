@@ -103,7 +103,7 @@ def jobs() -> dict[str, Job]:
         Job(
             "paged",
             "docs/guide/serving.md",
-            (f'{stickbreaking}paged_benchmark --workers 20 --out "$HERE/paged.json"',),
+            (f'{stickbreaking}paged_benchmark --candidates --workers 20 --out "$HERE/paged.json"',),
             1.0,
         ),
         Job(

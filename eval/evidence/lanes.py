@@ -105,9 +105,9 @@ class Lanes:
         if job.gib is None:
             free = [gpu for gpu, jobs in there.items() if not jobs]
         else:
-            sharing = {gpu: [other.gib for other in jobs] for gpu, jobs in there.items()}
+            sharing = {gpu: [other.gib for other in jobs if other.gib is not None] for gpu, jobs in there.items()}
             free = [
-                gpu for gpu, gib in sharing.items() if None not in gib and job.gib + sum(map(float, gib)) <= MEMORY_GIB
+                gpu for gpu, gib in sharing.items() if len(gib) == len(there[gpu]) and job.gib + sum(gib) <= MEMORY_GIB
             ]
             free.sort(key=lambda gpu: not sharing[gpu])  # where a job shares already, so that another GPU stays free
         return free[: job.gpus] if len(free) >= job.gpus else None

@@ -29,6 +29,7 @@ from ssscale_kernels.stickbreaking.paged import paged_stickbreaking
 from ssscale_kernels.stickbreaking.paged_launch import Form, paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
 from ssscale_kernels.stickbreaking.sixteen.forward import forward
+from ssscale_kernels.stickbreaking.sixteen.prefill import paged_prefill
 from torch import Tensor
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 24, 8, 64
@@ -82,6 +83,7 @@ PREFILLS = {
     "no limit of registers": Config(64, 64, 4, 3),
 }
 Row = dict[str, Any]
+Results = tuple[Tensor, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -126,6 +128,17 @@ def check_batch(dtype: torch.dtype, head_dim: int, block_size: int, kind: str) -
     return q, k_cache, v_cache, table, boundaries, lengths
 
 
+def worst_share(ours: Results, plain: Results, exact: Results, skip_below: float) -> float:
+    """Returns the largest error in units of twice that of plain torch."""
+    worst = 0.0
+    # log_rest of a skipped stick is a bound only.
+    for a, p, e in list(zip(ours, plain, exact))[: 2 if skip_below == 0 else 1]:
+        error, allowed, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, e))
+        share = error / (2 * allowed + (1e-5 + 2 * skip_below) * max(size, 1.0))
+        worst = max(worst, share if share == share else float("inf"))
+    return worst
+
+
 def check(dtype: torch.dtype, head_dim: int, block_size: int, remainder: bool) -> Row:
     """Checks results against float64. Returns the worst error in units of twice that of plain torch."""
     worst = 0.0
@@ -137,11 +150,10 @@ def check(dtype: torch.dtype, head_dim: int, block_size: int, remainder: bool) -
             limits = (len(batch[0]), max(KEYS), head_dim**-0.5, skip_below, remainder)
             ours, again = (paged(*batch, *limits, splits) for _ in range(2))
             assert all(torch.equal(a, b) for a, b in zip(ours, again)), "two runs differ"
-            # log_rest of a skipped stick is a bound only.
-            for a, p, e in list(zip(ours, plain, exact))[: 2 if skip_below == 0 else 1]:
-                error, allowed, size = (x.abs().max().item() for x in (a.double() - e, p.double() - e, e))
-                share = error / (2 * allowed + (1e-5 + 2 * skip_below) * max(size, 1.0))
-                worst = max(worst, share if share == share else float("inf"))
+            worst = max(worst, worst_share(ours, plain, exact, skip_below))
+            if splits is None and dtype != torch.float32:
+                ours = paged_prefill(*batch, *limits[1:])
+                worst = max(worst, worst_share(ours, plain, exact, skip_below))
     case = f"{dtype}, {head_dim} dims, blocks of {block_size}, remainder {remainder}"
     verdict = "ok" if worst <= 1 else "OVER BUDGET"
     print(f"{verdict}: {case}: worst error {worst:.2f} of what is allowed", flush=True)
@@ -196,6 +208,7 @@ def warm_prefill(config: Config | None) -> None:
         k_cache, v_cache, table, lengths = page(k, v, [1024], block_size)
         batch = (q, k_cache, v_cache, table, cu_q, lengths, 256, 1024, HEAD_DIM**-0.5, SKIP_BELOW, False)
         paged(*batch, prefill=config)
+        paged_prefill(*batch[:6], *batch[7:])
 
 
 def inputs(batch: int, length: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -238,7 +251,8 @@ def compare(batch: int, num_queries: int, length: int, candidates: bool) -> tupl
             case = {"queries": num_queries, "batch": batch, "keys": length, "kind": kind, "block_size": block_size}
             rows.append(case | {"contiguous_us": 1e3 * usual, "paged_us": 1e3 * took, "ratio": took / usual})
             if candidates:
-                others += [case | x for x in try_candidates(call, expected, usual, num_queries == 1, batch, length)]
+                attempts = other_decodes(call, batch, length) if num_queries == 1 else other_prefills(call)
+                others += [case | x for x in try_candidates(attempts, expected, usual)]
             del k_cache, v_cache, call
     print(f"| {num_queries:,} × {batch}, {length:,} | " + " | ".join(cells) + " |", flush=True)
     return rows, others
@@ -249,25 +263,34 @@ def differs(found: Tensor, expected: Tensor) -> None:
     assert error <= 0.02 * max(1.0, expected.abs().max().item()), f"differs from contiguous by {error}"
 
 
-def try_candidates(
-    call: Callable[..., tuple[Tensor, Tensor]], expected: Tensor, usual: float, decodes: bool, batch: int, length: int
-) -> list[Row]:
+Calls = dict[str, tuple[int | None, Callable[[], Results]]]  # by name: the number of splits, and a call
+
+
+def other_prefills(call: "partial[Results]") -> Calls:
+    """Returns prefills with other settings, and the one with 16 keys per thread."""
+    found: Calls = {name: (None, partial(call, prefill=config)) for name, config in PREFILLS.items()}
+    return found | {"16 keys": (None, partial(paged_prefill, *call.args[:6], *call.args[7:]))}
+
+
+def other_decodes(call: "partial[Results]", batch: int, length: int) -> Calls:
+    """Returns decodes with the settings of CANDIDATES."""
+    found: Calls = {}
+    for name, x in CANDIDATES.items():
+        config = x.config or paged_launch.split_config(HEAD_DIM, torch.bfloat16, 16)
+        splits = paged_launch.default_splits(length, NUM_KV_HEADS * batch, config)
+        splits = max(1, min(round(x.splits * splits), triton.cdiv(length, config.key_block)))
+        found[name] = (splits, partial(call, form=x.form, split=x.config, num_splits=splits))
+    return found
+
+
+def try_candidates(calls: Calls, expected: Tensor, usual: float) -> list[Row]:
     """Returns the multiples of the contiguous kernel's time that other settings take."""
     rows = []
-    options: dict[str, dict[str, Any]] = {name: {"prefill": config} for name, config in PREFILLS.items()}
-    if decodes:
-        options = {}
-        for name, x in CANDIDATES.items():
-            config = x.config or paged_launch.split_config(HEAD_DIM, torch.bfloat16, 16)
-            splits = paged_launch.default_splits(length, NUM_KV_HEADS * batch, config)
-            splits = max(1, min(round(x.splits * splits), triton.cdiv(length, config.key_block)))
-            options[name] = {"form": x.form, "split": x.config, "num_splits": splits}
-    for name, option in options.items():
-        other = partial(call, **option)
-        differs(other()[0], expected)
+    for name, (splits, call) in calls.items():
+        differs(call()[0], expected)
         # The shorter ones as often as in the table, so that each finds the same in the cache.
-        took = graph_ms([other] * (8 if usual < 0.1 else 2), 10)
-        rows.append({"candidate": name, "splits": option.get("num_splits"), "us": 1e3 * took, "ratio": took / usual})
+        took = graph_ms([call] * (8 if usual < 0.1 else 2), 10)
+        rows.append({"candidate": name, "splits": splits, "us": 1e3 * took, "ratio": took / usual})
     return rows
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 from ssscale_kernels.stickbreaking.paged_launch import Form, paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
+from ssscale_kernels.stickbreaking.sixteen.prefill import paged_prefill
 from torch import Tensor
 
 from tests.kernels.interpreted import repair_bfloat16
@@ -65,6 +66,11 @@ CASES = {
     "huge": Case([1, 40], [100, 90], std=30.0),
     "low": Case([1, 40], [100, 90], std=-20.0, remainder=True),
 }
+# Of the prefill kernel with 16 keys per thread.
+SIXTEEN = (
+    "prefill", "chunk", "mixed", "blocks of 64", "blocks of 128", "blocks of 8", "blocks of 48", "wide", "narrow", "padding",
+    "huge", "low",
+)  # fmt: skip
 SPARE = 3  # blocks of the cache that no sequence has
 
 
@@ -113,14 +119,18 @@ def fill_with_nan() -> None:
     torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan)
 
 
-def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0) -> dict[str, object]:
+def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0, sixteen: bool = False) -> dict[str, object]:
+    """sixteen: all sequences take the prefill kernel with 16 keys per thread."""
     inputs = make(case, dtype)
     q, k_cache, v_cache, *layout = inputs
     scale = 0.3 if case.head_dim == 16 else case.head_dim**-0.5
     longest = case.max_seqlen_q or q.shape[0]
     most = case.max_seqlen_k or max(case.keys)
     form = Form(one_loop=case.one_loop)
-    ours = paged(*inputs, longest, most, scale, skip_below, case.remainder, num_splits=case.num_splits, form=form)
+    if sixteen:
+        ours = paged_prefill(*inputs, most, scale, skip_below, case.remainder)
+    else:
+        ours = paged(*inputs, longest, most, scale, skip_below, case.remainder, num_splits=case.num_splits, form=form)
     o, rest = (x[: sum(case.queries)] for x in ours)
     exact, exact_rest = paged_reference(
         q.double(), k_cache.double(), v_cache.double(), *layout, scale, remainder=case.remainder
@@ -151,6 +161,8 @@ if __name__ == "__main__":
     for name, case in CASES.items():
         if not only or name in only:
             print(json.dumps({"case": f"{name}-{dtype}"} | run(case, dtype)), flush=True)
+        if name in SIXTEEN and dtype != torch.float32 and (not only or name in only):
+            print(json.dumps({"case": f"{name}-sixteen-{dtype}"} | run(case, dtype, sixteen=True)), flush=True)
     skipping = {
         "skip": Case([300], [300], std=6.0),
         "skip decode": Case([1, 3], [900, 700], std=6.0, max_seqlen_q=3, num_splits=2),
@@ -158,3 +170,5 @@ if __name__ == "__main__":
     for name, case in skipping.items():
         if not only or name in only:
             print(json.dumps({"case": f"{name}-{dtype}"} | run(case, dtype, 2**-12)), flush=True)
+    if dtype != torch.float32 and not only:
+        print(json.dumps({"case": f"skip-sixteen-{dtype}"} | run(skipping["skip"], dtype, 2**-12, True)), flush=True)

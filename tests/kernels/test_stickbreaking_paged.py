@@ -7,10 +7,11 @@ from ssscale_kernels.stickbreaking import paged_kernels, paged_launch
 from ssscale_kernels.stickbreaking.forward import launch
 from ssscale_kernels.stickbreaking.paged import paged_op, paged_stickbreaking
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
+from ssscale_kernels.stickbreaking.sixteen import prefill
 from ssscale_kernels.testing import compile_for_hopper, resources
 
 from tests.kernels.interpreted import run_interpreted
-from tests.kernels.paged_interpreted import CASES, Case, make
+from tests.kernels.paged_interpreted import CASES, SIXTEEN, Case, make
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -42,6 +43,52 @@ def test_skipping_stays_within_its_bound(interpreted, case, dtype):
     assert error <= budget(torch_error, magnitude, dtype) + result["allowed"]
     assert result["rest_is_upper_bound"]
     assert result["skipped"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("case", SIXTEEN)
+def test_prefill_with_16_keys_matches_float64(interpreted, case, dtype):
+    result = interpreted[f"{case}-sixteen-torch.{dtype}"]
+    for name in ("o", "log_rest"):
+        error, torch_error, magnitude = result[name]
+        assert error <= budget(torch_error, magnitude, dtype), (name, error, torch_error, magnitude)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_prefill_with_16_keys_skips_within_its_bound(interpreted, dtype):
+    result = interpreted[f"skip-sixteen-torch.{dtype}"]
+    error, torch_error, magnitude = result["o"]
+    assert error <= budget(torch_error, magnitude, dtype) + result["allowed"]
+    assert result["rest_is_upper_bound"]
+    assert result["skipped"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "operands"),
+    [
+        (64, 16, "bfloat16"),
+        *(
+            pytest.param(n, size, x, marks=pytest.mark.slow)
+            for n in (32, 64, 80, 128)
+            for size in (16, 64)
+            for x in DTYPES[:2]
+        ),
+    ],
+)
+def test_prefill_with_16_keys_compiles_for_hopper_without_spilling(head_dim, block_size, operands):
+    kernel, config = prefill.prefill_kernel, prefill.forward_config(head_dim)
+    cache = torch.empty(3, block_size, 8, 2 * head_dim, dtype=getattr(torch, operands))
+    q = torch.empty(1, 24, head_dim, dtype=cache.dtype)
+    constants = prefill.constants(q, cache[..., :head_dim], cache[..., head_dim:], config) | {"REMAINDER": True}
+    element = {"float16": "*fp16", "bfloat16": "*bf16"}[operands]
+    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("sq_t", "sq_n", "sc_n"), "I32")
+    types |= dict.fromkeys(("logit_scale", "threshold"), "fp32") | {"log_rest_ptr": "*fp32"}
+    types |= dict.fromkeys(("table_ptr", "cu_q_ptr", "seq_lens_ptr"), "*i32")
+    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), element)
+    types = {name: types[name] for name in kernel.arg_names if name not in constants}
+    found = resources(compile_for_hopper(kernel, types, constants, **launch(config)))
+    assert set(found.spills_in_loops) == {0}, found
+    assert found.async_copies > 0, "the loads are not pipelined"
 
 
 def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: int = 16, whole: bool = False):
