@@ -186,39 +186,12 @@ def walk_rows(
 
 @triton.jit(do_not_specialize=COUNTS)
 def prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    o_ptr,
-    log_rest_ptr,
-    cu_q_ptr,
-    seq_lens_ptr,
-    num_tokens,
-    num_heads,
-    num_sequences,
-    num_slots,
-    max_blocks,
-    head_group,
-    split_queries,
-    first_chunk,
-    chunk,
-    sq_t,
-    sq_n,
-    sc_n,
-    st_b,
-    logit_scale,
-    threshold,
-    H: tl.constexpr,
-    BH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOT: tl.constexpr,
-    BESIDE: tl.constexpr,
-    KV_GROUP: tl.constexpr,
-    REMAINDER: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
+    num_tokens, num_heads, num_sequences, num_slots, max_blocks, head_group, split_queries, first_chunk, chunk,
+    sq_t, sq_n, sc_n, st_b, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
+    BESIDE: tl.constexpr, KV_GROUP: tl.constexpr, REMAINDER: tl.constexpr,
+):  # fmt: skip
     """ROWS queries of one head. Leaves sequences of up to `split_queries` queries to `paged_kernels.split_kernel`."""
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
     head, place = common.assign(tl.program_id(0), num_heads, head_group, places)
