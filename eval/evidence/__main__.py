@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 from eval.checkpoint.command import sentences
+from eval.checkpoint.gpus import gpus_here
 from eval.evidence.jobs import BOOKS, Job, jobs
 from eval.evidence.lanes import Lanes, shown
-from eval.papers.parts import visible_gpus
 from ssscale.errors import UserError
 
 
@@ -54,7 +54,9 @@ def main() -> int:
         raise UserError("--text is needed: the folder with the text and tokenizer.json")
     if absent := [name for name in ("tokenizer.json", BOOKS) if not (options.text / name).is_file()]:
         raise UserError(f"--text={options.text}: there is no file {absent[0]}")
-    gpus = options.gpus.split(",") if options.gpus else visible_gpus()
+    gpus = {gpu.name: gpu.gib for gpu in gpus_here(options.gpus) if gpu.name is not None}
+    if not gpus:
+        raise UserError("this machine has no GPU")
     if most := max((job for job in some if job.gpus > len(gpus)), key=lambda job: job.gpus, default=None):
         if options.names:
             raise UserError(f"{most.name} takes {most.gpus} GPUs, and there are {len(gpus)}")

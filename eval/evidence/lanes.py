@@ -16,7 +16,7 @@ from types import FrameType
 from eval.evidence.jobs import ROOT, Job
 from ssscale.errors import SAVED
 
-MEMORY_GIB = 125.0  # that jobs which share a GPU may declare
+SHARED = 0.9  # of a GPU's memory, which jobs that share it may declare
 LARGEST = 4 * 2**20  # bytes of a file that is packed
 KEPT = {".json", ".jsonl", ".png", ".txt", ".log", ".yaml", ".md", ".csv"}
 GRACE = 20.0  # seconds between SIGTERM and SIGKILL
@@ -34,12 +34,12 @@ class Running:
 class Lanes:
     """Runs jobs until all have ended, or until `seconds` have passed.
 
-    gpus: names for CUDA_VISIBLE_DEVICES. text, out: folders. out/JOB has a job's files, out/work what jobs share,
-    out/state.json what has ended, and out/evidence.tar.gz the small files of all jobs, to be taken home.
+    gpus: GiB of memory by name for CUDA_VISIBLE_DEVICES. text, out: folders. out/JOB has a job's files, out/work what
+    jobs share, out/state.json what has ended, and out/evidence.tar.gz the small files of all jobs, to be taken home.
     """
 
     jobs: list[Job]
-    gpus: list[str]
+    gpus: dict[str, float]
     text: Path
     out: Path
     seconds: float = float("inf")
@@ -107,7 +107,9 @@ class Lanes:
         else:
             sharing = {gpu: [other.gib for other in jobs if other.gib is not None] for gpu, jobs in there.items()}
             free = [
-                gpu for gpu, gib in sharing.items() if len(gib) == len(there[gpu]) and job.gib + sum(gib) <= MEMORY_GIB
+                gpu
+                for gpu, gib in sharing.items()
+                if len(gib) == len(there[gpu]) and job.gib + sum(gib) <= SHARED * self.gpus[gpu]
             ]
             free.sort(key=lambda gpu: not sharing[gpu])  # where a job shares already, so that another GPU stays free
         return free[: job.gpus] if len(free) >= job.gpus else None

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from eval.checkpoint.gpus import visible_gpus
 from ssscale.errors import SAVED, UserError
 
 T = TypeVar("T")
@@ -67,12 +68,6 @@ class Parts:
     def clear(self) -> None:
         """Delete all parts, once the result has them."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def visible_gpus() -> list[str]:
-    """Return the names for CUDA_VISIBLE_DEVICES of the GPUs that this process may use."""
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return names or [str(index) for index in range(torch.cuda.device_count())]
 
 
 def processes_of(given: int | None) -> int:

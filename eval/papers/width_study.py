@@ -35,7 +35,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.checkpoint.command import begun, sentences, whole_numbers, write
 from eval.checkpoint.drawing import COLOURS, MARKERS, axes_of, save
-from eval.papers.parts import visible_gpus
+from eval.checkpoint.gpus import visible_gpus
 from ssscale.config import load_config
 from ssscale.errors import UserError
 

@@ -24,7 +24,7 @@ def job(name, gpus=1, gib=None, after=(), commands=(NOTE,), minutes=0.01):
 
 
 def run(tmp_path, some, gpus=("4", "6"), seconds=float("inf")):
-    lanes = Lanes(list(some), list(gpus), tmp_path, tmp_path / "out", seconds)
+    lanes = Lanes(list(some), dict.fromkeys(gpus, 100.0), tmp_path, tmp_path / "out", seconds)
     return lanes.run(), {name: found["code"] for name, found in lanes.ended.items()}
 
 

@@ -38,11 +38,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval.checkpoint.command import sentences, whole_numbers
+from eval.checkpoint.gpus import gpus_here
 from eval.papers.study.cores import check_files as check_cores
 from eval.papers.study.cores import cores
 from eval.papers.study.jobs import Job, Place
 from eval.papers.study.rates import choose
-from eval.papers.study.runner import ROOT, Runner, gpus_here
+from eval.papers.study.runner import ROOT, Runner
 from eval.papers.study.schedule import plan
 from eval.papers.study.sizes import SIZES, Size
 from eval.papers.study.studies import STUDIES, Study

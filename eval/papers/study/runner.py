@@ -13,7 +13,7 @@ from types import FrameType
 from typing import IO, Any, Protocol
 
 from eval.checkpoint.command import write
-from eval.papers.parts import visible_gpus
+from eval.checkpoint.gpus import Gpu
 from eval.papers.study import measure
 from eval.papers.study.jobs import Job, Place, Step
 from eval.papers.study.schedule import duration, slowdown, works
@@ -61,31 +61,6 @@ class Program:
     def _signal(self, number: int) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, number)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """name: for CUDA_VISIBLE_DEVICES, or None for the CPU. gib: its memory."""
-
-    name: str | None
-    gib: float
-
-
-def gpus_here(chosen: str | None) -> list[Gpu]:
-    """Return the GPUs that are visible, or those of --gpus. Without any, the CPU. Raises UserError for unknown ones."""
-    query = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        lines = []
-    found = [Gpu(name.strip(), float(mib) / 1024) for name, _, mib in (line.partition(",") for line in lines)]
-    if chosen is None:
-        visible = visible_gpus() if found else []
-        return [gpu for gpu in found if gpu.name in visible] or found or [Gpu(None, float("inf"))]
-    names = {gpu.name: gpu for gpu in found}
-    if unknown := [name for name in chosen.split(",") if name not in names]:
-        raise UserError(f"--gpus={chosen}: this machine has no GPU {unknown[0]}")
-    return [names[name] for name in chosen.split(",")]
 
 
 @dataclass

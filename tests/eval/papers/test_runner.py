@@ -13,10 +13,11 @@ from typing import IO, Any, ClassVar
 
 import pytest
 
+from eval.checkpoint.gpus import Gpu, gpus_here
 from eval.papers.study import runner
 from eval.papers.study.jobs import Job, Place, Step
 from eval.papers.study.rates import choose
-from eval.papers.study.runner import Gpu, Program, Runner, gpus_here
+from eval.papers.study.runner import Program, Runner
 from eval.papers.study.schedule import Work, duration, minutes_of, plan, shared, slowdown, stays
 from ssscale.errors import UserError
 
