@@ -85,14 +85,20 @@ def readme() -> Job:
     )
 
 
-def jobs() -> dict[str, Job]:
-    """Returns all jobs by name, the most important first."""
+def pack_all(name: str, length: int) -> Job:
+    """Packs all text of TEXT into WORK/NAME."""
+    sources = (
+        'sources=(); for file in "$TEXT"/train.*.jsonl.zst; do name=${file##*/train.}; name=${name%.jsonl.zst}; '
+        'sources+=(--source "$name=$file" --source "$name=$TEXT/valid.$name.jsonl.zst:valid"); done'
+    )
+    command = f'python -m data_prep pack --out "$WORK/{name}" --tokenizer "$TEXT/tokenizer.json" --length {length} '
+    return Job(name, "data", (sources, command + '--valid-fraction 0 "${sources[@]}"'), 1.0, gpus=0)
+
+
+def recipe() -> list[Job]:
+    """Returns what docs/results/width.md and the README show."""
     width = 'python -m eval.papers.width_study "$WORK/rows1024" --out "$HERE/study" --jobs 4 --microbatch 64'
-    stickbreaking = "python -m ssscale_kernels.stickbreaking."
-    found = (
-        pack("rows4096", 4096, STUDY[:3]),
-        pack("rows1024", 1024, STUDY),
-        Job("kernels", "kernels/stickbreaking", (f'{stickbreaking}sixteen.measure "$HERE" --workers 20',), 2.2),
+    return [
         Job("width", "docs/results/width.md", (width,), 17.0, after=("rows1024",)),
         run_file("3b_sb", 120, 6.0),
         run_file("1b_sb", 260, 5.2),
@@ -100,42 +106,80 @@ def jobs() -> dict[str, Job]:
         run_file("1b_ssmax", 120, 3.1),
         run_file("1b_sb_rem", 120, 3.0),
         readme(),
+    ]
+
+
+def kernels() -> list[Job]:
+    """Returns the kernels alone; `kernels` comes first of all, because the rest runs on them."""
+    module = "python -m ssscale_kernels."
+    paged = f'{module}stickbreaking.paged_benchmark --candidates --workers 20 --out "$HERE/paged.json"'
+    return [
+        Job("kernels", "stick-breaking", (f'{module}stickbreaking.sixteen.measure "$HERE" --workers 20',), 2.2),
+        Job("paged", "docs/results/attention_speed.md", (paged,), 1.0),
+        Job("adamw", "AdamW", (f'{module}adamw.benchmark --tilings | tee "$HERE/adamw.txt"',), 0.8),
         Job(
-            "paged",
-            "docs/guide/serving.md",
-            (f'{stickbreaking}paged_benchmark --candidates --workers 20 --out "$HERE/paged.json"',),
-            1.0,
-        ),
-        Job(
-            "adamw",
-            "kernels/adamw",
-            ('python -m ssscale_kernels.adamw.benchmark --tilings | tee "$HERE/adamw.txt"',),
-            0.8,
-        ),
-        Job(
-            "ssmax_your_model",
-            "docs/guide/ssmax_your_model.md",
-            ('bash eval/papers/ssmax_your_model.sh "$TEXT" "$HERE/mine"', 'rm -rf "$HERE"/mine/{data,*/checkpoints}'),
-            8.2,
-            gib=40.0,
+            "fuzz",
+            "stick-breaking",
+            (f'{module}stickbreaking.fuzz --cases 10000 | tee "$HERE/fuzz.txt"',),
+            4.0,
+            gib=20.0,
         ),
         Job(
             "tests",
-            "tests marked gpu",
+            "tests of GPUs",
             ("python -m pytest -q -m gpu -p no:cacheprovider tests/gpu tests/kernels",),
             8.0,
             gib=40.0,
         ),
-        Job(
-            "exchange",
-            "docs/results/several_gpus.md",
-            (
-                'python launch/benchmark_parallel.py gpus=2 part=exchange config=1b_softmax steps=24 data="$WORK/rows4096"'
-                ' data.one_document=true folder="$WORK/exchange" | tee "$HERE/exchange.txt"',
-            ),
-            8.0,
-            gpus=2,
-            after=("rows4096",),
-        ),
+    ]
+
+
+def trained() -> list[Job]:
+    """Returns what needs a model that has learnt: stick-breaking at 162m, SSMax from a softmax model, another text."""
+    train = (
+        'python launch/pretrain.py config=162m_sb run_dir="$WORK/162m_sb" data.path="$WORK/all4096" data.length=4096 '
+        "data.one_document=true model.vocab_size=50304 train.batch_size=16 train.microbatch=16 train.max_steps=1550 "
+        "train.stages.0.tokens=400000000 train.stages.0.schedule.lr=1e-3 train.stages.0.schedule.warmup_tokens=3300000 "
+        "train.eval_every=0 train.observe_every=0"
     )
-    return {job.name: job for job in found}
+    measure = 'python -m eval.benchmarks.stickbreaking_trained "$WORK/162m_sb" "$WORK/all4096"'
+    both = (f'{measure} | tee "$HERE/trained.txt"', f'{measure} --rows 8 --lengths 4096 | tee "$HERE/trained_8.txt"')
+    mine = ('bash eval/papers/ssmax_your_model.sh "$TEXT" "$HERE/mine"', 'rm -rf "$HERE"/mine/{data,*/checkpoints}')
+    return [
+        Job("ssmax_your_model", "docs/guide/ssmax_your_model.md", mine, 8.2, gib=40.0),
+        Job("trained", "docs/results/attention_speed.md", (train, *both), 8.0, after=("all4096",)),
+        run_file("1b_sb", 150, 3.5, "tech4096", "_tech"),
+    ]
+
+
+def steps() -> list[Job]:
+    """Returns whole training steps beside plain torch, and on two GPUs."""
+    alone = "python launch/benchmark.py masters=true steps="
+    parallel = 'python launch/benchmark_parallel.py gpus=2 data="$WORK/rows4096" data.one_document=true part='
+    tensor = (
+        f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor_{config}_{rows}" '
+        f'only="DP2,TP2,TP2 whole" | tee "$HERE/{config}_{rows}.txt"'
+        for config, rows in (("1b_sb", 4), ("1b_sb", 8), ("1b_softmax", 8))
+    )
+    exchange = f'{parallel}exchange config=1b_softmax steps=24 folder="$WORK/exchange" | tee "$HERE/exchange.txt"'
+    of_1b = f'{alone}60,8 accumulation=1,16 configs=1b_softmax data="$WORK/rows4096" out="$HERE/1b.json"'
+    of_162m = f'{alone}60 accumulation=4 microbatch=64 configs=162m_softmax data="$WORK/rows1024" out="$HERE/162m.json"'
+    page, several = "docs/results/training_speed.md", "docs/results/several_gpus.md"
+    return [
+        Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
+        Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
+        Job("exchange", several, (exchange,), 8.0, gpus=2, after=("rows4096",)),
+        Job("tensor", several, tuple(tensor), 9.0, gpus=2, after=("rows4096",)),
+    ]
+
+
+def jobs() -> dict[str, Job]:
+    """Returns all jobs by name, the most important first."""
+    packed = [
+        pack("rows4096", 4096, STUDY[:3]),
+        pack("rows1024", 1024, STUDY),
+        pack("tech4096", 4096, ("tech_docs",)),
+        pack_all("all4096", 4096),
+    ]
+    first, *others = kernels()
+    return {job.name: job for job in [*packed, first, *recipe(), *others, *trained(), *steps()]}

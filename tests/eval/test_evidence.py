@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,7 @@ import pytest
 from eval.evidence.__main__ import chosen
 from eval.evidence.jobs import ROOT, Job, jobs, readme_block
 from eval.evidence.lanes import Lanes
+from ssscale.config import load_config
 from ssscale.errors import SAVED, UserError
 
 NOTE = (
@@ -100,8 +102,11 @@ def test_every_command_exists(one):
         assert importlib.util.find_spec(module), module
     for file in re.findall(r"(?:python|bash) ((?:launch|eval)/\S+)", script):
         assert (ROOT / file).is_file(), file
-    for config in re.findall(r"config=(\w+)", script):
+    for config in re.findall(r"config=(\w+)", script.replace("config=$c", "")):
         assert (ROOT / "configs" / f"{config}.yaml").is_file(), config
+    for line in one.commands:
+        if line.startswith("python launch/pretrain.py"):
+            load_config(shlex.split(line)[2:])
     page = re.search(r"docs/\S+\.md|README\.md", one.page)
     assert page is None or (ROOT / page[0]).is_file()
 
