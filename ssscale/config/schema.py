@@ -350,7 +350,7 @@ class Config:
 
     @property
     def breaks_in_blocks(self) -> list[str]:
-        """The keys that prevent a block from compiling to one graph: communication, and ZeRO-3's hooks.
+        """The keys that prevent a block from compiling to one graph, because ranks communicate inside of it.
 
         With `train.compile_exchanges`, the graph holds the exchanges of tensor parallelism and Ulysses.
         """
@@ -358,14 +358,18 @@ class Config:
         sizes = {"tensor": parallel.tensor, "ulysses": parallel.ulysses, "ring": parallel.ring}
         if self.train.compile_exchanges:
             sizes = {"ring": parallel.ring}
-        found = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
-        return [*found, "parallel.zero_stage=3"] if parallel.zero_stage == 3 else found
+        return [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether ZeRO-3 gathers all weights of a block before it runs, so that the block can be compiled."""
+        return self.parallel.zero_stage == 3 and self.train.compile is Compile.block
 
     @property
     def compile_on_gpu(self) -> Compile:
         """What `train.compile` means on a GPU. `auto` is `block`, with two exceptions.
 
-        ZeRO-3 is not compiled, nor is selective recomputation if a block does not compile to one graph.
+        `auto` does not compile under ZeRO-3, nor selective recomputation if a block does not compile to one graph.
         """
         train = self.train
         if train.compile != Compile.auto:
