@@ -285,6 +285,7 @@ class TrainConfig:
     save_background: bool = True  # write checkpoints while training continues
     observe_every: int = 1000  # steps between looks into attention (s by head, unspent stick, live tiles); 0 = never
     profile: int | None = None  # step whose torch profiler trace (and GPU memory snapshot) is written to profile/
+    profile_ranks: int = 1  # ranks of which a trace is written, from the first on
     wandb: bool = False  # also send metrics to Weights & Biases, if its package is installed
     max_skipped: int = 10  # consecutive steps with NaN or Inf before the run returns to its last checkpoint
     spike_z: float = 8.0  # a loss this many robust deviations above the last 100 is logged with its rows; 0 = never
