@@ -37,7 +37,7 @@ def gathered(largest_kept: int = 0) -> Iterator[None]:
             "stage3_param_persistence_threshold": largest_kept,
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 30_000,  # a block of the models here has 49,000 elements
-            "reduce_bucket_size": 40_000,
+            "reduce_bucket_size": 20_000,  # less than the largest weight
         }
         return found
 
