@@ -93,7 +93,7 @@ GPU_VENV := $(if $(filter gpu,$(STACK)),$(VENV),.venv-gpu)
 test-gpu-stack:  ## the CPU tests nearest to torch with what GPU machines install (takes 7 GB beside a CPU stack)
 	@$(MAKE) --no-print-directory setup STACK=gpu VENV=$(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip check
-	$(GPU_VENV)/bin/python -m pytest tests/model tests/kernels tests/hf tests/train/test_engine.py tests/distributed/test_compiled.py tests/data/test_remote.py
+	$(GPU_VENV)/bin/python -m pytest tests/model tests/kernels tests/hf tests/train/test_engine.py tests/distributed/test_compiled.py tests/distributed/test_gathered_blocks.py tests/data/test_remote.py
 
 test-triton: $(STAMP)  ## every kernel compiled for Hopper by the Tritons of both stacks (downloads the other one); `make test` has the main ones
 	@for version in $$(sed -n 's/^triton==//p' constraints-gpu.txt constraints-cpu.txt); do

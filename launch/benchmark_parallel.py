@@ -5,6 +5,7 @@ part=speed    tokens/s, peak and estimated memory of each layout, with rows / da
 part=long     the same for the layouts with context parallelism only; use it with data of long rows
 part=weak     tokens/s per GPU on one GPU and on all, with ZeRO-1, accumulation 1 and rows / gpus on each GPU
 part=tensor   data parallelism, and tensor parallelism with blocks in pieces, whole, and with the options of gathers
+part=zero     the ZeRO stages, each with its default compilation, and stage 3 with compiled blocks
 part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off, on and in bf16
 part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
@@ -33,7 +34,7 @@ from ssscale.train.records import read_metrics
 
 GIB = 2**30
 OUTSIDE = 3  # GiB per process outside the estimate: CUDA context, NCCL buffers, fragmentation
-PARTS = ("losses", "speed", "long", "weak", "exchange", "tensor", "skip")
+PARTS = ("losses", "speed", "long", "weak", "exchange", "tensor", "zero", "skip")
 PER_GPU = ("weak", "exchange")  # parts in which a run on one GPU has as many rows per GPU as the others
 # NCCL's transports, which stand in for networks.
 TRANSPORTS = {
@@ -129,6 +130,10 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         )
         both = kept._replace(label=f"{kept.label} overlap_gathers", keys=(*kept.keys, overlapped.keys[-1]))
         return [every[0], tensor, whole, kept, overlapped, both]
+    if part == "zero":
+        stages = [every[0]._replace(label=f"ZeRO-{i}", keys=(f"parallel.zero_stage={i}",)) for i in (1, 2, 3)]
+        compiled = (*stages[-1].keys, "train.compile=block")
+        return [*stages, stages[-1]._replace(label="ZeRO-3 compiled", keys=compiled)]
     if part == "exchange":
         ways = {"": (), " overlap": ("parallel.overlap=true",)}
         ways[" overlap in bf16"] = (*ways[" overlap"], "parallel.overlap_bf16=true")

@@ -112,6 +112,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.save_every": (AT_LEAST_0,),
     "train.observe_every": (AT_LEAST_0,),
     "train.profile": (AT_LEAST_1,),
+    "train.profile_ranks": (AT_LEAST_1,),
     "train.max_skipped": (AT_LEAST_1,),
     "train.spike_z": (AT_LEAST_0,),
     "train.watchdog": (AT_LEAST_0, A_YEAR),

@@ -90,7 +90,7 @@ def record(root: str, data: str, out: str, arguments: list[str]) -> dict[str, An
         return graph
 
     compile_parts = Decoder.compile_parts
-    Decoder.compile_parts = lambda self, backend="": compile_parts(self, backend=capture)
+    Decoder.compile_parts = lambda self, backend="", **how: compile_parts(self, backend=capture, **how)
     fixed = [f"data.path={data}", f"run_dir={out}", "train.compile=block", "train.max_steps=2", "train.log_every=1"]
     quiet = ["train.eval_every=0", "train.save_every=0", "train.observe_every=0", "data.num_workers=0"]
     run = pretraining(load_config([*arguments, *fixed, *quiet]), initialize())

@@ -285,6 +285,7 @@ class TrainConfig:
     save_background: bool = True  # write checkpoints while training continues
     observe_every: int = 1000  # steps between looks into attention (s by head, unspent stick, live tiles); 0 = never
     profile: int | None = None  # step whose torch profiler trace (and GPU memory snapshot) is written to profile/
+    profile_ranks: int = 1  # ranks of which a trace is written, from the first on
     wandb: bool = False  # also send metrics to Weights & Biases, if its package is installed
     max_skipped: int = 10  # consecutive steps with NaN or Inf before the run returns to its last checkpoint
     spike_z: float = 8.0  # a loss this many robust deviations above the last 100 is logged with its rows; 0 = never
@@ -350,7 +351,7 @@ class Config:
 
     @property
     def breaks_in_blocks(self) -> list[str]:
-        """The keys that prevent a block from compiling to one graph: communication, and ZeRO-3's hooks.
+        """The keys that prevent a block from compiling to one graph, because ranks communicate inside of it.
 
         With `train.compile_exchanges`, the graph holds the exchanges of tensor parallelism and Ulysses.
         """
@@ -358,14 +359,18 @@ class Config:
         sizes = {"tensor": parallel.tensor, "ulysses": parallel.ulysses, "ring": parallel.ring}
         if self.train.compile_exchanges:
             sizes = {"ring": parallel.ring}
-        found = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
-        return [*found, "parallel.zero_stage=3"] if parallel.zero_stage == 3 else found
+        return [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether ZeRO-3 gathers all weights of a block before it runs, so that the block can be compiled."""
+        return self.parallel.zero_stage == 3 and self.train.compile is Compile.block
 
     @property
     def compile_on_gpu(self) -> Compile:
         """What `train.compile` means on a GPU. `auto` is `block`, with two exceptions.
 
-        ZeRO-3 is not compiled, nor is selective recomputation if a block does not compile to one graph.
+        `auto` does not compile under ZeRO-3, nor selective recomputation if a block does not compile to one graph.
         """
         train = self.train
         if train.compile != Compile.auto:

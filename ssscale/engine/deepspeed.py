@@ -65,7 +65,10 @@ def parameter_groups(model: nn.Module, config: Config, bucket: int | None = None
 def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: int) -> dict[str, Any]:
     """Returns DeepSpeed's configuration, derived from ours. num_elements: parameters of this rank, before ZeRO."""
     train, stage = config.train, config.parallel.zero_stage
-    bucket = min(500_000_000, num_elements + num_elements % 2)  # DeepSpeed allocates it whole and requires an even size
+    bucket = overlap_bucket(groups.replica_size) if config.gathers_blocks else 500_000_000
+    bucket = min(bucket, num_elements + num_elements % 2)  # DeepSpeed allocates it whole and requires an even size
+    # At least the next block is gathered while one runs, and more of them if they are small.
+    ahead = {"stage3_prefetch_bucket_size": max(50_000_000, num_elements // config.model.num_layers)}
     return {
         "train_micro_batch_size_per_gpu": train.microbatch_rows,
         "gradient_accumulation_steps": train.batch_size // (train.microbatch_rows * groups.data_size),
@@ -74,9 +77,11 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
-            "overlap_comm": False,
+            # Without it, the host waits for the GPU whenever ZeRO-3 gathers.
+            "overlap_comm": config.gathers_blocks,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            **(ahead if config.gathers_blocks else {}),
         },
         # Adds each gradient to its fp32 buffer as soon as backward has computed it, and frees it.
         "bf16": {"enabled": bf16, "immediate_grad_update": bf16 and stage == 1},
@@ -97,13 +102,16 @@ def start_deepspeed(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # required even for one process
     import deepspeed
-    from deepspeed.utils import logger
+    from deepspeed.utils import logger, set_z3_leaf_module
 
     leave_out_shared_memory()
     logger.setLevel(logging.WARNING)
     logger.addFilter(_is_news)
     bf16 = next(model.parameters()).dtype == torch.bfloat16
     num_elements = sum(weight.numel() for weight in model.parameters())
+    if config.gathers_blocks:
+        for block in model.blocks:
+            set_z3_leaf_module(block, True)
     # DeepSpeed prints its memory use whatever its log level is.
     with contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(flat):
         engine, *_ = deepspeed.initialize(

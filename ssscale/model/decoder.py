@@ -341,6 +341,10 @@ class Decoder(nn.Module):
         if self.config.logits_divisor != 1.0:
             x = x / self.config.logits_divisor
         logits = self.head(x, self.embedding.weight if self.config.tie_embeddings else None)[0]
+        return self.from_logits(logits, labels, with_terms)
+
+    def from_logits(self, logits: Tensor, labels: Tensor | None, with_terms: bool = False) -> tuple[Tensor, Terms]:
+        """Returns what `read_out` does, from the logits [T, V_local] of this rank."""
         if labels is not None:
             logits = without_padding(logits, self.config.vocab_size, self.groups)
             # Under tensor parallelism, Megatron-core's loss overwrites the logits, so this comes first.
@@ -350,8 +354,17 @@ class Decoder(nn.Module):
             logits = gather_vocabulary(logits, self.groups)
         return logits[:, : self.config.vocab_size], {}
 
-    def compile_parts(self, backend: str = "inductor") -> None:
-        """Compiles each block (one graph serves all layers of a mixer) and `read_out`, which includes the loss."""
+    def compile_parts(self, backend: str = "inductor", within_hooks: bool = False) -> None:
+        """Compiles each block (one graph serves all layers of a mixer) and `read_out`, which includes the loss.
+
+        within_hooks: compiles only what runs between the forward hooks of blocks, and of `read_out` only `from_logits`.
+        ZeRO-3 gathers and frees weights in these hooks. Compiled code does not call them.
+        """
+        if within_hooks:
+            for block in self.blocks:
+                block.forward = torch.compile(block.forward, backend=backend)
+            self.from_logits = torch.compile(self.from_logits, backend=backend)  # type: ignore[method-assign]
+            return
         for block in self.blocks:
             block.compile(backend=backend)
         self.read_out = torch.compile(self.read_out, backend=backend)  # type: ignore[method-assign]

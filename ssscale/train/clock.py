@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -61,6 +61,7 @@ class Phases:
     def __init__(self, cuda: bool, step: int) -> None:
         self.cuda, self.step = cuda, step
         self.marks: list[tuple[str, Any]] = []
+        self.told: Callable[[str], None] | None = None  # called at each mark, with the phase
 
     def mark(self, phase: str) -> None:
         moment: Any = time.perf_counter()
@@ -68,6 +69,8 @@ class Phases:
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
         self.marks.append((phase, moment))
+        if self.told is not None:
+            self.told(phase)
 
     def lap(self, step: int) -> dict[str, float]:
         """Returns the seconds per step since the last lap as `seconds/PHASE`. step: number of the last step."""

@@ -117,7 +117,8 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
     n = (parts["embedding"] + parts["matrices"]) / tensor + parts["vectors"]
     block = parts["matrices"] / model.num_layers / tensor
     largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
-    partitioned = 4 * n / ranks + width * min(n, REDUCE_BUCKET)
+    bucket = overlap_bucket(ranks) if config.gathers_blocks else REDUCE_BUCKET
+    partitioned = 4 * n / ranks + width * min(n, bucket)
     summed = 4 * n + width * largest
     single = train.microbatch_rows * (ranks // parallel.context) == train.batch_size
     if in_one_pass(config, width == 2) and single and (ranks == 1 or not parallel.overlap):

@@ -273,7 +273,7 @@ class Run:
         if compiled == Compile.model:
             model.compile()
         elif compiled == Compile.block:
-            model.compile_parts()
+            model.compile_parts(within_hooks=config.gathers_blocks)
         engine = DeepSpeedEngine(model, config, groups, self.mark)
         self.last = None
         if reader is not None:

@@ -51,7 +51,7 @@ CASES = [
     ),
     (
         "launch/benchmark_parallel.py part=sped gpus=2 data=configs",
-        "part must be losses, speed, long, weak, exchange, tensor or skip",
+        "part must be losses, speed, long, weak, exchange, tensor, zero or skip",
     ),
     ("launch/benchmark_links.py larges=5", "unknown argument 'larges=5': did you mean largest="),
     ("launch/costs.py of=saves config=tiny_sb data=nowhere", "data=nowhere: there is no such folder"),

@@ -67,7 +67,6 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         ),
         (["parallel.keep_gathered=true"], "parallel.keep_gathered=true needs train.compile_exchanges=true"),
         (["parallel.overlap_gathers=true"], "parallel.overlap_gathers=true needs train.compile_exchanges=true"),
-        (["parallel.zero_stage=3", "train.compile=block", "train.recompute=selective"], "use train.compile=auto or"),
         (["parallel.zero_stage=0", "train.precision=bf16"], "parallel.zero_stage=0 cannot train in bf16"),
         (["parallel.overlap=true", "parallel.zero_stage=3"], "parallel.overlap=true needs parallel.zero_stage=1, not 3"),
         (["parallel.overlap_bf16=true"], "parallel.overlap_bf16=true has no effect without parallel.overlap=true"),
@@ -154,6 +153,14 @@ def test_whole_blocks_compile_with_selective_recomputation():
     whole = load_config([*keys, "train.compile_exchanges=true", "parallel.keep_gathered=true"])
     assert whole.compile_on_gpu is Compile.block
     validate(replace(whole, train=replace(whole.train, compile=Compile.block)))
+
+
+def test_blocks_that_zero_3_gathers_compile_only_if_asked():
+    keys = ["config=1b_sb", "parallel.zero_stage=3", "train.recompute=selective"]
+    assert load_config(keys).compile_on_gpu is Compile.none
+    asked = load_config([*keys, "train.compile=block"])
+    assert asked.gathers_blocks
+    validate(asked)
 
 
 def test_the_ffn_of_350m_bounds_tensor_parallelism():

@@ -1,5 +1,7 @@
 """What is looked at inside a run: the parts of a step, s by head, unspent sticks, live tiles; the profile of a step."""
 
+import gzip
+import json
 import sys
 from pathlib import Path
 
@@ -45,6 +47,7 @@ def test_live_tiles_against_the_reference(length: int, monkeypatch: pytest.Monke
 
 def test_a_run_shows_its_parts_its_sticks_and_a_profile(corpus: Path, tmp_path: Path) -> None:
     arguments = [f"data.path={corpus}", "train.max_steps=4", "train.observe_every=2", "train.profile=3"]
+    arguments.append("train.profile_ranks=2")
     ranks = Ranks(arguments, tmp_path / "run")
     ranks.finish()
     records = ranks.records()
@@ -53,7 +56,13 @@ def test_a_run_shows_its_parts_its_sticks_and_a_profile(corpus: Path, tmp_path: 
     seen = [record for record in records if "stick_unspent" in record]
     assert [record["step"] for record in seen] == [2, 4]
     assert all(0 < value < 1 for record in seen for value in record["stick_unspent"] + record["stick_live_tiles"])
-    assert (tmp_path / "run/profile/step-3.json.gz").stat().st_size > 1000
+    for name in ("step-3", "step-3-rank-00001"):
+        events = json.loads(gzip.decompress((tmp_path / f"run/profile/{name}.json.gz").read_bytes()))["traceEvents"]
+        phases = [event["name"] for event in events if event["name"].startswith("phase/")]
+        # Four rows on two ranks: two microbatches.
+        assert phases == [
+            f"phase/{phase}" for phase in ("start", *("forward", "backward", "communication") * 2, "optimizer")
+        ]
 
 
 @pytest.mark.parametrize("split", ["parallel.tensor=2", "parallel.zero_stage=3"])

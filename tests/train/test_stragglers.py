@@ -154,7 +154,7 @@ def test_noise_names_nobody_and_hides_nobody() -> None:
 
 @pytest.mark.gpu
 def test_a_rank_that_shares_its_gpu_is_named(corpus: Path, tmp_path: Path) -> None:
-    """Needs two GPUs. It has not been run yet."""
+    """Needs two GPUs: `python -m pytest -m gpu tests/train/test_stragglers.py`. It has not been run yet."""
     import subprocess
     import sys
 
@@ -162,14 +162,18 @@ def test_a_rank_that_shares_its_gpu_is_named(corpus: Path, tmp_path: Path) -> No
 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    busy = "import torch\nx = torch.randn(8192, 8192, device='cuda:1', dtype=torch.bfloat16)\nwhile True: x @ x"
-    other = subprocess.Popen([sys.executable, "-c", busy])
+    busy = "import torch\nx = torch.randn(8192, 8192, device='cuda:1', dtype=torch.bfloat16)\n"
+    busy += "print(float((x @ x)[0, 0]), flush=True)\nwhile True: x @ x"
+    other = subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    assert other.stdout.readline(), "the other process does not compute"
     run = tmp_path / "run"
     command = [sys.executable, "launch/pretrain.py", "config=50m_softmax", "gpus=2", f"data.path={corpus}"]
     command += ["data.length=256", "train.batch_size=64", "train.microbatch=32", "train.max_steps=40"]
     command += ["train.straggler_every=40", "train.eval_every=0", "train.save_every=0", f"run_dir={run}"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True)
+        assert other.poll() is None, "the other process ended before the run did"
     finally:
         other.kill()
         other.wait()

@@ -15,39 +15,61 @@ logger = logging.getLogger("ssscale")
 
 
 class Profile(Hook):
-    """Writes a trace of step `at`, and on a GPU a snapshot of its memory, to profile/ in the run folder (main rank only)."""
+    """Writes traces of step `at` to profile/ in the run folder, and on a GPU a snapshot of the main rank's memory.
 
-    def __init__(self, step: int | None) -> None:
-        self.at = step
+    ranks: how many ranks are traced, from the first on.
+    """
+
+    def __init__(self, step: int | None, ranks: int) -> None:
+        self.at, self.ranks = step, ranks
         self.profile: torch.profiler.profile | None = None
+        self.phase: torch.profiler.record_function | None = None  # of the step, as the trace names it
 
     def agreed(self, run: "Run", agreed: "Agreed") -> None:
-        if run.state.step + 1 != self.at or not run.groups.is_main:
+        if run.state.step + 1 != self.at or run.groups.rank >= self.ranks:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         if run.groups.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history()
+            if run.groups.is_main:
+                torch.cuda.memory._record_memory_history()
         self.profile = torch.profiler.profile(activities=activities, profile_memory=True)
         self.profile.start()
+        run.phases.told = self._enter
+        self._enter("start")
 
     def act(self, run: "Run", done: "Done") -> None:
         if self.profile is None:
             return
+        run.phases.told = None
+        self._leave()
         with run.watch.paused():
             self._write(run, self.profile)
         self.profile = None
 
+    def _enter(self, phase: str) -> None:
+        """Names the phase in the trace. eval/benchmarks/step_time.py reads the names."""
+        self._leave()
+        self.phase = torch.profiler.record_function(f"phase/{phase}")
+        self.phase.__enter__()
+
+    def _leave(self) -> None:
+        if self.phase is not None:
+            self.phase.__exit__(None, None, None)
+            self.phase = None
+
     def _write(self, run: "Run", profile: torch.profiler.profile) -> None:
         profile.stop()
-        folder, cuda = run.folder / "profile", run.groups.device.type == "cuda"
+        folder, rank = run.folder / "profile", run.groups.rank
+        history = run.groups.device.type == "cuda" and run.groups.is_main
+        name = f"step-{self.at}" if run.groups.is_main else f"step-{self.at}-rank-{rank:05d}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(folder / f"step-{self.at}.json.gz"))
-            if cuda:
+            profile.export_chrome_trace(str(folder / f"{name}.json.gz"))
+            if history:
                 torch.cuda.memory._dump_snapshot(str(folder / f"memory-{self.at}.pickle"))
             logger.info("profile of step %d in %s", self.at, folder)
         except OSError as error:
             logger.error("the profile of step %d cannot be written: %s", self.at, error)
-        if cuda:
+        if history:
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -13,7 +13,7 @@ from ssscale.train.hooks.stragglers import stragglers
 def standard_hooks(train: TrainConfig, *scores: Hook) -> list[Hook]:
     """scores: the hooks that score the model. They are called after Guard, so that broken weights are not scored."""
     return [
-        Profile(train.profile),
+        Profile(train.profile, train.profile_ranks),
         Spikes(train.spike_z),
         *stragglers(train.straggler_every),  # before Records, which drops the marks of the step
         Records(train.log_every),
