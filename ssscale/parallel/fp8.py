@@ -114,7 +114,9 @@ def scale_of(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Scale:
     if not rowwise:
         scale = torch.finfo(dtype).max / largest
         return Scale(scale, scale.reciprocal())
-    power = (largest.view(torch.int32) + ABOVE_175) & EXPONENT  # the smallest p = 2^n with largest ≤ 1.75 p: s = 256 / p
+    power = (
+        largest.view(torch.int32) + ABOVE_175
+    ) & EXPONENT  # the smallest p = 2^n with largest ≤ 1.75 p: s = 256 / p
     return Scale((INVERSE - power).clamp(min=0).view(torch.float32) * 256.0, power.view(torch.float32) / 256.0)
 
 
