@@ -130,7 +130,7 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
         gradients=(width * n, summed, partitioned, partitioned)[stage],
         optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / ranks,
         activations=tokens * activation_bytes_per_token(config)
-        + model.place.kept_bytes(model.num_heads / tensor, config.data.length),
+        + model.place.kept_bytes(model.num_heads / tensor / parallel.ulysses, config.data.length),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
     )
 

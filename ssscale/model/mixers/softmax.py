@@ -127,6 +127,8 @@ class Softmax(Mixer):
         from ssscale.parallel.softmax_ring import ring_softmax
 
         window, scale, bias = layer.window, layer.scale, layer.position.bias(layer)
+        if bias is not None and q.shape[1] < layer.heads:
+            bias = bias.narrow(layer.groups.ulysses_rank * q.shape[1], q.shape[1])
         if layout.past is not None:
             return _attend_cached(q, k, v, layout, window, scale, bias)
         if layout.ring is not None:
