@@ -70,6 +70,12 @@ class Softmax(Mixer):
     def plain(self) -> bool:
         return type(self) is Softmax  # subclasses change the logits
 
+    @property
+    def varies(self) -> tuple[str, str] | None:
+        if self.backend is not Backend.cudnn:
+            return None
+        return "backend=cudnn", "cuDNN has no deterministic gradients; use backend=auto or backend=flash"
+
     def flops(self, width: int, keys: float) -> float:
         """Returns the FLOPs per token: two matrix products forward and four backward, each 2 · width · keys."""
         return 12.0 * width * keys
