@@ -24,8 +24,9 @@ def make_deterministic() -> None:
     os.environ.setdefault(WORKSPACE, ":4096:8")
     os.environ[INDUCTOR] = "1"
     if "torch._inductor.config" in sys.modules:
-        sys.modules["torch._inductor.config"].deterministic = True  # type: ignore[attr-defined]
+        sys.modules["torch._inductor.config"].deterministic = True
     torch.use_deterministic_algorithms(True)
     # Else torch fills each new tensor with NaN, which costs a pass over memory. Nothing here reads what it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # (This is the setter of torch.utils.deterministic.fill_uninitialized_memory.)
+    torch._C._set_deterministic_fill_uninitialized_memory(False)
     logger.info("train.deterministic: the same bits in every run on the same GPUs and layout")
