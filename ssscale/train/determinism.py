@@ -24,7 +24,7 @@ def make_deterministic() -> None:
     os.environ.setdefault(WORKSPACE, ":4096:8")
     os.environ[INDUCTOR] = "1"
     if "torch._inductor.config" in sys.modules:
-        sys.modules["torch._inductor.config"].deterministic = True
+        sys.modules["torch._inductor.config"].deterministic = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     # Else torch fills each new tensor with NaN, which costs a pass over memory. Nothing here reads what it has not written.
     # (This is the setter of torch.utils.deterministic.fill_uninitialized_memory.)
