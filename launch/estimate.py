@@ -16,7 +16,7 @@ from rich.table import Table
 
 from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config
-from ssscale.config.schema import Config, Fp8
+from ssscale.config.schema import Compile, Config, Fp8
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS
 from ssscale.train.estimate import Estimate, estimate, fp8_speedup
@@ -168,7 +168,9 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     table.add_section()
     table.add_row("tokens/s a GPU", f"{result.tokens_per_second_per_gpu:,.0f}", f"MFU {mfu:.3g} of 989 TFLOP/s (H100)")
     if train.fp8 is not Fp8.none:
-        table.add_row("", f"× {fp8_speedup(config):.3f}", f"assumed gain of fp8 {train.fp8.value}, in the line above")
+        compiled = config.compile_on_gpu is not Compile.none
+        why = "in the line above" if compiled else "whose casts are not compiled here"
+        table.add_row("", f"× {fp8_speedup(config):.3f}", f"assumed gain of fp8 {train.fp8.value}, {why}")
     table.add_row("tokens per day", f"{result.tokens_per_day:,.0f}", "")
     table.add_row("days to the budget", f"{result.days:,.1f}", f"{result.days * gpus * 24:,.0f} GPU hours")
     console.print(table)

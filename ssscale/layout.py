@@ -82,11 +82,13 @@ class PackedLayout:
     max_seqlen: an upper bound on the length of a document, the same for every batch of a run so that shapes stay static.
     uniform_length: the length of all documents if they have the same length, which allows dense kernels; else None.
     past: where the keys lie if earlier passes cached some of them. None: the keys are those of the T tokens.
-    final_lengths: [num_documents] int32, the lengths that cached documents will reach. None: the documents are complete.
+    final_lengths: [num_documents] int32, the whole length of each document, which a cached one will reach later. None: the
+        documents are complete.
     block_mask: FlexAttention's mask of these documents, made once per batch for the position methods that need it.
 
     Under context parallelism the T tokens are this rank's share of the rows. cu_seqlens then bounds the contiguous pieces
-    of documents in this share, and positions still count within the whole document.
+    of documents in this share, final_lengths has the length of the document that a piece belongs to, and positions still
+    count within the whole document.
 
     gathered: the tokens that attention sees under Ulysses. ring: where the other keys of these documents lie in a ring.
     """
@@ -129,7 +131,10 @@ class PackedLayout:
         assert self.block_mask is None
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
         positions = self.positions.to(device, non_blocking=non_blocking)
+        final = self.final_lengths
+        if final is not None:
+            final = final.to(device, non_blocking=non_blocking)
         gathered = self.gathered
         if gathered is not None:
             gathered = replace(gathered, layout=gathered.layout.to(device, non_blocking))
-        return replace(self, cu_seqlens=cu_seqlens, positions=positions, gathered=gathered)
+        return replace(self, cu_seqlens=cu_seqlens, positions=positions, final_lengths=final, gathered=gathered)

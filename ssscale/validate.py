@@ -50,15 +50,22 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
         _check_stage(stage, f"train.stages.{index}", index, own.tokens_per_step)
         _check_change(config, own, stage, index)
         check_parallel(own, gpu)
-        if gpu and own.train.deterministic and own.model.place.varies is not None:
-            raise UserError(
-                f"train.deterministic does not go with model.position.method={own.model.place.name}: {own.model.place.varies}"
-            )
+        if gpu and own.train.deterministic:
+            _check_deterministic(own.model)
         if world_size is not None:
             for rows in [own.train.batch_size, *(warmup.batch_size for warmup in stage.batch_warmup)]:
                 check_world(replace(own, train=replace(own.train, batch_size=rows)), world_size)
                 with_microbatch(own, rows, world_size)
     _check_unused(config, [config.model, *Plan(config).models])
+
+
+def _check_deterministic(model: ModelConfig) -> None:
+    """Raises UserError for options with which results differ from run to run on a GPU."""
+    place = model.place
+    found = [(f"model.position.method={place.name}", place.varies)] if place.varies is not None else []
+    found += [(f"model.mixer.{m.name}.{m.varies[0]}", m.varies[1]) for m in model.used.values() if m.varies is not None]
+    for option, reason in found:
+        raise UserError(f"train.deterministic does not go with {option}: {reason}")
 
 
 Bound = tuple[str, Callable[[Any, Any], bool], float]

@@ -108,7 +108,7 @@ def _check_context(config: Config) -> None:
         for name, size in (("ulysses", ulysses), ("ring", ring)):
             if size > 1 and not getattr(mixer, name):
                 raise mixer.lacks(name, f"parallel.{name}={size} cannot share its tokens out")
-    refusal = config.model.place.refuses_context()
+    refusal = config.model.place.refuses_ring() if ring > 1 else None
     if refusal is not None:
         raise UserError(refusal)
     if position.window is not None and ring > 1:

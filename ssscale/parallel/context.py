@@ -57,7 +57,10 @@ def _restrict(layout: PackedLayout, tokens: Tensor, size: int) -> PackedLayout:
     cu_seqlens = torch.full((max(SMALLEST_BUCKET, 1 << len(bounds).bit_length()),), len(flat), dtype=torch.int32)
     cu_seqlens[: len(bounds)] = bounds
     uniform = size if len(bounds) * size == len(flat) else None
-    return PackedLayout(cu_seqlens, positions, min(size, layout.max_seqlen), uniform)
+    lengths = layout.cu_seqlens.diff()
+    final = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int32)
+    final[: len(bounds)] = lengths.repeat_interleave(lengths)[flat[bounds]]
+    return PackedLayout(cu_seqlens, positions, min(size, layout.max_seqlen), uniform, final_lengths=final)
 
 
 def _chunks(layout: PackedLayout, rows: int, ring: int) -> RingChunks:

@@ -36,6 +36,8 @@ MULTIPLE = 16  # `torch._scaled_mm` needs rows of 16 bytes
 # Smaller maxima count as this one, so that a tensor of zeros has a finite scale. Gradients stay far above it.
 SMALLEST = 2.0**-100
 EXPONENT = 0x7F80_0000  # the bits of a positive float32 that round it down to a power of two
+ABOVE_175 = 0x001F_FFFF  # added to the bits of m · 2^e, 1 ≤ m < 2: carries into the exponent if m > 1.75 = 448 / 256
+INVERSE = 0x7F00_0000  # minus the bits of a power of two: the bits of its inverse
 
 _collectives = torch.ops._c10d_functional
 # torch caches compiled graphs on disk by the names of their operators. The digest keeps graphs of another version out.
@@ -92,21 +94,37 @@ def refuse_without_fp8(recipe: str, device: torch.device) -> None:
     )
 
 
-def scale_of(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Tensor:
-    """Returns the scale of x [M, N], [M, 1] or a scalar, float32. An infinite maximum gives 0.
+class Scale(NamedTuple):
+    """scale, inverse: s and 1 / s, [M, 1] or scalars, float32."""
 
-    In cheap operations of fp32, because Inductor may repeat them for each element that is cast.
+    scale: Tensor
+    inverse: Tensor
+
+
+def scale_of(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Scale:
+    """Returns the scale of x [M, N]. That of an infinite maximum is 0. rowwise: dtype must be e4m3.
+
+    Inductor repeats cheap operations wherever a result is used. A kernel that casts then computes s from the stored
+    maximum, and another one computes 1 / s from a maximum in its registers, which it has not rounded to x's dtype. Next to
+    1.75 · 2^n the two would differ by a factor of 2. Therefore the maximum is float32, and a power of two comes from the bits
+    of integers, which every kernel computes alike.
     """
-    largest = x.abs().amax(-1, keepdim=True) if rowwise else x.abs().amax()
-    scale = torch.finfo(dtype).max / largest.float().clamp(min=SMALLEST)
-    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if rowwise else scale
+    size = x.float().abs()
+    largest = (size.amax(-1, keepdim=True) if rowwise else size.amax()).clamp(min=SMALLEST)
+    if not rowwise:
+        scale = torch.finfo(dtype).max / largest
+        return Scale(scale, scale.reciprocal())
+    power = (
+        largest.view(torch.int32) + ABOVE_175
+    ) & EXPONENT  # the smallest p = 2^n with largest ≤ 1.75 p: s = 256 / p
+    return Scale((INVERSE - power).clamp(min=0).view(torch.float32) * 256.0, power.view(torch.float32) / 256.0)
 
 
-def cast(x: Tensor, dtype: torch.dtype, rowwise: bool, scale: Tensor | None = None) -> Cast:
+def cast(x: Tensor, dtype: torch.dtype, rowwise: bool, scale: Scale | None = None) -> Cast:
     """Casts x [M, N]. scale: None computes it. A NaN or infinity in a row makes all sums over the row NaN."""
-    scale = scale_of(x, dtype, rowwise) if scale is None else scale
+    scale, inverse = scale_of(x, dtype, rowwise) if scale is None else scale
     most = torch.finfo(dtype).max
-    return Cast((x.float() * scale).clamp(-most, most).to(dtype).contiguous(), scale.reciprocal())
+    return Cast((x.float() * scale).clamp(-most, most).to(dtype).contiguous(), inverse)
 
 
 def cast_weight(weight: Tensor, recipe: str) -> CastWeight:
@@ -203,7 +221,7 @@ class _Product(torch.autograd.Function):
         return _wait(started) if shared else started, weight_gradient, *[None] * 10
 
 
-def _weight_gradient(gradient: Tensor, x: Tensor, recipe: Recipe, scale: Tensor | None) -> Tensor:
+def _weight_gradient(gradient: Tensor, x: Tensor, recipe: Recipe, scale: Scale | None) -> Tensor:
     """Returns dYᵀ X [F, D]. scale: of dY, if it is one for the whole tensor."""
     if not recipe.cast_dw:
         return gradient.t() @ x

@@ -114,6 +114,10 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
     if config.train.fp8 is not Fp8.none:
         blocks = len(config.train.fp8_blocks(config.model.num_layers))
         logger.info("fp8 %s in %d of %d blocks", config.train.fp8.value, blocks, config.model.num_layers)
+        if choose_compile(config, groups.device) == Compile.none:
+            logger.warning(
+                "fp8: blocks are not compiled, so that casts cost more than fp8 saves: use train.compile=block"
+            )
     if entries is not None:
         log_vocabulary(config.model, entries)
     note = stack_note(groups.device)

@@ -83,9 +83,12 @@ def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) ->
 def fp8_speedup(config: Config) -> float:
     """Returns the predicted tokens/s with `train.fp8` by those in bf16: 1 / (1 − p · b · (1 − 1 / gain)).
 
-    p: `PRODUCTS_SHARE`. b: share of the matrices, the head's included, whose products run in fp8.
+    p: `PRODUCTS_SHARE`. b: share of the matrices, the head's included, whose products run in fp8. 1 without compiled blocks:
+    their casts cost at least what the products save.
     """
     model = config.model
+    if config.compile_on_gpu is Compile.none:
+        return 1.0
     matrices = parameters_by_part(model, config.data.length)["matrices"]
     in_fp8 = matrices * len(config.train.fp8_blocks(model.num_layers)) / model.num_layers
     share = in_fp8 / (matrices + model.vocab_size * model.hidden_size)
@@ -131,7 +134,7 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
         gradients=(width * n, summed, partitioned, partitioned)[stage],
         optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / ranks,
         activations=tokens * activation_bytes_per_token(config)
-        + model.place.kept_bytes(model.num_heads / tensor, config.data.length),
+        + model.place.kept_bytes(model.num_heads / tensor / parallel.ulysses, config.data.length),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
     )
 

@@ -210,7 +210,12 @@ def test_world_size_must_fit_tensor_parallelism_and_batch():
             ["parallel.ring=3"],
             "data.length=4096 is not a multiple of 6: use parallel.ring=1, 2, 4, 8, 16 or 32",
         ),
-        ("350m_alibi", ["parallel.ring=2"], "set parallel.ulysses=1 and parallel.ring=1"),
+        (
+            "350m_alibi",
+            ["parallel.ring=2"],
+            "which the ring's kernels do not: use parallel.ulysses instead of parallel.ring",
+        ),
+        ("350m_fire", ["parallel.ring=2"], "model.position.method=fire adds a bias to the logits"),
         ("350m_window512", ["parallel.ring=2"], "use parallel.ulysses instead"),
         ("1b_sb", ["parallel.ring=2", "train.compile=model"], "use train.compile=block"),
     ],
@@ -223,3 +228,5 @@ def test_context_ranks_must_divide_the_processes():
     text = refusal("1b_sb", "parallel.ring=4", world_size=6)
     assert "4 context ranks do not divide the 6 processes that parallel.tensor=1 leaves of 6: use 1, 2, 3 or 6" in text
     validate(load_config(["config=1b_sb", "parallel.ulysses=2", "parallel.ring=2"]), world_size=8, gpu=True)
+    validate(load_config(["config=350m_alibi", "parallel.ulysses=2"]), world_size=8, gpu=True)
+    validate(load_config(["config=350m_rope_ntk", "parallel.ulysses=2", "parallel.ring=2"]), world_size=8, gpu=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssscale.config.schema import Fp8, Recompute
 from ssscale.engine.casts import WeightCasts
@@ -58,6 +59,36 @@ def test_dtypes_and_scales_of_the_recipes() -> None:
             for cast in (out, back):
                 assert (torch.frexp(cast.inverse)[0] == 0.5).all()
                 assert (cast.values.float().abs().amax(1) > 223).all()
+
+
+def test_scales_of_maxima_next_to_a_power_of_two() -> None:
+    """x · s fills the dtype's range and 1 / s is exact, also where maxima of two kernels may be rounded apart."""
+    borders = torch.tensor([1.0, 1.75, 2.0])
+    near = torch.cat([borders.nextafter(torch.tensor(end)) for end in (0.0, 4.0)] + [borders, 1.75 + borders * 2.0**-8])
+    largest = torch.outer(2.0 ** torch.arange(-90, 100, 10), near).flatten()
+    scale, inverse = fp8.scale_of(largest[:, None] * torch.tensor([-1.0, 0.5]), torch.float8_e4m3fn, True)
+    assert torch.equal(scale * inverse, torch.ones(len(largest), 1))
+    filled = largest.double() * scale[:, 0].double()
+    assert ((filled > 224) & (filled <= 448)).all()
+    assert (torch.frexp(scale)[0] == 0.5).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_maximum_is_rounded_to_bf16(recipe: str) -> None:
+    """Else Inductor computes s from rounded maxima and 1 / s from others (docs/log/2026-11-24-fp8.md)."""
+    found = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket is torch.ops.aten.amax:
+                found.append(result.dtype)
+            return result
+
+    with Record():
+        run(recipe, numbers(32, 48), numbers(64, 48), numbers(32, 64))
+    # Of X and dY, in two directions each if there are scales per row, and of Xᵀ.
+    assert found.count(torch.float32) == len(found) >= 4
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -18,6 +18,7 @@ def show_the_flags() -> None:
     import os
 
     import torch
+    import torch._inductor.config
 
     from ssscale.train import loop
 
@@ -29,6 +30,8 @@ def show_the_flags() -> None:
             "flags",
             *flags,
             os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            torch.utils.deterministic.fill_uninitialized_memory,
+            torch._inductor.config.deterministic,
         )
         return train_step(*arguments)
 
@@ -36,12 +39,14 @@ def show_the_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "flags"), [("true", "flags True False :4096:8"), ("false", "flags False False None")]
+    ("value", "flags"),
+    [("true", "flags True False :4096:8 False True"), ("false", "flags False False None True False")],
 )
 def test_the_flags_of_a_run(
     value: str, flags: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
+        monkeypatch.delenv(name, raising=False)
     own = [f"data.path={corpus}", f"run_dir={tmp_path}/run", f"train.deterministic={value}"]
     code, output = run_command("launch.pretrain", [*ARGUMENTS, *own], tmp_path / "log", show_the_flags)
     assert code == 0, output
@@ -56,3 +61,15 @@ def test_fire_is_refused_on_a_gpu() -> None:
         UserError, match=r"train\.deterministic does not go with model\.position\.method=fire: a GPU adds up"
     ):
         validate(config, 1, gpu=True)
+
+
+@pytest.mark.parametrize("name", ["1b_softmax", "1b_ssmax"])
+def test_cudnn_is_refused_on_a_gpu(name: str) -> None:
+    mixer = name.removeprefix("1b_")
+    config = load_config([f"config={name}", "train.deterministic=true", f"model.mixer.{mixer}.backend=cudnn"])
+    validate(config, 1)
+    with pytest.raises(
+        UserError, match=rf"deterministic does not go with model\.mixer\.{mixer}\.backend=cudnn: .* backend=auto"
+    ):
+        validate(config, 1, gpu=True)
+    validate(load_config([f"config={name}", "train.deterministic=true"]), 1, gpu=True)

@@ -195,3 +195,4 @@ def test_the_estimate_counts_copies_and_assumes_the_measured_gain() -> None:
         assert predict(without, cluster).compute / predict(given, cluster).compute == pytest.approx(ratio)
     assert fp8_speedup(plain) == 1.0
     assert fp8_speedup(config_of("train.fp8=rowwise")) == 1.0  # not measured
+    assert fp8_speedup(config_of("train.fp8=tensorwise", "train.compile=none")) == 1.0  # casts would not be fused

@@ -92,6 +92,11 @@ class Mixer:
         return False
 
     @property
+    def varies(self) -> tuple[str, str] | None:
+        """The option by which results differ from run to run on a GPU, as NAME=VALUE, and the reason; None: none does."""
+        return None
+
+    @property
     def terms(self) -> Mapping[str, float]:
         """The terms that `measure` returns: name → weight in the loss, 0 if it is only logged."""
         return {}

@@ -70,6 +70,12 @@ class Softmax(Mixer):
     def plain(self) -> bool:
         return type(self) is Softmax  # subclasses change the logits
 
+    @property
+    def varies(self) -> tuple[str, str] | None:
+        if self.backend is not Backend.cudnn:
+            return None
+        return "backend=cudnn", "cuDNN has no deterministic gradients; use backend=auto or backend=flash"
+
     def flops(self, width: int, keys: float) -> float:
         """Returns the FLOPs per token: two matrix products forward and four backward, each 2 · width · keys."""
         return 12.0 * width * keys
@@ -127,6 +133,8 @@ class Softmax(Mixer):
         from ssscale.parallel.softmax_ring import ring_softmax
 
         window, scale, bias = layer.window, layer.scale, layer.position.bias(layer)
+        if bias is not None and q.shape[1] < layer.heads:
+            bias = bias.narrow(layer.groups.ulysses_rank * q.shape[1], q.shape[1])
         if layout.past is not None:
             return _attend_cached(q, k, v, layout, window, scale, bias)
         if layout.ring is not None:

@@ -52,6 +52,9 @@ class ALiBiBias:
     def slopes(self, device: torch.device) -> Tensor:
         return alibi_slopes(self.num_heads, self.heads, device)
 
+    def narrow(self, first: int, count: int) -> ALiBiBias:
+        return ALiBiBias(self.num_heads, self.heads[first : first + count])
+
     def __call__(self, i: Tensor, j: Tensor) -> Tensor:
         distance = (i[..., :, None] - j[..., None, :]).float()
         return -self.slopes(i.device)[:, None, None] * distance.unsqueeze(-3)

@@ -27,6 +27,9 @@ class Bias(Protocol):
 
     def __call__(self, i: Tensor, j: Tensor) -> Tensor: ...
 
+    def narrow(self, first: int, count: int) -> Bias:
+        """Returns the bias of `count` of the heads, which a Ulysses rank attends with."""
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
         """Computes softmax attention with this bias in FlexAttention. Requires `layout.block_mask`."""
 
@@ -43,8 +46,8 @@ class Position:
     def check(self, model: ModelConfig, gpu: bool) -> None:
         """Raises UserError if the options contradict each other or the model. gpu: whether the run uses a GPU."""
 
-    def refuses_context(self) -> str | None:
-        """Returns why the method does not run under context parallelism, or None if it does."""
+    def refuses_ring(self) -> str | None:
+        """Returns why the method does not run in a ring, and what to set instead, or None if it runs."""
         return None
 
     @property

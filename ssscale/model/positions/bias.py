@@ -27,15 +27,18 @@ class BiasPosition(Position):
                 f"{model.head_size} dimensions: use at least 16"
             )
 
-    def refuses_context(self) -> str | None:
+    def refuses_ring(self) -> str | None:
         return (
-            f"model.position.method={self.name} is a bias that every rank would need of all tokens: set "
-            "parallel.ulysses=1 and parallel.ring=1"
+            f"model.position.method={self.name} adds a bias to the logits, which the ring's kernels do not: use "
+            "parallel.ulysses instead of parallel.ring"
         )
 
     def lay_out(self, layout: PackedLayout, window: int | None) -> PackedLayout:
         from ssscale_kernels.flex import document_mask
 
-        return (
-            replace(layout, block_mask=document_mask(layout.positions, window)) if layout.positions.is_cuda else layout
-        )
+        if not layout.positions.is_cuda:
+            return layout
+        if layout.gathered is not None:  # these are the tokens that attention sees
+            whole = self.lay_out(layout.gathered.layout, window)
+            return replace(layout, gathered=replace(layout.gathered, layout=whole))
+        return replace(layout, block_mask=document_mask(layout.positions, window))

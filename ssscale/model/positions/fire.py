@@ -67,6 +67,11 @@ class FIREBias:
         self.weights = {name: weight.to(dtype) for name, weight in weights.items()}
         self.weights["w1"] = self.weights["w1"][:, 0]
 
+    def narrow(self, first: int, count: int) -> FIREBias:
+        found = FIREBias.__new__(FIREBias)
+        found.weights = self.weights | {name: self.weights[name].narrow(0, first, count) for name in ("w2", "b2")}
+        return found
+
     @staticmethod
     def reach(weights: dict[str, Tensor], distance: Tensor) -> Tensor:
         """ψ(distance)"""

@@ -127,14 +127,6 @@ class RoPE(Position):
                 f"{key}.high_freq_factor={self.high_freq_factor:g}"
             )
 
-    def refuses_context(self) -> str | None:
-        if self.scaling is not RopeScaling.dynamic_ntk:
-            return None
-        return (
-            "model.position.rope.scaling=dynamic_ntk depends on the whole document's length, of which a context rank has a "
-            "part: set parallel.ulysses=1 and parallel.ring=1, or scaling=ntk"
-        )
-
     @property
     def depends_on_length(self) -> bool:
         return self.scaling is RopeScaling.dynamic_ntk
