@@ -173,6 +173,38 @@ def steps() -> list[Job]:
     ]
 
 
+def options() -> list[Job]:
+    """Returns what options cost and bring: determinism, fp8, Muon, ZeRO-3."""
+    bits = 'python -m eval.benchmarks.deterministic gpus=2 data="$WORK/rows1024" folder="$HERE/runs"'
+    clean = 'find "$HERE/runs" -name checkpoints -type d -prune -exec rm -rf {} +'
+    bars = (
+        'python launch/benchmark.py data="$WORK/rows4096" accumulation=16 steps=8 plain=false '
+        "train.stages.0.schedule.kind=constant train.stages.0.schedule.lr=3e-4 train.stages.0.schedule.warmup_tokens=160000 "
+    )
+    fp8 = tuple(
+        f'{bars}microbatch={rows} out="$HERE/{size}.json" '
+        f"configs={size}_ssmax,{size}_ssmax+train.fp8=tensorwise,{size}_ssmax+train.fp8=rowwise_bf16_dw"
+        for size, rows in (("3b", 2), ("1b", 4))
+    )
+    muon = (
+        'python -m eval.papers.width_study "$WORK/rows1024" --widths 512 --lrs 7,6,5,4 --jobs 4 --microbatch 64 '
+        '--out "$HERE/study" --variant adamw --variant "muon optimizer.name=muon"',
+        'python launch/benchmark.py data="$WORK/rows1024" data.length=1024 microbatch=64 accumulation=1 steps=60 '
+        'plain=false out="$HERE/muon.json" configs=50m_softmax,50m_softmax+optimizer.name=muon',
+    )
+    zero = tuple(
+        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" config={config} rows=16 steps=24 '
+        f'train.microbatch=4 data.one_document=true folder="$WORK/zero_{config}" | tee "$HERE/{config}.txt"'
+        for config in ("1b_softmax", "1b_sb")
+    )
+    return [
+        Job("zero", "docs/results/several_gpus.md", zero, 9.0, gpus=2, after=("rows4096",)),
+        Job("deterministic", "train.deterministic", (bits, clean), 8.0, gpus=2, after=("rows1024",)),
+        Job("fp8", "train.fp8", fp8, 15.0, after=("rows4096",)),
+        Job("muon", "optimizer.name=muon", muon, 8.0, after=("rows1024",)),
+    ]
+
+
 def jobs() -> dict[str, Job]:
     """Returns all jobs by name, the most important first."""
     packed = [
@@ -182,4 +214,4 @@ def jobs() -> dict[str, Job]:
         pack_all("all4096", 4096),
     ]
     first, *others = kernels()
-    return {job.name: job for job in [*packed, first, *recipe(), *others, *trained(), *steps()]}
+    return {job.name: job for job in [*packed, first, *recipe(), *others, *trained(), *steps(), *options()]}
