@@ -37,7 +37,10 @@ def _dkv_run(
         position = tl.minimum(offset + first_row + row, num_keys)
         u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
-        p = tile.factors(w, after, carry[:, None] - nearer, EXACT)
+        rest = carry[:, None] - nearer
+        if not EXACT:
+            rest = tl.maximum(rest, tile.LEAST)
+        p = tile.factors(w, after, rest, EXACT)
         a = tile.weigh(t_, p, EXACT)
         # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
         # of the weights would not fit the registers beside dO·v.
@@ -46,8 +49,10 @@ def _dkv_run(
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
         if PARTS == 1:
             dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
-        beta = tile.betas(u, t_, w, EXACT)
-        dz, _ = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, LEAN), beta, tile.per_row(behind))
+        if EXACT:
+            dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
+        else:
+            dz = tile.logit_gradients_of_weights(u, w, a, rest, da, tile.per_row(behind))
         dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
     return dk, dv
 

@@ -40,10 +40,8 @@ def _dq_tiles(
         if HALF:
             entering += dz_shift - shift
         p = tile.factors(w, after, entering - nearer, EXACT)
-        a = tile.weigh(t_, p, EXACT)
-        beta = tile.betas(u, t_, w, EXACT)
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
-        dz, total_gradient = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, False), beta, behind)
+        dz, total_gradient = tile.logit_gradients(u, t_, w, p, da, behind, EXACT)
         behind += total_gradient
         dq = tile.multiply(tile.put_together(dz, ROWS), k, dq, False, PARTS)
     return dq, carry, behind
