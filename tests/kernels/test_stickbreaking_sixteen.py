@@ -8,7 +8,7 @@ import triton
 from ssscale_kernels.stickbreaking import half
 from ssscale_kernels.stickbreaking.forward import Config, launch
 from ssscale_kernels.stickbreaking.sixteen import backward as backward_module
-from ssscale_kernels.stickbreaking.sixteen.backward import backward_config, dkv_kernel, dq_kernel, hoists_in, lean
+from ssscale_kernels.stickbreaking.sixteen.backward import backward_config, dkv_kernel, dq_kernel, hoists_in
 from ssscale_kernels.stickbreaking.sixteen.candidates import CANDIDATES, current, fastest, fit, pairs
 from ssscale_kernels.stickbreaking.sixteen.descriptors import descriptors
 from ssscale_kernels.stickbreaking.sixteen.forward import forward_config, forward_kernel
@@ -108,8 +108,7 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
         "HALF": scaled,
         "ENTER_K": scaled,
         "PARTS": 1 if scaled else 2,
-        "HOIST": hoists_in(config, head_dim, scaled),
-        "LEAN": lean(head_dim, 1 if scaled else 2),
+        "HOIST": hoists_in(which, config, head_dim, scaled),
         "DQ_ROWS": config.row_block,
         "MAX_BLOCKS": 64,
         "ADD": False,
@@ -162,7 +161,8 @@ def check_compiled(which: str, config: Config, head_dim: int, operands: str, on_
 @pytest.mark.parametrize(("operands", "head_dim"), [("scaled", 32), ("scaled", 64), ("scaled", 128), *SLOW])
 @pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
 def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
-    config = forward_config(head_dim) if which == "forward" else getattr(backward_config(head_dim), which)
+    parts = 2 if operands == "float16" else 1
+    config = forward_config(head_dim) if which == "forward" else getattr(backward_config(head_dim, parts), which)
     check_compiled(which, config, head_dim, operands)
 
 

@@ -24,7 +24,7 @@ def _dq_tiles(
     dims = tl.arange(0, BH)
     lane = tile.lanes(carry)
     local = tile.per_row(tl.arange(0, ROWS))
-    for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=not HOIST):
+    for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1):
         key = common.each_round(column_key, t, H)
         k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, H, BH)
         z = tl.dot(q, tl.trans(k)) * logit_scale
@@ -34,9 +34,9 @@ def _dq_tiles(
         entering = tl.where(t < row_tile, -1e30, carry)
         if HALF:
             entering += shift
-        scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + local
-        tl.store(scratch, entering, mask=lane == 0)
-        tl.store(scratch + scratch_rows, behind, mask=lane == 0)
+        # One lane of a row stores the carry, and another one the sum.
+        scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + (local + lane * scratch_rows)
+        tl.store(scratch, tl.where(lane == 0, entering, behind), mask=lane < 2)
         if HALF:
             entering += dz_shift - shift
         p = tile.factors(w, after, entering - nearer, EXACT)

@@ -190,11 +190,16 @@ def forward_kernel(
         save_rows(state, stop, exact, *save, ROWS, H, BH)
 
 
-def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str, int | bool]:
-    """Returns the compile-time constants that all kernels share.
+def parts(q: Tensor, convert: bool) -> int:
+    """Returns in how many parts the tensor cores multiply weights and dz.
 
-    fp16 operands that half.py does not scale need two parts of weights and dz: one would round like the result.
+    fp16 operands that half.py does not scale need two: one would round like the result.
     """
+    return 2 if q.dtype == torch.float16 and not convert else 1
+
+
+def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str, int | bool]:
+    """Returns the compile-time constants that all kernels share."""
     head_dim = q.shape[2]
     return {
         "H": head_dim,
@@ -202,7 +207,7 @@ def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str,
         "ROWS": config.row_block,
         "KV_GROUP": group,
         "HALF": convert,
-        "PARTS": 2 if q.dtype == torch.float16 and not convert else 1,
+        "PARTS": parts(q, convert),
     }
 
 
