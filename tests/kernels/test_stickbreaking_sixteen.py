@@ -52,12 +52,24 @@ def test_a_mask_that_shows_a_query_its_own_key_is_noticed(interpreted):
         assert error > 10 * budget(torch_error, magnitude, False), name
 
 
+def test_conversion_finds_maxima_and_scales_all_sequences_into_the_range_of_float16(interpreted):
+    found = interpreted["conversion"]
+    assert all(all(sequence.values()) for sequence in found["sequences"]), found
+    assert found["zeros"] == 0
+
+
+def test_gradients_scale_with_those_of_the_results_bit_for_bit(interpreted):
+    for name, (same_bits, share) in interpreted["gradients scale"].items():
+        assert same_bits, name
+        assert share > 0.5, name
+
+
 def test_gradients_of_converted_operands_have_the_dtype_of_results(monkeypatch):
     """Operands in fp16 are scaled; gradients are not, and fp16 would round those of a mean over many tokens to zero."""
     found = []
     monkeypatch.setattr(backward_module, "_launch_dq", lambda tensors, *_: found.append(tensors[7].dtype))
     monkeypatch.setattr(backward_module, "_launch_dkv", lambda tensors, *_: found.extend(x.dtype for x in tensors[4:6]))
-    monkeypatch.setattr(half, "operands", lambda maxima, *x: (maxima, *(y.half() for y in (x[1], x[0], x[2]))))
+    monkeypatch.setattr(half, "operands", lambda maxima, k, *_: (k.half(), maxima))
     q, k, v = (torch.zeros(70, heads, 64, dtype=torch.bfloat16) for heads in (2, 1, 1))
     cu = torch.tensor([0, 70], dtype=torch.int32)
     saved = [torch.zeros(2, 70), torch.zeros(2, 70, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)]
@@ -106,7 +118,6 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
         "offset_ptr": None,
         "HAS_REST": operands == "log_rest",
         "HALF": scaled,
-        "ENTER_K": scaled,
         "PARTS": 1 if scaled else 2,
         "HOIST": hoists_in(which, config, head_dim, scaled),
         "DQ_ROWS": config.row_block,

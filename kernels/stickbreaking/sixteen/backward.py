@@ -98,7 +98,8 @@ def backward(
         return dq.zero_(), torch.zeros_like(k), torch.zeros_like(v), d_rest_in
     q_half, k_half, grad_o_half, maxima_of_rest = q, k, grad_o, None
     if convert:
-        maxima, k_half, q_half, grad_o_half = half.operands(maxima, q, k, grad_o, cu_q, cu_k)
+        k_half, maxima = half.operands(maxima, k, grad_o, cu_q, cu_k)
+        q_half, grad_o_half = (torch.empty(x.shape, dtype=torch.float16, device=x.device) for x in (q, grad_o))
         maxima_of_rest = None if grad_log_rest is None else rest_maxima(grad_log_rest, cu_q)
     sizes = (cu_q.shape[0] - 1, config.dq.row_block, config.dkv.row_block, max_queries, max_keys, scratch_bytes_per_row)
     scratch = _scratch(q, k, *sizes)

@@ -42,7 +42,7 @@ def _dkv_run(
         rest = carry[:, None] - nearer
         if not EXACT:
             rest = tl.maximum(rest, tile.LEAST)
-        p = tile.factors(w, after, rest, EXACT)
+        p = tile.factors(w, after, rest, None, EXACT)
         a = tile.weigh(t_, p, EXACT)
         # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
         # of the weights would not fit the registers beside dO·v.

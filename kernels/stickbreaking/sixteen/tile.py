@@ -193,12 +193,19 @@ def _spend_capped(z):
 
 
 @triton.jit
-def factors(w, after, rest, EXACT: tl.constexpr):
-    """Returns p of each chain: its weights are t p. rest [ROWS, 4]: log2 of the stick left after the nearer lanes."""
+def factors(w, after, rest, scale, EXACT: tl.constexpr):
+    """Returns p of each chain: its weights are t p. rest [ROWS, 4]: log2 of the stick left after the nearer lanes.
+
+    scale: a power of two by which p is multiplied, or None. Added to `rest`, it would change how `rest` is rounded.
+    """
     if EXACT:
         p = (exp2(rest - after[0]), exp2(rest - after[1]), exp2(rest - after[2]), exp2(rest - after[3]))
+        if scale is not None:
+            p = (p[0] * scale, p[1] * scale, p[2] * scale, p[3] * scale)
     else:
         farther = exp2(rest - after[0])
+        if scale is not None:
+            farther *= scale
         p = (farther, farther * w[0] + farther)
     return p
 
