@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 CANDIDATES = {
     64: Candidates(
-        [Config(64, 64, 4, 3, 168), Config(128, 64, 4, 3), Config(128, 64, 8, 3, 128)],
+        [Config(64, 64, 4, 3, 160), Config(64, 64, 4, 3, 168), Config(128, 64, 4, 3), Config(128, 64, 8, 3, 128)],
         [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3), Config(64, 64, 4, 2, 168)],
         [Config(64, 64, 4, s) for s in (3, 4)],
     ),

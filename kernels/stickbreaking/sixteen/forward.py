@@ -23,7 +23,7 @@ UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that nee
 def forward_config(head_dim: int) -> Config:
     """Returns launch settings. docs/log/2026-11-24-sixteen-keys.md has the measured ones and what is predicted."""
     if head_dim <= 64:
-        return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 168)
+        return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 160)
     return Config(128, 64, 8, 3)
 
 
