@@ -157,8 +157,12 @@ SLOW = [
 ]
 
 
+# Where the cap that lets a third program fit takes registers from the diagonal and from the exact algebra.
+SPILLS = {("dq", 64): 4, ("dkv", 32): 9}
+
+
 def check_compiled(which: str, config: Config, head_dim: int, operands: str, on_diagonal: int = 0) -> None:
-    """on_diagonal: accesses to spilled registers that the loop of the exact algebra may have."""
+    """on_diagonal: accesses to spilled registers that the masked loop and that of the exact algebra may have together."""
     program = compiled(which, config, head_dim, operands)
     assert shuffles_reach_their_lanes(program.asm["ttgir"])
     found = resources(program)
@@ -174,7 +178,7 @@ def check_compiled(which: str, config: Config, head_dim: int, operands: str, on_
 def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
     parts = 2 if operands == "float16" else 1
     config = forward_config(head_dim) if which == "forward" else getattr(backward_config(head_dim, parts), which)
-    check_compiled(which, config, head_dim, operands)
+    check_compiled(which, config, head_dim, operands, SPILLS.get((which, head_dim), 0))
 
 
 TIMED = [(d, which, c) for d, found in CANDIDATES.items() for which in found._fields for c in getattr(found, which)]
@@ -183,7 +187,7 @@ TIMED = [(d, which, c) for d, found in CANDIDATES.items() for which in found._fi
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "which", "config"), TIMED)
 def test_candidate_compiles_for_hopper_without_spilling_off_the_diagonal(head_dim, which, config):
-    check_compiled(which, config, head_dim, "scaled", 4)
+    check_compiled(which, config, head_dim, "scaled", max(4, SPILLS.get((which, head_dim), 0)))
 
 
 @pytest.mark.parametrize("head_dim", CANDIDATES)

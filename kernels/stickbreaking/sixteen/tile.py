@@ -228,8 +228,9 @@ def logit_gradients(u, t, w, p, d, farther, EXACT: tl.constexpr):
     neither weights nor β are needed. d: dO·v. farther [ROWS, 4]: Σ g over the keys of farther tiles.
     """
     LENGTH: tl.constexpr = 4 if EXACT else 8
-    r = ()
-    for n in tl.static_range(16 // LENGTH - 1, -1, -1):
+    LAST: tl.constexpr = 16 // LENGTH - 1
+    r = _shares(u, common.reciprocal(1.0 + w[LAST]), LENGTH * LAST, LENGTH)
+    for n in tl.static_range(LAST - 1, -1, -1):
         r = _shares(u, common.reciprocal(1.0 + w[n]), LENGTH * n, LENGTH) + r
     gain = p[0] * d[0]
     total = t[0] * gain
