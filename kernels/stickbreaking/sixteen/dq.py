@@ -104,9 +104,7 @@ def dq_kernel(
     scratch_ptr += tl.full([], 2, tl.int64) * scratch_rows * num_tiles * head + slice_slot * ROWS
     source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
-    rows = (
-        tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows,
-    )  # fmt: skip
+    rows = (tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows)
     keys = (position, k_len, logit_scale, shift, dz_scale)
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
     exact_from = tl.where(exact, stop, seen)
