@@ -7,11 +7,13 @@ cases take the path of bf16 operands, which half.py makes fp16.
 """
 
 import json
+import math
 import sys
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from ssscale_kernels.stickbreaking import half
 from ssscale_kernels.stickbreaking.sixteen import backward as backward_module
 from ssscale_kernels.stickbreaking.sixteen import descriptors, tile
 from ssscale_kernels.stickbreaking.sixteen import forward as forward_module
@@ -142,6 +144,64 @@ def compare_loads(case: Case, change: Any = None):
     return {"same_bits": same, "described": len(described)}
 
 
+def convert():
+    """Converts sequences with usual, large, small, no and other values, with 3 heads and 20 dims."""
+    lengths, sizes = [70, 65, 0, 130, 1], [1.0, 200.0, 1.0, 2.0**-12, 0.0]
+    cu = starts(lengths)
+    generator = torch.Generator().manual_seed(0)
+    k, grad_o = (torch.randn(sum(lengths), heads, 20, generator=generator) for heads in (3, 2))
+    k = (k * torch.tensor(sizes).repeat_interleave(torch.tensor(lengths))[:, None, None]).half()
+    k[3, 0, 0], k[4, 1, 1] = float("inf"), float("nan")
+    padded = torch.cat([k, k], 2)[..., :20]
+    zeros = torch.full((5, 7), 9, dtype=torch.int32)
+    v_half, of_v = half.values(padded, cu, zeros)
+    of_v[:, half.Q.value] = 5
+    k_half, of_all = half.operands(of_v, padded, grad_o.half(), cu, cu)
+    found = []
+    for i, size in enumerate(sizes):
+        rows = slice(cu[i], cu[i + 1])
+        maxima = [
+            max(x[rows].float().nan_to_num(0, 0, 0).abs().flatten().tolist(), default=0.0) for x in (k, grad_o.half())
+        ]
+        finite = k[rows].isfinite()
+        power = 8 if size == 1 else 13 - math.floor(math.log2(maxima[0])) if maxima[0] else 0
+        found.append(
+            {
+                "maxima": of_all[i].view(torch.float32).tolist()[1:] == [maxima[0], maxima[0], maxima[1]],
+                "q": of_all[i, half.Q.value].item() == 5,
+                "converted": all(
+                    torch.equal(x[rows][finite], (k[rows].double() * 2.0**power).half()[finite])
+                    for x in (k_half, v_half)
+                ),
+                "infinite": torch.equal(k_half[rows].isfinite(), finite),
+            }
+        )
+    return {"sequences": found, "zeros": zeros.abs().max().item()}
+
+
+def scale_gradients(case: Case):
+    """Whether gradients scale with dO and the gradient of log_rest, bit for bit where float16 has all their bits."""
+    q, k, v, grad_o, entering, grad_rest = tensors(case)
+    # Values that float16 has at both scales.
+    grad_o = torch.where(grad_o.abs() < 2**-3, 0, grad_o).bfloat16().half()
+    cu, scale, length = starts(case.lengths), case.head_dim**-0.5, max(case.lengths)
+    *_, row_carry, row_tile, block_stop, maxima = forward(
+        q, k, v, cu, cu, None, entering, length, scale, 0.0, convert=True
+    )
+    saved = row_carry, row_tile, block_stop, maxima
+    once, again = (
+        backward(
+            factor * grad_o, factor * grad_rest, q, k, v, cu, cu, None, *saved, length, length, scale, convert=True
+        )
+        for factor in (1, 2**-6)
+    )
+    found = {}
+    for name, x, y in zip(NAMES[2:], once, again, strict=True):
+        precise = y.abs() >= (2**-14 if y.dtype == torch.float16 else 0)
+        found[name] = [torch.equal(x[precise] / 64, y[precise]), precise.float().mean().item()]
+    return found
+
+
 def own_key_seen(z, limit):
     return mask(z, limit + 1)
 
@@ -159,6 +219,9 @@ if __name__ == "__main__":
     if sys.argv[1] == "range":
         tiles = Case([1, 140], heads=(2, 1))
         print(json.dumps({"case": "tma and pointers"} | compare_loads(tiles)), flush=True)
+        print(json.dumps({"case": "conversion"} | convert()), flush=True)
+        scaled = Case([70, 1, 65], scaled=True, heads=(2, 1))
+        print(json.dumps({"case": "gradients scale"} | scale_gradients(scaled)), flush=True)
         with patch.object(tile, "_mask", own_key_seen):
             print(json.dumps({"case": "own key seen"} | compare(CASES["packed"])), flush=True)
         print(json.dumps({"case": "keys in another order"} | compare_loads(tiles, swap_lanes)), flush=True)

@@ -109,11 +109,16 @@ def test_compiles_for_hopper_without_spilling(which, head_dim):
     assert found.spills_in_loops == (0, 0), found
 
 
-@pytest.mark.parametrize("kernel", [half.key_maxima_kernel, half.value_kernel, half.operands_kernel])
-def test_conversion_compiles_for_hopper_in_wide_accesses(kernel):
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("kernel", [half.convert_kernel, half.settle_kernel])
+def test_conversion_compiles_for_hopper_in_wide_accesses(kernel, saved):
+    """saved: of k and dO, in backward; otherwise of v, in forward."""
     constants = half.shape_constants(64)
-    tensors = dict.fromkeys(TENSORS, "*bf16") | dict.fromkeys(("k_half_ptr", "v_half_ptr"), "*fp16")
-    program = compile_for_hopper(kernel, types(kernel, constants, maxima_ptr="*i32", **tensors), constants)
+    tensors = dict.fromkeys(("x_ptr", "y_ptr"), "*bf16") | {"half_ptr": "*fp16"}
+    tensors |= dict.fromkeys(("x_max_ptr", "y_max_ptr", "zeros_ptr", "saved_ptr", "maxima_ptr"), "*i32")
+    absent = dict.fromkeys(("zeros_ptr",) if saved else ("y_ptr", "saved_ptr"))
+    constants |= {name: None for name in absent if name in kernel.arg_names}
+    program = compile_for_hopper(kernel, types(kernel, constants, **tensors), constants)
     found = resources(program)
     assert found.stack_bytes == 0
     wide = program.asm["ptx"].count("ld.global.v4.b32")

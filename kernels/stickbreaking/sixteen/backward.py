@@ -20,31 +20,32 @@ from ..forward import GROUP_BYTES, Config, head_group, last_contiguous, launch
 from .descriptors import descriptors
 from .dkv import dkv_kernel
 from .dq import dq_kernel
-from .forward import LOG2_E, constants
+from .forward import LOG2_E, constants, parts
 from .scales import rest_maxima
 
 
-def backward_config(head_dim: int) -> BackwardConfig:
-    """Returns launch settings. docs/log/2026-11-24-sixteen-keys.md has the measured ones and what is predicted."""
+def backward_config(head_dim: int, parts: int = 1) -> BackwardConfig:
+    """Returns launch settings. docs/log/2026-11-24-sixteen-keys.md has the measured ones and what is predicted.
+
+    parts: in how many parts the tensor cores multiply weights and dz, see `forward.parts`.
+    """
     if head_dim <= 64:
-        # A third program of dq fits a multiprocessor. Without TMA, its addresses would spill.
-        capped = 168 if head_dim in (16, 32, 64) else None
-        return BackwardConfig(Config(64, 64, 4, 3, capped), Config(64, 64, 4, 3))
+        # A third program fits a multiprocessor. Without TMA, the addresses of dq would spill, and so would two parts.
+        dq = 168 if head_dim in (16, 32, 64) else None
+        dkv = 168 if head_dim <= 32 and parts == 1 else None
+        return BackwardConfig(Config(64, 64, 4, 3, dq), Config(64, 64, 4, 3, dkv))
     # Three stages of dkv do not fit shared memory.
     return BackwardConfig(Config(128, 64, 8, 3), Config(128, 64, 8, 2))
 
 
-def hoists_in(config: Config, head_dim: int, convert: bool) -> bool:
-    """Whether addresses and masks are computed before loops over tiles. Too many would fill the registers."""
-    return config.max_registers is None and (head_dim <= 64 or (convert and head_dim == 128))
+def hoists_in(kernel: str, config: Config, head_dim: int, convert: bool) -> int:
+    """Returns in which loops of "dq" or "dkv" addresses and masks are computed before the loop.
 
-
-def lean(head_dim: int, parts: int) -> bool:
-    """Whether dkv computes weights twice, at 16 instructions per tile and row, rather than keep them in registers.
-
-    Without this, its loops spill over 64 dims with two parts of weights and dz.
+    0: in none, 1: in the fast loop over whole tiles, 2: in all. Too many of them would fill the registers.
     """
-    return parts == 2 and head_dim > 64
+    if config.max_registers is not None:
+        return 1 if kernel == "dq" else 0
+    return 2 if head_dim <= 64 or (convert and head_dim == 128) else 0
 
 
 class _Scratch(NamedTuple):
@@ -86,7 +87,8 @@ def backward(
     """
     assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
     q, k, v, grad_o = (last_contiguous(x) for x in (q, k, v, grad_o))
-    config = config or backward_config(q.shape[2])
+    convert = half.converts(q) if convert is None else convert
+    config = config or backward_config(q.shape[2], parts(q, convert))
     assert config.dq.row_block % config.dkv.row_block == 0, "a block of phase two must not straddle two slices"
     grad_log_rest = None if grad_log_rest is None else grad_log_rest.float().contiguous()
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -95,9 +97,9 @@ def backward(
         d_rest_in.copy_(torch.zeros_like(d_rest_in) if grad_log_rest is None else grad_log_rest)
         return dq.zero_(), torch.zeros_like(k), torch.zeros_like(v), d_rest_in
     q_half, k_half, grad_o_half, maxima_of_rest = q, k, grad_o, None
-    convert = half.converts(q) if convert is None else convert
     if convert:
-        maxima, k_half, q_half, grad_o_half = half.operands(maxima, q, k, grad_o, cu_q, cu_k)
+        k_half, maxima = half.operands(maxima, k, grad_o, cu_q, cu_k)
+        q_half, grad_o_half = (torch.empty(x.shape, dtype=torch.float16, device=x.device) for x in (q, grad_o))
         maxima_of_rest = None if grad_log_rest is None else rest_maxima(grad_log_rest, cu_q)
     sizes = (cu_q.shape[0] - 1, config.dq.row_block, config.dkv.row_block, max_queries, max_keys, scratch_bytes_per_row)
     scratch = _scratch(q, k, *sizes)
@@ -111,10 +113,10 @@ def backward(
         "HAS_REST": grad_log_rest is not None,
     }
     of_dq, of_dkv = (
-        constants(q, c, group, convert) | common_constants | {"HOIST": hoists_in(c, q.shape[2], convert)}
-        for c in config
+        constants(q, c, group, convert) | common_constants | {"HOIST": hoists_in(kernel, c, q.shape[2], convert)}
+        for kernel, c in zip(("dq", "dkv"), config, strict=True)
     )
-    of_dkv |= {"DQ_ROWS": config.dq.row_block, "LEAN": lean(q.shape[2], of_dkv["PARTS"])}
+    of_dkv |= {"DQ_ROWS": config.dq.row_block}
     for first in range(0, scratch.num_slots, scratch.slice_slots):
         last = min(first + scratch.slice_slots, scratch.num_slots)
         _launch_dq(

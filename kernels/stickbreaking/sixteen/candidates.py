@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 CANDIDATES = {
     64: Candidates(
-        [Config(64, 64, 4, 3, 168)] + [Config(128, 64, 8, s, 128) for s in (3, 4)],
+        [Config(64, 64, 4, 3, 160), Config(64, 64, 4, 3, 168), Config(128, 64, 4, 3), Config(128, 64, 8, 3, 128)],
         [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3), Config(64, 64, 4, 2, 168)],
         [Config(64, 64, 4, s) for s in (3, 4)],
     ),
@@ -55,9 +55,9 @@ CANDIDATES = {
         [Config(128, 64, 8, 2)],
     ),
     32: Candidates(
-        [Config(64, 64, 4, s, 128) for s in (3, 4)],
+        [Config(64, 64, 4, 3, 128), Config(64, 64, 4, 4, 128), Config(128, 64, 4, 3, 168)],
         [Config(64, 64, 4, s, 168) for s in (3, 4, 2)],
-        [Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 4, 168)],
+        [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3), Config(64, 64, 4, 4, 168)],
     ),
 }
 # The fastest settings of the form at 9010315, which `measure --before` loads.

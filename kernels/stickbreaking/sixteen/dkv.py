@@ -13,14 +13,16 @@ from . import blocks, scales, tile
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
-    BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
+    BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to state: dk and dv."""
     dk, dv = state
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
-    for block in tl.range(first, last, num_stages=2 if MASKED else None, disable_licm=not HOIST):
+    for block in tl.range(
+        first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1
+    ):
         row = common.each_round(local, block, H)
         first_row = block * ROWS
         first64 = first_row.to(tl.int64)
@@ -37,7 +39,10 @@ def _dkv_run(
         position = tl.minimum(offset + first_row + row, num_keys)
         u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
-        p = tile.factors(w, after, carry[:, None] - nearer, EXACT)
+        rest = carry[:, None] - nearer
+        if not EXACT:
+            rest = tl.maximum(rest, tile.LEAST)
+        p = tile.factors(w, after, rest, None, EXACT)
         a = tile.weigh(t_, p, EXACT)
         # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
         # of the weights would not fit the registers beside dO·v.
@@ -46,8 +51,10 @@ def _dkv_run(
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
         if PARTS == 1:
             dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
-        beta = tile.betas(u, t_, w, EXACT)
-        dz, _ = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, LEAN), beta, tile.per_row(behind))
+        if EXACT:
+            dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
+        else:
+            dz = tile.logit_gradients_of_weights(u, w, a, rest, da, tile.per_row(behind))
         dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
     return dk, dv
 
@@ -79,7 +86,7 @@ def dkv_kernel(
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = common.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -127,7 +134,7 @@ def dkv_kernel(
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     state = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
-        num_stop_slots, ROWS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, LEAN,
+        num_stop_slots, ROWS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store(dk_ptr + out, state[0] * scale, in_keys, ADD)
@@ -145,7 +152,7 @@ def _store(pointers, x, mask, ADD: tl.constexpr):
 def _dkv_rows(
     rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, LEAN: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
     state = (tl.zeros([tile.KEYS, BH], tl.float32), tl.zeros([tile.KEYS, BH], tl.float32))
@@ -159,7 +166,7 @@ def _dkv_rows(
             num_exact += exact.to(tl.int32)
             end_of_run = block - base + ((stop <= keys[0]) & (exact == 0)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, H, BH, HOIST, PARTS, LEAN
+                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, H, BH, HOIST, PARTS
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -167,7 +174,7 @@ def _dkv_rows(
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         state = _dkv_run(
-            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, H, BH, HOIST, PARTS, LEAN
+            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, H, BH, HOIST, PARTS
         )  # fmt: skip
     exact_end = tl.where(num_exact > 0, end, first)
     for i in range(KV_GROUP):
@@ -175,6 +182,6 @@ def _dkv_rows(
             stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             end_of_run = block - base + ((stop <= keys[0]) & exact).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, H, BH, HOIST, PARTS, LEAN
+                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, H, BH, HOIST, PARTS
             )  # fmt: skip
     return state

@@ -14,7 +14,7 @@ from . import blocks, scales, tile
 
 @triton.jit
 def _dq_tiles(
-    state, row_tile, q, do, source, scratch_ptr, scratch_rows, first, last, position, num_keys, logit_scale, shift, dz_shift,
+    state, row_tile, q, do, source, scratch_ptr, scratch_rows, first, last, position, num_keys, logit_scale, shift, dz_scale,
     MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -24,7 +24,7 @@ def _dq_tiles(
     dims = tl.arange(0, BH)
     lane = tile.lanes(carry)
     local = tile.per_row(tl.arange(0, ROWS))
-    for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=not HOIST):
+    for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1):
         key = common.each_round(column_key, t, H)
         k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, H, BH)
         z = tl.dot(q, tl.trans(k)) * logit_scale
@@ -34,16 +34,12 @@ def _dq_tiles(
         entering = tl.where(t < row_tile, -1e30, carry)
         if HALF:
             entering += shift
-        scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + local
-        tl.store(scratch, entering, mask=lane == 0)
-        tl.store(scratch + scratch_rows, behind, mask=lane == 0)
-        if HALF:
-            entering += dz_shift - shift
-        p = tile.factors(w, after, entering - nearer, EXACT)
-        a = tile.weigh(t_, p, EXACT)
-        beta = tile.betas(u, t_, w, EXACT)
+        # One lane of a row stores the carry, and another one the sum.
+        scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + (local + lane * scratch_rows)
+        tl.store(scratch, tl.where(lane == 0, entering, behind), mask=lane < 2)
+        p = tile.factors(w, after, entering - nearer, dz_scale if HALF else None, EXACT)
         da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
-        dz, total_gradient = tile.logit_gradients(tile.gains(a, t_, p, da, EXACT, False), beta, behind)
+        dz, total_gradient = tile.logit_gradients(u, t_, w, p, da, behind, EXACT)
         behind += total_gradient
         dq = tile.multiply(tile.put_together(dz, ROWS), k, dq, False, PARTS)
     return dq, carry, behind
@@ -97,20 +93,19 @@ def dq_kernel(
     behind = tl.zeros([ROWS], tl.float32)
     if HAS_REST:
         behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
-    shift, dz_shift = 0.0, 0.0
+    shift, dz_scale = 0.0, 1.0
     if HALF:
         q_shift, k_shift, _, do_shift, shift, dz_shift = scales.shifts(maxima_ptr, rest_max_ptr, sequence, BH, HAS_REST)
         q = _to_half(q, do, q_half_ptr, do_half_ptr, out, in_rows, q_shift, do_shift)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
         behind *= tl.exp2(dz_shift)
+        dz_scale = tl.exp2(dz_shift - shift)  # of weights to which the shift is added already
     scratch_ptr += tl.full([], 2, tl.int64) * scratch_rows * num_tiles * head + slice_slot * ROWS
     source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
-    rows = (
-        tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows,
-    )  # fmt: skip
-    keys = (position, k_len, logit_scale, shift, dz_shift)
+    rows = (tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows)
+    keys = (position, k_len, logit_scale, shift, dz_scale)
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
     exact_from = tl.where(exact, stop, seen)
     state = _dq_tiles(state, *rows, stop, masked_from, *keys, False, False, ROWS, H, BH, HALF, HOIST, PARTS)

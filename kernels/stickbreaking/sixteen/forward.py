@@ -23,20 +23,20 @@ UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that nee
 def forward_config(head_dim: int) -> Config:
     """Returns launch settings. docs/log/2026-11-24-sixteen-keys.md has the measured ones and what is predicted."""
     if head_dim <= 64:
-        return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 168)
+        return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 160)
     return Config(128, 64, 8, 3)
 
 
 @triton.jit
 def walk_tiles(
-    state, q, source, first, count, position, num_keys, logit_scale, floor, maxima_ptr, sequence,
+    state, q, source, first, count, position, num_keys, logit_scale, floor,
      MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
-    ENTER_K: tl.constexpr, PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Processes `count` tiles from tile `first` on, toward lower indices.
 
     state: acc [ROWS, BH]; carry, row_carry, row_tile and worst [ROWS, 4], where worst is the most that 16 adjacent keys
-    have spent. ENTER_K: also updates the maximum of |k|.
+    have spent.
     """
     acc, carry, row_carry, row_tile, worst = state
     column_key = tile.key_of_column()
@@ -47,8 +47,6 @@ def walk_tiles(
         row_carry = tl.where(alive, carry, row_carry)
         row_tile = tl.where(alive, t, row_tile)
         k, v = blocks.load_tiles(source, t, column_key, num_keys, dims, MASKED, H, BH)
-        if ENTER_K:
-            half.enter(maxima_ptr, sequence, half.K, k)
         z = tl.dot(q, tl.trans(k)) * logit_scale
         _, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
         worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
@@ -56,7 +54,7 @@ def walk_tiles(
         rest = carry - nearer
         if HALF:
             rest += half.FORWARD_SHIFT
-        a = tile.weigh(t_, tile.factors(w, after, rest, EXACT), EXACT)
+        a = tile.weigh(t_, tile.factors(w, after, rest, None, EXACT), EXACT)
         carry -= total
         acc = tile.multiply(tile.put_together(a, ROWS), v, acc, False, PARTS)
     return acc, carry, row_carry, row_tile, worst
@@ -80,8 +78,8 @@ def fullest_stick(carry, worst, EXACT: tl.constexpr):
 @triton.jit
 def walk_rows(
     entering, q, source, position, whole, seen, num_keys, logit_scale, threshold, first_chunk,
-    chunk, maxima_ptr, sequence, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr,
+    chunk, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Walks the tiles of one row block. Returns the state of `walk_tiles`, the last tile that was visited, and whether
     the fast algebra did not hold.
@@ -97,15 +95,15 @@ def walk_rows(
     if not EXACT:
         state = walk_tiles(
             state, q, source, t, seen - whole, position, num_keys, logit_scale, floor,
-            maxima_ptr, sequence, True, False, ROWS, H, BH, HALF, ENTER_K, PARTS,
+            True, False, ROWS, H, BH, HALF, PARTS,
         )  # fmt: skip
         t = whole - 1
         fullest = fullest_stick(state[1], state[4], False)
     while (t >= 0) & (fullest >= threshold) & (fullest < UNSPENT):
         count = tl.minimum(t + 1, ahead)
         state = walk_tiles(
-            state, q, source, t, count, position, num_keys, logit_scale, floor, maxima_ptr,
-            sequence, EXACT, EXACT, ROWS, H, BH, HALF, False, PARTS,
+            state, q, source, t, count, position, num_keys, logit_scale, floor,
+            EXACT, EXACT, ROWS, H, BH, HALF, PARTS,
         )  # fmt: skip
         t -= count
         left = fullest_stick(state[1], state[4], EXACT)
@@ -144,7 +142,7 @@ def forward_kernel(
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, ENTER_K: tl.constexpr, PARTS: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
     head, place = common.assign(tl.program_id(0), num_heads, head_group, places)
@@ -175,26 +173,31 @@ def forward_kernel(
     # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
     scale = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), 1.0)
     if HALF:
-        scale *= tl.exp2(-half.exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
+        scale *= tl.exp2(-half.conversion_exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
     walk = (
-        entering, q, source, position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk, maxima_ptr, sequence,
+        entering, q, source, position, whole, seen, k_len, logit_scale, threshold, first_chunk, chunk,
     )  # fmt: skip
     save = (
         o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
         num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
     )  # fmt: skip
-    state, stop, exact = walk_rows(*walk, False, ROWS, H, BH, HALF, ENTER_K, PARTS)
+    state, stop, exact = walk_rows(*walk, False, ROWS, H, BH, HALF, PARTS)
     save_rows(state, stop, exact, *save, ROWS, H, BH)
     if exact:
-        state, stop, _ = walk_rows(*walk, True, ROWS, H, BH, HALF, False, PARTS)
+        state, stop, _ = walk_rows(*walk, True, ROWS, H, BH, HALF, PARTS)
         save_rows(state, stop, exact, *save, ROWS, H, BH)
 
 
-def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str, int | bool]:
-    """Returns the compile-time constants that all kernels share.
+def parts(q: Tensor, convert: bool) -> int:
+    """Returns in how many parts the tensor cores multiply weights and dz.
 
-    fp16 operands that half.py does not scale need two parts of weights and dz: one would round like the result.
+    fp16 operands that half.py does not scale need two: one would round like the result.
     """
+    return 2 if q.dtype == torch.float16 and not convert else 1
+
+
+def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str, int | bool]:
+    """Returns the compile-time constants that all kernels share."""
     head_dim = q.shape[2]
     return {
         "H": head_dim,
@@ -202,7 +205,7 @@ def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str,
         "ROWS": config.row_block,
         "KV_GROUP": group,
         "HALF": convert,
-        "PARTS": 2 if q.dtype == torch.float16 and not convert else 1,
+        "PARTS": parts(q, convert),
     }
 
 
@@ -224,19 +227,19 @@ def forward(
     num_sequences, group = cu_q.shape[0] - 1, num_heads // k.shape[1]
     config = config or forward_config(head_dim)
     convert = half.converts(q) if convert is None else convert
-    maxima = half.new_maxima(cu_k, convert)
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_rest = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
     row_carry, row_tile = q.new_empty(rows, dtype=torch.float32), q.new_empty(tiles, dtype=torch.int32)
     # Spare slots are never written, and operator checks compare every element, so they start as zeros.
-    block_stop = q.new_zeros(stops, dtype=torch.int32)
+    if convert and num_tokens > 0:
+        block_stop = q.new_empty(stops, dtype=torch.int32)
+        v, maxima = half.values(v, cu_k, block_stop)
+    else:
+        block_stop = q.new_zeros(stops, dtype=torch.int32)
+        maxima = half.new_maxima(cu_k, convert)
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop, maxima
-    # If queries and keys share their sequences, the tiles on the diagonal contain all keys and find the maximum of |k|.
-    diagonal = q_offsets is None and cu_q.data_ptr() == cu_k.data_ptr()
-    if convert:
-        v = half.values(maxima, k, v, cu_k, not diagonal)
     num_slots = num_tokens // config.row_block + num_sequences
     forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
         q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
@@ -244,7 +247,7 @@ def forward(
         num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),
-        HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, ENTER_K=convert and diagonal,
+        HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None,
         **constants(q, config, group, convert), **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop, maxima

@@ -28,10 +28,10 @@ def rest_maxima_kernel(
     rest_ptr, rest_max_ptr, cu_q_ptr, num_tokens, num_sequences,
     NUM_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    half._search(
-        rest_ptr, rest_max_ptr, cu_q_ptr, tl.program_id(0), num_tokens, 1, num_sequences, NUM_HEADS, 0, half.DO,
-        NUM_HEADS, PADDED_HEADS, ROWS,
-    )  # fmt: skip
+    sequence, rest, _, _ = half.load_rows(
+        rest_ptr, cu_q_ptr, tl.program_id(0), num_tokens, 1, num_sequences, NUM_HEADS, 0, NUM_HEADS, PADDED_HEADS, ROWS
+    )
+    half.enter(rest_max_ptr, sequence, half.DO, rest)
 
 
 def rest_maxima(grad_log_rest: Tensor, cu_q: Tensor) -> Tensor:

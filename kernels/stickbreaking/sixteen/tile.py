@@ -21,8 +21,11 @@ from .. import tile as common
 
 KEYS = tl.constexpr(64)  # of a tile
 # Bits that 16 adjacent keys of a row may spend in the fast algebra. Weights and their factors stay above 2^-126 where
-# the nearer keys leave 2^-26 of the stick or more.
-RANGE = tl.constexpr(100.0)
+# the nearer keys leave 2^-56 of the stick or more.
+RANGE = tl.constexpr(70.0)
+# Phase two divides Σ g by the stick, of which it therefore takes 2^-40 or more. Smaller weights are zeros in fp16, and so
+# are their g. Quotients stay below 2^(RANGE + 40), and times the largest Σ g, below 2^16, they are finite.
+LEAST = tl.constexpr(-40.0)
 
 
 @triton.jit
@@ -190,12 +193,19 @@ def _spend_capped(z):
 
 
 @triton.jit
-def factors(w, after, rest, EXACT: tl.constexpr):
-    """Returns p of each chain: its weights are t p. rest [ROWS, 4]: log2 of the stick left after the nearer lanes."""
+def factors(w, after, rest, scale, EXACT: tl.constexpr):
+    """Returns p of each chain: its weights are t p. rest [ROWS, 4]: log2 of the stick left after the nearer lanes.
+
+    scale: a power of two by which p is multiplied, or None. Added to `rest`, it would change how `rest` is rounded.
+    """
     if EXACT:
         p = (exp2(rest - after[0]), exp2(rest - after[1]), exp2(rest - after[2]), exp2(rest - after[3]))
+        if scale is not None:
+            p = (p[0] * scale, p[1] * scale, p[2] * scale, p[3] * scale)
     else:
         farther = exp2(rest - after[0])
+        if scale is not None:
+            farther *= scale
         p = (farther, farther * w[0] + farther)
     return p
 
@@ -211,49 +221,63 @@ def weigh(t, p, EXACT: tl.constexpr):
 
 
 @triton.jit
-def gains(a, t, p, d, EXACT: tl.constexpr, LEAN: tl.constexpr):
-    """Returns g = a d of the 16 keys. LEAN: from t and p, so that the weights need not stay in registers."""
-    LENGTH: tl.constexpr = 4 if EXACT else 8
-    g = ()
-    for i in tl.static_range(16):
-        if LEAN:
-            g = g + (t[i] * (p[i // LENGTH] * d[i]),)
-        else:
-            g = g + (a[i] * d[i],)
-    return g
+def logit_gradients(u, t, w, p, d, farther, EXACT: tl.constexpr):
+    """Returns dz of the 16 keys, and Σ g over the tile, where g_k = t_k p d_k.
 
-
-@triton.jit
-def betas(u, t, w, EXACT: tl.constexpr):
-    """Returns β of the 16 keys, from one reciprocal per chain."""
-    LENGTH: tl.constexpr = 4 if EXACT else 8
-    beta = ()
-    for n in tl.static_range(16 // LENGTH - 1, -1, -1):
-        r = common.reciprocal(1.0 + w[n])
-        beta = (t[LENGTH * n + LENGTH - 1] * r,) + beta
-        for i in tl.static_range(LENGTH * n + LENGTH - 2, LENGTH * n - 1, -1):
-            r = r * u[i + 1] + r
-            beta = (t[i] * r,) + beta
-    return beta
-
-
-@triton.jit
-def logit_gradients(g, beta, farther):
-    """Returns dz_k = g_k − β_k Σ_{i≤k} g_i for the 16 keys, and Σ g over the tile.
-
-    farther [ROWS, 4]: the sum over the keys of farther tiles.
+    dz_k = g_k − β_k Σ_{i≤k} g_i = t_k (p d_k − r_k Σ_{i≤k} g_i), with r_k = 1 / Π_{i≤k} (1 + u_i) within the chain. So
+    neither weights nor β are needed. d: dO·v. farther [ROWS, 4]: Σ g over the keys of farther tiles.
     """
-    total = g[0]
-    x = (g[0] - beta[0] * total,)
+    LENGTH: tl.constexpr = 4 if EXACT else 8
+    LAST: tl.constexpr = 16 // LENGTH - 1
+    r = _shares(u, common.reciprocal(1.0 + w[LAST]), LENGTH * LAST, LENGTH)
+    for n in tl.static_range(LAST - 1, -1, -1):
+        r = _shares(u, common.reciprocal(1.0 + w[n]), LENGTH * n, LENGTH) + r
+    gain = p[0] * d[0]
+    total = t[0] * gain
+    x = (gain - r[0] * total,)
     for i in tl.static_range(1, 16):
-        total = total + g[i]
-        x = x + (g[i] - beta[i] * total,)
+        gain = p[i // LENGTH] * d[i]
+        total = t[i] * gain + total
+        x = x + (gain - r[i] * total,)
     lanes_farther, tile_total = lane_sums(total, False)
     farther += lanes_farther
     dz = ()
     for i in tl.static_range(16):
-        dz = dz + (x[i] - beta[i] * farther,)
+        dz = dz + (t[i] * (x[i] - r[i] * farther),)
     return dz, tile_total
+
+
+@triton.jit
+def logit_gradients_of_weights(u, w, a, rest, d, farther):
+    """Returns dz of the 16 keys from their weights a, in the fast algebra.
+
+    With Q_k, the stick that is left when key k is reached, a_k = β_k Q_k. So dz_k = a_k (d_k − Σ_{i≤k} g_i / Q_k). This
+    takes one instruction per key less than `logit_gradients` if the weights are needed anyway, and t can leave the
+    registers. rest [ROWS, 4]: log2 of Q of the nearest key, at least LEAST.
+    """
+    nearest = exp2(-rest)
+    inverse = _shares(u, w[1] * nearest + nearest, 0, 8) + _shares(u, nearest, 8, 8)
+    total = a[0] * d[0]
+    x = (d[0] - inverse[0] * total,)
+    for i in tl.static_range(1, 16):
+        total = a[i] * d[i] + total
+        x = x + (d[i] - inverse[i] * total,)
+    lanes_farther, _ = lane_sums(total, False)
+    farther += lanes_farther
+    dz = ()
+    for i in tl.static_range(16):
+        dz = dz + (a[i] * (x[i] - inverse[i] * farther),)
+    return dz
+
+
+@triton.jit
+def _shares(u, last, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Returns r of COUNT keys from FIRST on, where r_{k−1} = r_k (1 + u_k). last: r of the last one."""
+    r = (last,)
+    for i in tl.static_range(FIRST + COUNT - 1, FIRST, -1):
+        last = last * u[i] + last
+        r = (last,) + r
+    return r
 
 
 @triton.jit
