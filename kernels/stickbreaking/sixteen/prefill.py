@@ -128,7 +128,7 @@ def walk_tiles(
         _, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
         worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
         nearer, total = tile.lane_sums(spent, True)
-        weights = tile.weigh(t_, tile.factors(w, after, carry - nearer, EXACT), EXACT)
+        weights = tile.weigh(t_, tile.factors(w, after, carry - nearer, None, EXACT), EXACT)
         carry -= total
         acc = multiply(tile.put_together(weights, ROWS), v, acc, 2, "tf32")
     return acc, carry, worst
