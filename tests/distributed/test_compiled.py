@@ -31,7 +31,8 @@ def gradients(core: str, groups: Groups, prepare: Callable[[Decoder], None], **o
         tokens, layout = share_of(layout, 1, groups)
     torch._dynamo.reset()
     decoder = Decoder(model, groups, TOKENS, dtype=torch.float32, **options)
-    initialize_weights(decoder, model, groups, 0)
+    # With seed 0, terms of the gradient of an s nearly cancel, and their roundings exceed 1e-5 of it on some processors.
+    initialize_weights(decoder, model, groups, 2)
     prepare(decoder)
     losses = decoder(tokens % model.vocab_size, layout, (7 * tokens + 3) % model.vocab_size)
     losses.mean().backward()
