@@ -363,6 +363,7 @@ class Decoder(nn.Module):
         if within_hooks:
             for block in self.blocks:
                 block.forward = torch.compile(block.forward, backend=backend)
+            # A method of this object alone is replaced, as `read_out` is below; mypy forbids that in general.
             self.from_logits = torch.compile(self.from_logits, backend=backend)  # type: ignore[method-assign]
             return
         for block in self.blocks:

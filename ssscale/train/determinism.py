@@ -24,6 +24,7 @@ def make_deterministic() -> None:
     os.environ.setdefault(WORKSPACE, ":4096:8")
     os.environ[INDUCTOR] = "1"
     if "torch._inductor.config" in sys.modules:
+        # A module from sys.modules has no declared attributes. Importing it would load Inductor where nothing compiles.
         sys.modules["torch._inductor.config"].deterministic = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     # Else torch fills each new tensor with NaN, which costs a pass over memory. Nothing here reads what it has not written.

@@ -23,7 +23,7 @@ KEYS = tl.constexpr(64)  # of a tile
 # Bits that 16 adjacent keys of a row may spend in the fast algebra. Weights and their factors stay above 2^-126 where
 # the nearer keys leave 2^-56 of the stick or more.
 RANGE = tl.constexpr(70.0)
-# Phase two divides Σ g by the stick, of which it therefore takes 2^-40 or more. Smaller weights are zeros in fp16, and so
+# Phase two divides Σ g by the stick, so it counts the stick as at least 2^-40. Smaller weights are zeros in fp16, and so
 # are their g. Quotients stay below 2^(RANGE + 40), and times the largest Σ g, below 2^16, they are finite.
 LEAST = tl.constexpr(-40.0)
 
