@@ -29,7 +29,6 @@ from ssscale_kernels.stickbreaking.paged import paged_stickbreaking
 from ssscale_kernels.stickbreaking.paged_launch import Form, paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
 from ssscale_kernels.stickbreaking.sixteen.forward import forward
-from ssscale_kernels.stickbreaking.sixteen.prefill import paged_prefill
 from torch import Tensor
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 24, 8, 64
@@ -78,9 +77,11 @@ CANDIDATES = {
     "1 warp, 2 stages": Candidate(config=Config(16, 64, 1, 2)),
 }
 PREFILLS = {
-    "8 warps": Config(128, 64, 8, 3, 128),
-    "2 stages": Config(64, 64, 4, 2, 168),
+    "2 stages": Config(64, 64, 4, 2, 160),
+    "4 stages": Config(64, 64, 4, 4, 160),
     "no limit of registers": Config(64, 64, 4, 3),
+    "128 rows, 8 warps": Config(128, 64, 8, 3),
+    "128 rows, 8 warps, 128 registers": Config(128, 64, 8, 3, 128),
 }
 Row = dict[str, Any]
 Results = tuple[Tensor, Tensor]
@@ -151,9 +152,6 @@ def check(dtype: torch.dtype, head_dim: int, block_size: int, remainder: bool) -
             ours, again = (paged(*batch, *limits, splits) for _ in range(2))
             assert all(torch.equal(a, b) for a, b in zip(ours, again)), "two runs differ"
             worst = max(worst, worst_share(ours, plain, exact, skip_below))
-            if splits is None and dtype != torch.float32:
-                ours = paged_prefill(*batch, *limits[1:])
-                worst = max(worst, worst_share(ours, plain, exact, skip_below))
     case = f"{dtype}, {head_dim} dims, blocks of {block_size}, remainder {remainder}"
     verdict = "ok" if worst <= 1 else "OVER BUDGET"
     print(f"{verdict}: {case}: worst error {worst:.2f} of what is allowed", flush=True)
@@ -208,7 +206,6 @@ def warm_prefill(config: Config | None) -> None:
         k_cache, v_cache, table, lengths = page(k, v, [1024], block_size)
         batch = (q, k_cache, v_cache, table, cu_q, lengths, 256, 1024, HEAD_DIM**-0.5, SKIP_BELOW, False)
         paged(*batch, prefill=config)
-        paged_prefill(*batch[:6], *batch[7:])
 
 
 def inputs(batch: int, length: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -267,9 +264,8 @@ Calls = dict[str, tuple[int | None, Callable[[], Results]]]  # by name: the numb
 
 
 def other_prefills(call: "partial[Results]") -> Calls:
-    """Returns prefills with other settings, and the one with 16 keys per thread."""
-    found: Calls = {name: (None, partial(call, prefill=config)) for name, config in PREFILLS.items()}
-    return found | {"16 keys": (None, partial(paged_prefill, *call.args[:6], *call.args[7:]))}
+    """Returns prefills with the settings of PREFILLS."""
+    return {name: (None, partial(call, prefill=config)) for name, config in PREFILLS.items()}
 
 
 def other_decodes(call: "partial[Results]", batch: int, length: int) -> Calls:
@@ -295,7 +291,8 @@ def try_candidates(calls: Calls, expected: Tensor, usual: float) -> list[Row]:
 
 
 def print_candidates(times: list[Row], others: list[Row]) -> None:
-    """Prints what each candidate took in the rows over the limit, and over all decodes how often it was within it."""
+    """Prints over all decodes how often each candidate was within the limit, and what each took in prefills and in the rows
+    over the limit."""
     for name in CANDIDATES:
         ratios = [x["ratio"] for x in others if x["candidate"] == name and x["queries"] == 1]
         mean, within = math.exp(sum(map(math.log, ratios)) / len(ratios)), sum(x <= ALLOWED for x in ratios)
@@ -304,7 +301,7 @@ def print_candidates(times: list[Row], others: list[Row]) -> None:
         )
     for row in times:
         case = {name: row[name] for name in ("queries", "batch", "keys", "kind", "block_size")}
-        if row["ratio"] > ALLOWED:
+        if row["ratio"] > ALLOWED or row["queries"] > 1:
             tried = [x for x in others if case.items() <= x.items()]
             best = ", ".join(
                 f"{x['candidate']} {x['ratio']:.2f}" for x in sorted(tried, key=lambda x: float(x["ratio"]))
@@ -328,7 +325,7 @@ def prepare(workers: int, candidates: bool) -> tuple[list[Row], bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--candidates", action="store_true", help="also time decoding with other launch settings")
+    parser.add_argument("--candidates", action="store_true", help="also time other launch settings")
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="processes that compile and check (8)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there, as JSON")
     arguments = parser.parse_args()

@@ -1,4 +1,7 @@
-"""Launches the kernels of paged_kernels.py. Grids depend on shapes and upper bounds only, never on values on the GPU."""
+"""Launches the kernels of paged_kernels.py, and the prefill of bf16 and fp16 in sixteen/.
+
+Grids depend on shapes and upper bounds only, never on values on the GPU.
+"""
 
 from typing import NamedTuple
 
@@ -17,14 +20,17 @@ from .forward import (
     sum_types,
 )
 from .paged_kernels import merge_kernel, prefill_kernel, split_kernel
+from .sixteen import forward as sixteen
+from .sixteen.prefill import prefill_kernel as sixteen_prefill_kernel
 
 MULTIPROCESSORS = 132
 # Splits that the merge loads at once, and its warps.
 MERGED = {8: 1, 32: 4, 128: 4}
 # Rows of split_kernel: up to the last of these queries × heads per key head, the keys of a sequence are split.
 SPLIT_ROWS = (16, 64)
-# Tiles between two tests for the exit: the first time, and at most.
-FIRST_CHUNK, CHUNK = 2, 16
+# Tiles between two tests for the exit: the first time, and at most. Prefill in bf16 and fp16 has longer chunks at most, as
+# in training.
+FIRST_CHUNK, CHUNK, SIXTEEN_CHUNK = 2, 16, 64
 
 
 class Form(NamedTuple):
@@ -48,11 +54,7 @@ def paged_sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype) -> Config:
-    if dtype == torch.float32:
-        return forward_config(head_dim)
-    if head_dim <= 32:
-        return Config(64, 64, 4, 3, 128)
-    return Config(64, 64, 4, 3, 168) if head_dim <= 64 else Config(128, 64, 8, 3)
+    return forward_config(head_dim) if dtype == torch.float32 else sixteen.forward_config(head_dim)
 
 
 def split_config(head_dim: int, dtype: torch.dtype, rows: int) -> Config:
@@ -99,7 +101,7 @@ def paged(
 ) -> tuple[Tensor, Tensor]:
     """Runs the kernels; arguments and results are those of `paged.paged_stickbreaking`, the defaults filled in.
 
-    Short sequences go to split_kernel and the others to prefill_kernel, which each program decides by itself: both are
+    Short sequences go to split_kernel and the others to a prefill kernel, which each program decides by itself: both are
     launched unless max_seqlen_q excludes one of them. num_splits, prefill, split, form: replace the chosen settings.
     out: contiguous, for o.
     """
@@ -131,19 +133,26 @@ def default_splits(max_seqlen_k: int, num_heads: int, config: Config) -> int:
     return max(1, min(at_once, triton.cdiv(max_seqlen_k, config.key_block)))
 
 
-def _constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, config: Config) -> dict[str, object]:
-    sums, head_dim = paged_sum_types(q.dtype, config.key_block), q.shape[2]
-    beside = v_cache.data_ptr() - k_cache.data_ptr() == head_dim * q.element_size()
+def shape_constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, config: Config) -> dict[str, int | bool]:
+    """Returns the compile-time constants that all kernels share."""
+    head_dim = q.shape[2]
     return {
         "H": head_dim,
         "BH": max(16, triton.next_power_of_2(head_dim)),
         "ROWS": config.row_block,
-        "BN": config.key_block,
         "BS": k_cache.shape[1],
         "BLOCK": k_cache.stride(0),
         "SLOT": k_cache.stride(1),
-        "BESIDE": beside,  # k and v of a key, as in vLLM
+        "BESIDE": v_cache.data_ptr() - k_cache.data_ptr() == head_dim * q.element_size(),  # as in vLLM
         "KV_GROUP": q.shape[1] // k_cache.shape[2],
+    }
+
+
+def sum_constants(dtype: torch.dtype, config: Config) -> dict[str, object]:
+    """Returns the constants of kernels with groups of four keys: keys per tile, and formats of sums over keys."""
+    sums = paged_sum_types(dtype, config.key_block)
+    return {
+        "BN": config.key_block,
         "NEARER": sums.nearer,
         "NEARER_PARTS": sums.nearer_parts,
         "PARTS": sums.parts,
@@ -168,12 +177,15 @@ def _prefill(
     # As `forward.head_group`: the heads side by side in the grid read about as much as the L2 cache holds.
     key_bytes = 2 * max(1, max_keys) * head_dim * q.element_size()
     heads = num_heads // k_cache.shape[2] * max(1, GROUP_BYTES // key_bytes)
-    prefill_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
+    kernel, chunk, sums = sixteen_prefill_kernel, SIXTEEN_CHUNK, {}
+    if q.dtype == torch.float32:
+        kernel, chunk, sums = prefill_kernel, CHUNK, sum_constants(q.dtype, config)
+    kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
         q, k_cache, v_cache, block_table, o, log_rest, cu_q, seq_lens,
         num_tokens, num_heads, num_sequences, num_slots, block_table.shape[1], heads, split_queries,
-        FIRST_CHUNK, CHUNK, q.stride(0), q.stride(1),
+        FIRST_CHUNK, chunk, q.stride(0), q.stride(1),
         logit_scale=logit_scale, threshold=threshold, REMAINDER=remainder,
-        **_strides(k_cache, block_table), **_constants(q, k_cache, v_cache, config), **launch(config),
+        **_strides(k_cache, block_table), **shape_constants(q, k_cache, v_cache, config), **sums, **launch(config),
     )  # fmt: skip
 
 
@@ -200,12 +212,13 @@ def _split(
         shape = (num_splits, num_sequences, num_kv_heads, config.row_block)
         part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
         part_rest = torch.empty(shape, dtype=torch.float32, device=q.device)
-    constants, strides = _constants(q, k_cache, v_cache, config), _strides(k_cache, block_table)
+    constants, strides = shape_constants(q, k_cache, v_cache, config), _strides(k_cache, block_table)
+    sums = sum_constants(q.dtype, config)
     split_kernel[(num_splits, num_kv_heads, num_sequences)](
         q, k_cache, v_cache, block_table, part, part_rest, o, log_rest, cu_q, seq_lens,
         num_tokens, num_kv_heads, num_sequences, block_table.shape[1], split_queries, form.first_chunk, CHUNK,
         q.stride(0), q.stride(1), logit_scale=logit_scale, threshold=threshold, WHOLE=whole, ONE_LOOP=form.one_loop,
-        EARLY=early, REMAINDER=whole and remainder, **strides, **constants, **launch(config),
+        EARLY=early, REMAINDER=whole and remainder, **strides, **constants, **sums, **launch(config),
     )  # fmt: skip
     if whole:
         return
@@ -213,7 +226,7 @@ def _split(
     merge_kernel[(num_heads, max_queries, num_sequences)](
         part, part_rest, v_cache, block_table, o, log_rest, cu_q, seq_lens,
         num_tokens, num_heads, num_sequences, num_splits, block_table.shape[1], split_queries,
-        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BN", "BS", "BLOCK", "SLOT", "KV_GROUP")},
-        REMAINDER=remainder, MERGED=merged, EARLY=early, num_warps=MERGED[merged],
+        **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BS", "BLOCK", "SLOT", "KV_GROUP")},
+        BN=config.key_block, REMAINDER=remainder, MERGED=merged, EARLY=early, num_warps=MERGED[merged],
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

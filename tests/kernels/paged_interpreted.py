@@ -12,7 +12,6 @@ import torch
 import triton
 from ssscale_kernels.stickbreaking.paged_launch import Form, paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
-from ssscale_kernels.stickbreaking.sixteen.prefill import paged_prefill
 from torch import Tensor
 
 from tests.kernels.interpreted import repair_bfloat16
@@ -28,6 +27,7 @@ class Case(NamedTuple):
     num_kv_heads: int = 1
     head_dim: int = 16
     std: float = 1.0  # of q; below 0, of low logits
+    huge_keys: int = 0  # keys at the start of a sequence, times −50: with low logits, these become huge
     remainder: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
@@ -54,23 +54,32 @@ CASES = {
     ),
     "one loop": Case([1, 6, 2], [300, 64, 66], max_seqlen_q=6, num_splits=2, one_loop=True, remainder=True),
     "blocks of 64": Case([1, 70], [64, 128], block_size=64, shared=1),
-    "blocks of 128": Case([2, 17], [300, 129], block_size=128, remainder=True),
+    "blocks of 128": Case([2, 40], [300, 129], block_size=128, remainder=True),
     "blocks of 8": Case([1, 40], [100, 97], block_size=8),
-    "blocks of 2": Case([1, 20], [70, 65], block_size=2, remainder=True),
+    "blocks of 2": Case([1, 40], [70, 65], block_size=2, remainder=True),
     "blocks of 48": Case([1, 40], [100, 97], block_size=48),
-    "wide": Case([2, 40], [70, 65], head_dim=72, num_heads=1),
-    "narrow": Case([2, 20], [70, 65], head_dim=24, block_size=32, heads_first=True),
+    "wide": Case([2, 70], [70, 75], head_dim=72, num_heads=1),
+    "narrow": Case([2, 40], [70, 65], head_dim=24, block_size=32, heads_first=True),
+    "one dim": Case([3, 70], [70, 100], head_dim=1),
     "loose bounds": Case([1, 2], [90, 40], max_seqlen_q=5, max_seqlen_k=5000, remainder=True, padding=3),
     "padding": Case([20, 0], [33, 0], padding=70),
     "more heads than rows": Case([1], [17], num_heads=66, remainder=True),
+    "no split": Case([1, 3, 0, 70], [17, 40, 9, 70], num_heads=66, remainder=True),
     "huge": Case([1, 40], [100, 90], std=30.0),
+    "huge chunk": Case([1, 70], [100, 200], std=30.0, remainder=True),
+    "huge far keys": Case([1, 70], [100, 150], std=-20.0, remainder=True, huge_keys=30),
     "low": Case([1, 40], [100, 90], std=-20.0, remainder=True),
 }
-# Of the prefill kernel with 16 keys per thread.
-SIXTEEN = (
-    "prefill", "chunk", "mixed", "blocks of 64", "blocks of 128", "blocks of 8", "blocks of 48", "wide", "narrow", "padding",
-    "huge", "low",
+# Some of their sequences go to the prefill kernels.
+PREFILLS = (
+    "prefill", "chunk", "mixed", "blocks of 64", "blocks of 128", "blocks of 8", "blocks of 2", "blocks of 48", "wide",
+    "narrow", "one dim", "padding", "no split", "huge", "huge chunk", "huge far keys", "low",
 )  # fmt: skip
+SKIPPING = {
+    "skip": Case([300], [300], std=6.0),
+    "skip chunks": Case([1, 70, 40], [500, 400, 100], std=6.0, remainder=True),
+    "skip decode": Case([1, 3], [900, 700], std=6.0, max_seqlen_q=3, num_splits=2),
+}
 SPARE = 3  # blocks of the cache that no sequence has
 
 
@@ -105,7 +114,8 @@ def make(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
         for j in range(num_keys):
             slot = blocks[j // case.block_size], j % case.block_size
             if k_cache[slot].isnan().any():  # else another sequence shares it
-                k_cache[slot], v_cache[slot] = (k[j].abs() if case.std < 0 else k[j]).to(dtype), v[j].to(dtype)
+                key = (k[j].abs() if case.std < 0 else k[j]) * (-50 if j < case.huge_keys else 1)
+                k_cache[slot], v_cache[slot] = key.to(dtype), v[j].to(dtype)
     num_tokens, size = sum(case.queries), (case.num_heads, case.head_dim)
     q = torch.full((num_tokens + case.padding, size[0], size[1] + 8), torch.nan, dtype=dtype)[..., : size[1]]
     drawn = torch.randn(num_tokens, *size, generator=generator)
@@ -119,18 +129,15 @@ def fill_with_nan() -> None:
     torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan)
 
 
-def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0, sixteen: bool = False) -> dict[str, object]:
-    """sixteen: all sequences take the prefill kernel with 16 keys per thread."""
+def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0) -> dict[str, object]:
     inputs = make(case, dtype)
     q, k_cache, v_cache, *layout = inputs
     scale = 0.3 if case.head_dim == 16 else case.head_dim**-0.5
     longest = case.max_seqlen_q or q.shape[0]
     most = case.max_seqlen_k or max(case.keys)
-    form = Form(one_loop=case.one_loop)
-    if sixteen:
-        ours = paged_prefill(*inputs, most, scale, skip_below, case.remainder)
-    else:
-        ours = paged(*inputs, longest, most, scale, skip_below, case.remainder, num_splits=case.num_splits, form=form)
+    limits = (longest, most, scale, skip_below, case.remainder)
+    out = torch.empty(q.shape, dtype=dtype)
+    ours = paged(*inputs, *limits, num_splits=case.num_splits, out=out, form=Form(one_loop=case.one_loop))
     o, rest = (x[: sum(case.queries)] for x in ours)
     exact, exact_rest = paged_reference(
         q.double(), k_cache.double(), v_cache.double(), *layout, scale, remainder=case.remainder
@@ -149,6 +156,8 @@ def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0, sixteen: bool =
         "allowed": 2 * skip_below * values.abs().max().item(),
         "rest_is_upper_bound": bool((rest.double() >= exact_rest - 1e-3 * exact_rest.abs() - 1e-3).all()),
         "skipped": bool((rest.double() > 0.5 * exact_rest).any()),
+        "padding_untouched": bool(torch.cat([x[sum(case.queries) :].isnan().flatten() for x in ours]).all()),
+        "in_out": ours[0].data_ptr() == out.data_ptr(),
     }
 
 
@@ -158,17 +167,7 @@ if __name__ == "__main__":
     assert triton.knobs.runtime.interpret
     fill_with_nan()
     repair_bfloat16()
-    for name, case in CASES.items():
+    for name, case in (CASES | SKIPPING).items():
         if not only or name in only:
-            print(json.dumps({"case": f"{name}-{dtype}"} | run(case, dtype)), flush=True)
-        if name in SIXTEEN and dtype != torch.float32 and (not only or name in only):
-            print(json.dumps({"case": f"{name}-sixteen-{dtype}"} | run(case, dtype, sixteen=True)), flush=True)
-    skipping = {
-        "skip": Case([300], [300], std=6.0),
-        "skip decode": Case([1, 3], [900, 700], std=6.0, max_seqlen_q=3, num_splits=2),
-    }
-    for name, case in skipping.items():
-        if not only or name in only:
-            print(json.dumps({"case": f"{name}-{dtype}"} | run(case, dtype, 2**-12)), flush=True)
-    if dtype != torch.float32 and not only:
-        print(json.dumps({"case": f"skip-sixteen-{dtype}"} | run(skipping["skip"], dtype, 2**-12, True)), flush=True)
+            skip_below = 2**-12 if name in SKIPPING else 0.0
+            print(json.dumps({"case": f"{name}-{dtype}"} | run(case, dtype, skip_below)), flush=True)

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-import triton
-from ssscale_kernels.stickbreaking import paged_kernels, paged_launch
-from ssscale_kernels.stickbreaking.forward import launch
+from ssscale_kernels.stickbreaking import paged_benchmark, paged_kernels, paged_launch
+from ssscale_kernels.stickbreaking.forward import Config, launch
 from ssscale_kernels.stickbreaking.paged import paged_op, paged_stickbreaking
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
-from ssscale_kernels.stickbreaking.sixteen import prefill
+from ssscale_kernels.stickbreaking.sixteen import prefill as sixteen_prefill
 from ssscale_kernels.testing import compile_for_hopper, resources
 
 from tests.kernels.interpreted import run_interpreted
-from tests.kernels.paged_interpreted import CASES, SIXTEEN, Case, make
+from tests.kernels.paged_interpreted import CASES, PREFILLS, SKIPPING, Case, make
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -36,7 +35,7 @@ def test_matches_float64(interpreted, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", ["skip", "skip decode"])
+@pytest.mark.parametrize("case", SKIPPING)
 def test_skipping_stays_within_its_bound(interpreted, case, dtype):
     result = interpreted[f"{case}-torch.{dtype}"]
     error, torch_error, magnitude = result["o"]
@@ -45,79 +44,42 @@ def test_skipping_stays_within_its_bound(interpreted, case, dtype):
     assert result["skipped"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("case", SIXTEEN)
-def test_prefill_with_16_keys_matches_float64(interpreted, case, dtype):
-    result = interpreted[f"{case}-sixteen-torch.{dtype}"]
-    for name in ("o", "log_rest"):
-        error, torch_error, magnitude = result[name]
-        assert error <= budget(torch_error, magnitude, dtype), (name, error, torch_error, magnitude)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_in_out_and_padding_is_not_written(interpreted, dtype):
+    for case in (*CASES, *SKIPPING):
+        result = interpreted[f"{case}-torch.{dtype}"]
+        assert result["padding_untouched"], case
+        assert result["in_out"], case
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_prefill_with_16_keys_skips_within_its_bound(interpreted, dtype):
-    result = interpreted[f"skip-sixteen-torch.{dtype}"]
-    error, torch_error, magnitude = result["o"]
-    assert error <= budget(torch_error, magnitude, dtype) + result["allowed"]
-    assert result["rest_is_upper_bound"]
-    assert result["skipped"]
+@pytest.mark.parametrize("case", PREFILLS)
+def test_cases_reach_the_prefill_kernels(case):
+    case = CASES[case]
+    longest, group = case.max_seqlen_q or sum(case.queries) + case.padding, case.num_heads // case.num_kv_heads
+    assert max(case.queries) > paged_launch.split_rows(longest, group) // group
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "block_size", "operands"),
-    [
-        (64, 16, "bfloat16"),
-        *(
-            pytest.param(n, size, x, marks=pytest.mark.slow)
-            for n in (32, 64, 80, 128)
-            for size in (16, 64)
-            for x in DTYPES[:2]
-        ),
-    ],
-)
-def test_prefill_with_16_keys_compiles_for_hopper_without_spilling(head_dim, block_size, operands):
-    kernel, config = prefill.prefill_kernel, prefill.forward_config(head_dim)
-    cache = torch.empty(3, block_size, 8, 2 * head_dim, dtype=getattr(torch, operands))
-    q = torch.empty(1, 24, head_dim, dtype=cache.dtype)
-    constants = prefill.constants(q, cache[..., :head_dim], cache[..., head_dim:], config) | {"REMAINDER": True}
-    element = {"float16": "*fp16", "bfloat16": "*bf16"}[operands]
-    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("sq_t", "sq_n", "sc_n"), "I32")
-    types |= dict.fromkeys(("logit_scale", "threshold"), "fp32") | {"log_rest_ptr": "*fp32"}
-    types |= dict.fromkeys(("table_ptr", "cu_q_ptr", "seq_lens_ptr"), "*i32")
-    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), element)
-    types = {name: types[name] for name in kernel.arg_names if name not in constants}
-    found = resources(compile_for_hopper(kernel, types, constants, **launch(config)))
-    assert set(found.spills_in_loops) == {0}, found
-    assert found.async_copies > 0, "the loads are not pipelined"
-
-
-def compiled(which: str, head_dim: int, block_size: int, operands: str, rows: int = 16, whole: bool = False):
+def compiled(
+    which: str, head_dim: int, block_size: int, operands: str, rows: int = 16, whole: bool = False, remainder: bool = True,
+    config: Config | None = None,
+):  # fmt: skip
     """whole: without a merge; otherwise, as on GPUs where the merge starts while splits still run."""
     dtype = getattr(torch, operands)
-    config = paged_launch.split_config(head_dim, dtype, rows)
-    if which == "prefill":
-        config = paged_launch.prefill_config(head_dim, dtype)
     kernel = getattr(paged_kernels, f"{which}_kernel")
-    sums = paged_launch.paged_sum_types(dtype, config.key_block)
-    constants = {
-        "H": head_dim,
-        "BH": max(16, triton.next_power_of_2(head_dim)),
-        "ROWS": config.row_block,
-        "BN": config.key_block,
-        "BS": block_size,
-        "BLOCK": block_size * 8 * 2 * head_dim,
-        "SLOT": 8 * 2 * head_dim,
-        "BESIDE": True,
-        "KV_GROUP": 3,
-        "REMAINDER": which != "split" or whole,
+    if which == "prefill":
+        config = config or paged_launch.prefill_config(head_dim, dtype)
+        kernel = kernel if operands == "float32" else sixteen_prefill.prefill_kernel
+    else:
+        config = paged_launch.split_config(head_dim, dtype, rows)
+    cache = torch.empty(3, block_size, 8, 2 * head_dim, dtype=dtype)
+    q = torch.empty(1, 24, head_dim, dtype=dtype)
+    constants = paged_launch.shape_constants(q, *cache.split(head_dim, -1), config)
+    constants |= paged_launch.sum_constants(dtype, config) | {
+        "REMAINDER": remainder and (which != "split" or whole),
         "WHOLE": whole,
         "ONE_LOOP": False,
         "EARLY": not whole,
         "MERGED": max(paged_launch.MERGED),
-        "NEARER": sums.nearer,
-        "NEARER_PARTS": sums.nearer_parts,
-        "PARTS": sums.parts,
-        "PRECISION": sums.dot,
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = dict.fromkeys(kernel.arg_names, "i32")
@@ -153,6 +115,20 @@ def test_compiles_for_hopper_without_spilling(which, head_dim, block_size, opera
 
 @pytest.mark.parametrize(
     ("head_dim", "operands"),
+    [(128, "bfloat16"), *(pytest.param(n, x, marks=pytest.mark.slow) for n in (32, 64, 128) for x in DTYPES)],
+)
+def test_prefill_without_a_remainder_does_not_spill(head_dim, operands):
+    check_loops(compiled("prefill", head_dim, 64, operands, remainder=False), operands)
+
+
+@pytest.mark.parametrize("config", [pytest.param(x, marks=pytest.mark.slow) for x in paged_benchmark.PREFILLS.values()])
+@pytest.mark.parametrize("block_size", paged_benchmark.BLOCK_SIZES)
+def test_prefill_does_not_spill_with_the_benchmark_s_settings(config, block_size):
+    check_loops(compiled("prefill", 64, block_size, "bfloat16", remainder=False, config=config), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "operands"),
     [(64, "bfloat16"), *(pytest.param(n, x, marks=pytest.mark.slow) for n in (32, 128) for x in DTYPES)],
 )
 def test_a_split_without_a_merge_does_not_spill(head_dim, operands):
@@ -177,7 +153,7 @@ def test_the_merge_waits_for_the_splits(operands):
 
 def check_loops(kernel, operands: str) -> None:
     found = resources(kernel)
-    assert found.spills_in_loops == (0, 0), found
+    assert set(found.spills_in_loops) == {0}, found
     if operands != "float32":
         assert found.async_copies > 0, "the loads are not pipelined"
 

@@ -1,21 +1,16 @@
-"""Prefill over a paged cache with 16 keys per thread. `paged_benchmark --candidates` times it; nothing else uses it yet.
+"""Prefill over a paged cache in bf16 and fp16, with 16 keys per thread. ../paged_launch.py launches it.
 
 It visits tiles as forward.py does, and finds them as ../paged_kernels.py does. Weights of bf16 are multiplied in two
 parts, because converting values to fp16 would read the whole cache for a few queries.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .. import tile as common
-from ..forward import GROUP_BYTES, Config, last_contiguous, launch, log2_threshold
 from ..paged_kernels import COUNTS, lengths, multiply, write
 from . import tile
-from .forward import LOG2_E, UNSPENT, forward_config, fullest_stick
-
-FIRST_CHUNK, CHUNK = 2, 64
+from .forward import UNSPENT, fullest_stick
 
 
 @triton.jit
@@ -226,55 +221,3 @@ def prefill_kernel(
     if exact:
         acc, carry, _ = walk_rows(*walk, True, ROWS, H, BH, BS, BLOCK, SLOT, BESIDE)
         write(acc, carry, *results, H, BS, BLOCK, SLOT, REMAINDER)
-
-
-def constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, config: Config) -> dict[str, int | bool]:
-    """Returns the compile-time constants of prefill_kernel but for REMAINDER."""
-    head_dim = q.shape[2]
-    return {
-        "H": head_dim,
-        "BH": max(16, triton.next_power_of_2(head_dim)),
-        "ROWS": config.row_block,
-        "BS": k_cache.shape[1],
-        "BLOCK": k_cache.stride(0),
-        "SLOT": k_cache.stride(1),
-        "BESIDE": v_cache.data_ptr() - k_cache.data_ptr() == head_dim * q.element_size(),  # as in vLLM
-        "KV_GROUP": q.shape[1] // k_cache.shape[2],
-    }
-
-
-def paged_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    max_seqlen_k: int,
-    scale: float,
-    skip_below: float,
-    remainder: bool,
-    split_queries: int = 0,
-    config: Config | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns o and log_rest of sequences with more than `split_queries` new tokens, in bf16 or fp16.
-
-    The other arguments are those of `paged_launch.paged`. Results of other sequences are left undefined.
-    """
-    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
-    q, block_table = last_contiguous(q), last_contiguous(block_table)
-    (num_tokens, num_heads, head_dim), num_sequences = q.shape, seq_lens.shape[0]
-    config = config or forward_config(head_dim)
-    o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    log_rest = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
-    num_slots = num_tokens // config.row_block + num_sequences
-    # As `forward.head_group`: the heads side by side in the grid read about as much as the L2 cache holds.
-    key_bytes = 2 * max(1, max_seqlen_k) * head_dim * q.element_size()
-    heads = num_heads // k_cache.shape[2] * max(1, GROUP_BYTES // key_bytes)
-    prefill_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
-        q, k_cache, v_cache, block_table, o, log_rest, cu_seqlens_q, seq_lens,
-        num_tokens, num_heads, num_sequences, num_slots, block_table.shape[1], heads, split_queries, FIRST_CHUNK, CHUNK,
-        q.stride(0), q.stride(1), k_cache.stride(2), block_table.stride(0), scale * LOG2_E, log2_threshold(skip_below),
-        REMAINDER=remainder, **constants(q, k_cache, v_cache, config), **launch(config),
-    )  # fmt: skip
-    return o, log_rest
