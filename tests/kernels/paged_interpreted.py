@@ -27,6 +27,7 @@ class Case(NamedTuple):
     num_kv_heads: int = 1
     head_dim: int = 16
     std: float = 1.0  # of q; below 0, of low logits
+    opposed: bool = False  # every second key equals the one before, with −v: weights cancel, and their rounding remains
     huge_keys: int = 0  # keys at the start of a sequence, times −50: with low logits, these become huge
     remainder: bool = False
     max_seqlen_q: int | None = None
@@ -69,15 +70,17 @@ CASES = {
     "huge chunk": Case([1, 70], [100, 200], std=30.0, remainder=True),
     "huge far keys": Case([1, 70], [100, 150], std=-20.0, remainder=True, huge_keys=30),
     "low": Case([1, 40], [100, 90], std=-20.0, remainder=True),
+    "opposed": Case([40], [500], std=-60.0, head_dim=64, opposed=True),
 }
 # Some of their sequences go to the prefill kernels.
 PREFILLS = (
     "prefill", "chunk", "mixed", "blocks of 64", "blocks of 128", "blocks of 8", "blocks of 2", "blocks of 48", "wide",
-    "narrow", "one dim", "padding", "no split", "huge", "huge chunk", "huge far keys", "low",
+    "narrow", "one dim", "padding", "no split", "huge", "huge chunk", "huge far keys", "low", "opposed",
 )  # fmt: skip
 SKIPPING = {
     "skip": Case([300], [300], std=6.0),
     "skip chunks": Case([1, 70, 40], [500, 400, 100], std=6.0, remainder=True),
+    "skip low": Case([40], [900], std=-40.0, head_dim=64),
     "skip decode": Case([1, 3], [900, 700], std=6.0, max_seqlen_q=3, num_splits=2),
 }
 SPARE = 3  # blocks of the cache that no sequence has
@@ -111,6 +114,8 @@ def make(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
         blocks = (shared + [order.pop() for _ in range(used[i] - case.shared)])[: used[i]]
         table[i, : used[i]] = torch.tensor(blocks, dtype=torch.int32)
         k, v = (torch.randn(num_keys, case.num_kv_heads, case.head_dim, generator=generator) for _ in range(2))
+        if case.opposed:
+            k[1::2], v[1::2] = k[: num_keys // 2 * 2 : 2], -v[: num_keys // 2 * 2 : 2]
         for j in range(num_keys):
             slot = blocks[j // case.block_size], j % case.block_size
             if k_cache[slot].isnan().any():  # else another sequence shares it
