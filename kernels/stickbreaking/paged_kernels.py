@@ -1,4 +1,5 @@
-"""The Triton kernels over a paged key/value cache: prefill, decode split over the keys, and the merge of the splits.
+"""The Triton kernels over a paged key/value cache: prefill of float32, decode split over the keys, and the merge of the
+splits. sixteen/prefill.py is the prefill of bf16 and fp16.
 
 Key j of a sequence is in slot j % BS of block table[j // BS], where BS is the block size. Tiles of BN keys are walked
 as in forward.py and decode.py. `advance` is the algebra of a tile; the rest of this file only finds the tiles.
@@ -230,7 +231,7 @@ def prefill_kernel(
     REMAINDER: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries of one head. Leaves sequences of up to `split_queries` queries to split_kernel."""
+    """ROWS queries of one head, in float32. Leaves sequences of up to `split_queries` queries to split_kernel."""
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
     head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
     slot = tile.slot_at(place, num_slots, num_sequences, True)

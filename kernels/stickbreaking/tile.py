@@ -1,4 +1,4 @@
-"""The place of a program, for all kernels, and the algebra of a tile in groups of four keys: float32, decoding, paged cache.
+"""The place of a program, for all kernels, and the algebra of a tile in groups of four keys, for float32 and decoding.
 
 Logits are in units of log2 e, so that β = u / (1 + u) with u = 2^z. "Spent" is −log2 of the share of the stick that a
 key leaves. The columns of a tile are stored as [first of each group | second | third | fourth]: column c holds the key

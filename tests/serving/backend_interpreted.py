@@ -46,11 +46,17 @@ def kernels(o: torch.Tensor, q: torch.Tensor, *rest: Any) -> torch.Tensor:
 def main(exports: str) -> None:
     assert triton.knobs.runtime.interpret
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # vLLM's write asks
-    cases = {(name, layout): Batch(BATCHES[name]) for name in BATCHES for layout in LAYOUTS}
+    cases = {
+        (name, layout, dtype): Batch(BATCHES[name], getattr(torch, dtype))
+        for name in BATCHES for layout in LAYOUTS for dtype in ("float32", "float16")
+    }  # fmt: skip
     wanted = {case: run(batch, case[1], 0.7, True) for case, batch in cases.items()}
     paged.paged_op = kernels
     found = {case: run(batch, case[1], 0.7, True, write) for case, batch in cases.items()}
-    errors = {" ".join(case): (found[case] - wanted[case]).abs().max().nan_to_num(torch.inf).item() for case in cases}
+    errors: dict[str, dict[str, float]] = {"float32": {}, "float16": {}}
+    for case in cases:
+        error = (found[case].float() - wanted[case].float()).abs().max().nan_to_num(torch.inf).item()
+        errors[case[2]][" ".join(case[:2])] = error
     stickbreaking.write_on_cpu = write
     tokens = {}
     for name, way in (("hybrid", "chunked"), ("stickbreaking-remainder", "whole")):

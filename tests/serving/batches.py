@@ -20,11 +20,14 @@ LAYOUTS = {"tokens first": (0, 2, 1, 3), "heads first": (0, 1, 2, 3)}  # orders 
 class Batch:
     """Random sequences: queries of the new tokens [R, N, H]; keys and values of all tokens [S, K, H]."""
 
-    def __init__(self, sizes: tuple[int, list[int], list[int]]) -> None:
+    def __init__(self, sizes: tuple[int, list[int], list[int]], dtype: torch.dtype = torch.float32) -> None:
         self.block_size, self.cached, self.new = sizes
+        self.dtype = dtype
         generator = torch.Generator().manual_seed(0)
         shapes = [((n, HEADS), (n + c, KV_HEADS), (n + c, KV_HEADS)) for c, n in zip(self.cached, self.new)]
-        self.sequences = [tuple(torch.randn(*s, SIZE, generator=generator) for s in shape) for shape in shapes]
+        self.sequences = [
+            tuple(torch.randn(*s, SIZE, generator=generator).to(dtype) for s in shape) for shape in shapes
+        ]
         used = [-(-len(k) // self.block_size) for _, k, _ in self.sequences]
         order = torch.randperm(sum(used) + 2, generator=generator).tolist()
         self.num_blocks = len(order)
@@ -49,7 +52,8 @@ def prepare(
 
     order = LAYOUTS[layout]
     shape = (batch.num_blocks, KV_HEADS, batch.block_size, 2 * SIZE)
-    cache = torch.full([shape[axis] for axis in order], torch.nan).permute(order)  # both orders are their own inverse
+    # Both orders are their own inverse.
+    cache = torch.full([shape[axis] for axis in order], torch.nan, dtype=batch.dtype).permute(order)
     impl = stickbreaking.StickBreakingBackend.get_impl_cls()(
         HEADS, SIZE, scale, KV_HEADS, remainder=remainder, skip_below=0.0
     )
@@ -57,8 +61,8 @@ def prepare(
     layer = SimpleNamespace(_k_scale=one, _v_scale=one)
     for cached in (True, False):
         keys, values, slots = (
-            [torch.randn(2, KV_HEADS, SIZE)],
-            [torch.randn(2, KV_HEADS, SIZE)],
+            [torch.randn(2, KV_HEADS, SIZE, dtype=batch.dtype)],
+            [torch.randn(2, KV_HEADS, SIZE, dtype=batch.dtype)],
             [torch.tensor([-1, -1])],
         )
         for row, (_, k, v) in enumerate(batch.sequences):
@@ -85,7 +89,7 @@ def prepare(
         slot_mapping=torch.cat(slots),
     )
     q = torch.cat([q for q, _, _ in batch.sequences])
-    return common, impl, cache, torch.cat((q, torch.full((3, HEADS, SIZE), torch.nan)))
+    return common, impl, cache, torch.cat((q, torch.full((3, HEADS, SIZE), torch.nan, dtype=q.dtype)))
 
 
 def build(common: Any, capture: bool = False) -> Any:

@@ -137,6 +137,8 @@ def test_the_code_for_gpus_in_the_interpreter(expected: dict[str, Any], vllm_env
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["launches"]["write"] > 0
     assert found["launches"]["paged"] > 0
-    assert max(found["errors"].values()) < 2e-6, found["errors"]
+    assert max(found["errors"]["float32"].values()) < 2e-6, found["errors"]
+    # One unit in the last place of results up to 4.
+    assert max(found["errors"]["float16"].values()) <= 2**-9, found["errors"]
     for name, tokens in found["tokens"].items():
         assert tokens == [row[: len(tokens[0])] for row in expected[name]["ids"][1:]], name
