@@ -20,7 +20,7 @@ from .forward import (
     sum_types,
 )
 from .paged_kernels import merge_kernel, prefill_kernel, split_kernel
-from .sixteen import forward as sixteen
+from .sixteen import forward as sixteen_forward
 from .sixteen.prefill import prefill_kernel as sixteen_prefill_kernel
 
 MULTIPROCESSORS = 132
@@ -28,8 +28,8 @@ MULTIPROCESSORS = 132
 MERGED = {8: 1, 32: 4, 128: 4}
 # Rows of split_kernel: up to the last of these queries × heads per key head, the keys of a sequence are split.
 SPLIT_ROWS = (16, 64)
-# Tiles between two tests for the exit: the first time, and at most. Prefill in bf16 and fp16 has longer chunks at most, as
-# in training.
+# Tiles between two tests for the exit: the first time, and at most. Prefill in bf16 and fp16 takes longer chunks, as
+# training does.
 FIRST_CHUNK, CHUNK, SIXTEEN_CHUNK = 2, 16, 64
 
 
@@ -54,7 +54,8 @@ def paged_sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype) -> Config:
-    return forward_config(head_dim) if dtype == torch.float32 else sixteen.forward_config(head_dim)
+    """Returns launch settings. In bf16 and fp16, tiles always have 64 keys."""
+    return forward_config(head_dim) if dtype == torch.float32 else sixteen_forward.forward_config(head_dim)
 
 
 def split_config(head_dim: int, dtype: torch.dtype, rows: int) -> Config:
