@@ -2,8 +2,10 @@
 
     python -m eval.evidence --text TEXT [NAME ...] [--gpus 0,1] [--minutes N] [--out runs/evidence]
     python -m eval.evidence --print [NAME ...]
+    python -m eval.evidence --plan GPUS [NAME ...] [--minutes N]
 
-A job is one figure or table: `--print` shows the jobs with their commands and minutes. Without names, all of them run.
+A job is one figure or table: `--print` shows the jobs with their commands and minutes, `--plan` when each would begin and
+end on so many H200s. Without names, all of them run.
 TEXT is a folder with train.NAME.jsonl.zst, valid.NAME.jsonl.zst and tokenizer.json. Jobs whose time is a result have a
 GPU alone, others share one. No job starts that would end after --minutes.
 
@@ -19,7 +21,10 @@ from eval.checkpoint.command import sentences
 from eval.checkpoint.gpus import gpus_here
 from eval.evidence.jobs import BOOKS, Job, jobs
 from eval.evidence.lanes import Lanes, shown
+from eval.evidence.schedule import simulate
 from ssscale.errors import UserError
+
+GIB = 139.0  # of an H200
 
 
 def chosen(names: list[str]) -> list[Job]:
@@ -33,6 +38,15 @@ def chosen(names: list[str]) -> list[Job]:
     return [job for job in every.values() if job.name in wanted]
 
 
+def planned(some: list[Job], gpus: int, seconds: float) -> list[str]:
+    """Returns the lines of `--plan`. Raises UserError if there are no GPUs to plan for."""
+    if gpus < 1:
+        raise UserError(f"--plan={gpus} must be at least 1, the number of GPUs")
+    found, left = simulate(some, {str(gpu): GIB for gpu in range(gpus)}, seconds)
+    lines = [f"{begin / 60:5.1f} to {end / 60:5.1f} min  {place}" for begin, end, place in found]
+    return [*lines, *([f"left: {' '.join(left)}"] if left else [])]
+
+
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("names", nargs="*", metavar="NAME", help="jobs; default: all")
@@ -41,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--gpus", help="comma-separated GPUs; default: all")
     found.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
     found.add_argument("--print", action="store_true", help="only print the jobs and their commands")
+    found.add_argument("--plan", type=int, metavar="GPUS", help="only print when each job would begin and end")
     return found
 
 
@@ -49,6 +64,9 @@ def main() -> int:
     some = chosen(options.names)
     if options.print:
         print(*map(shown, some), sep="\n\n")
+        return 0
+    if options.plan is not None:
+        print(*planned(some, options.plan, 60 * options.minutes), sep="\n")
         return 0
     if options.text is None:
         raise UserError("--text is needed: the folder with the text and tokenizer.json")

@@ -99,7 +99,7 @@ def recipe() -> list[Job]:
     """Returns what docs/results/width.md and the README show."""
     width = 'python -m eval.papers.width_study "$WORK/rows1024" --out "$HERE/study" --jobs 4 --microbatch 64'
     return [
-        Job("width", "docs/results/width.md", (width,), 17.0, after=("rows1024",)),
+        Job("width", "docs/results/width.md", (width,), 16.5, after=("rows1024",)),
         # Stick-breaking after the others, so that the job `kernels` has ended before.
         run_file("1b_softmax", 120, 3.2),
         run_file("1b_ssmax", 120, 3.1),
@@ -115,7 +115,7 @@ def kernels() -> list[Job]:
     module = "python -m ssscale_kernels."
     paged = f'{module}stickbreaking.paged_benchmark --candidates --workers 20 --out "$HERE/paged.json"'
     return [
-        Job("kernels", "stick-breaking", (f'{module}stickbreaking.sixteen.measure "$HERE" --workers 20',), 2.2),
+        Job("kernels", "stick-breaking", (f'{module}stickbreaking.sixteen.measure "$HERE" --workers 20',), 2.8),
         Job("paged", "docs/results/attention_speed.md", (paged,), 1.0),
         Job("adamw", "AdamW", (f'{module}adamw.benchmark --tilings | tee "$HERE/adamw.txt"',), 0.8),
         Job(

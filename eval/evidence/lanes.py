@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 
 from eval.evidence.jobs import ROOT, Job
+from eval.evidence.schedule import Place, next_place
 from ssscale.errors import SAVED
 
-SHARED = 0.9  # of a GPU's memory, which jobs that share it may declare
 LARGEST = 4 * 2**20  # bytes of a file that is packed
 KEPT = {".json", ".jsonl", ".png", ".txt", ".log", ".yaml", ".md", ".csv"}
 GRACE = 20.0  # seconds between SIGTERM and SIGKILL
@@ -24,8 +24,7 @@ GRACE = 20.0  # seconds between SIGTERM and SIGKILL
 
 @dataclass
 class Running:
-    job: Job
-    gpus: list[str]
+    place: Place
     process: subprocess.Popen[bytes]
     began: float = field(default_factory=time.monotonic)
 
@@ -82,39 +81,16 @@ class Lanes:
     def _start(self) -> bool:
         """Starts what there is room for. Returns whether a job was started."""
         started = False
-        for job in self.jobs:
-            if job.name in self.ended or any(running.job is job for running in self.running):
-                continue
-            if any(self.ended.get(name, {"code": 1})["code"] for name in job.after):
-                continue
-            if self.passed + 60 * job.minutes > self.seconds:
-                continue
-            if job.gpus > 1 and self.running:
-                return started  # the jobs behind it wait, so that all GPUs become free
-            gpus = self.room(job)
-            if gpus is not None:
-                self._launch(job, gpus)
-                started = True
+        ended = {name: found["code"] == 0 for name, found in self.ended.items()}
+        while place := next_place(
+            self.jobs, self.gpus, [running.place for running in self.running], ended, self.seconds - self.passed
+        ):
+            self._launch(place)
+            started = True
         return started
 
-    def room(self, job: Job) -> list[str] | None:
-        """Returns the GPUs on which a job can start now, or None."""
-        if job.gpus == 0:
-            return []
-        there = {gpu: [running.job for running in self.running if gpu in running.gpus] for gpu in self.gpus}
-        if job.gib is None:
-            free = [gpu for gpu, jobs in there.items() if not jobs]
-        else:
-            sharing = {gpu: [other.gib for other in jobs if other.gib is not None] for gpu, jobs in there.items()}
-            free = [
-                gpu
-                for gpu, gib in sharing.items()
-                if len(gib) == len(there[gpu]) and job.gib + sum(gib) <= SHARED * self.gpus[gpu]
-            ]
-            free.sort(key=lambda gpu: not sharing[gpu])  # where a job shares already, so that another GPU stays free
-        return free[: job.gpus] if len(free) >= job.gpus else None
-
-    def _launch(self, job: Job, gpus: list[str]) -> None:
+    def _launch(self, place: Place) -> None:
+        job = place.job
         here, work = self.out / job.name, self.out / "work"
         for folder in (here, work):
             folder.mkdir(parents=True, exist_ok=True)
@@ -124,8 +100,8 @@ class Lanes:
             {"OMP_NUM_THREADS": "1"} | os.environ | {name: str(path.resolve()) for name, path in names.items()}
         )
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # `python` is this one
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if place.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
         script = "set -euo pipefail\n" + "\n".join(job.commands)
         with (here / "job.log").open("ab") as log:
             process = subprocess.Popen(
@@ -137,8 +113,8 @@ class Lanes:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.running.append(Running(job, gpus, process))
-        self.say(f"{job.name} on {'GPU ' + ','.join(gpus) if gpus else 'the CPU'}")
+        self.running.append(Running(place, process))
+        self.say(str(place))
 
     def _collect(self) -> None:
         """Takes note of jobs that have ended."""
@@ -148,11 +124,10 @@ class Lanes:
                 continue
             self.running.remove(running)
             seconds = round(time.monotonic() - running.began, 1)
-            self.ended[running.job.name] = {"code": code, "seconds": seconds}
-            log = self.out / running.job.name / "job.log"
-            self.say(
-                f"{running.job.name} ended with code {code} after {seconds:.0f} s" + (f", see {log}" if code else "")
-            )
+            name = running.place.job.name
+            self.ended[name] = {"code": code, "seconds": seconds}
+            log = self.out / name / "job.log"
+            self.say(f"{name} ended with code {code} after {seconds:.0f} s" + (f", see {log}" if code else ""))
             (self.out / "state.json").write_text(json.dumps(self.ended, indent=1), encoding="utf-8")
             self._pack()
 
@@ -177,7 +152,7 @@ class Lanes:
             while time.monotonic() < until and any(running.process.poll() is None for running in self.running):
                 time.sleep(0.1)
         for running in self.running:
-            self.say(f"{running.job.name} was stopped")
+            self.say(f"{running.place.job.name} was stopped")
         self.running.clear()
 
 

@@ -13,6 +13,7 @@ import pytest
 from eval.evidence.__main__ import chosen
 from eval.evidence.jobs import ROOT, Job, jobs, readme_block
 from eval.evidence.lanes import Lanes
+from eval.evidence.schedule import simulate
 from ssscale.config import load_config
 from ssscale.errors import SAVED, UserError
 
@@ -75,6 +76,29 @@ def test_time_that_is_up(tmp_path):
     assert run(tmp_path, some, seconds=1.5) == (SAVED, {"b": 0})
 
 
+def test_the_plan_is_what_the_lanes_do():
+    some = [
+        job("data", gpus=0, minutes=1.0),
+        job("long", minutes=10.0, after=["data"]),
+        job("a", minutes=3.0),
+        job("small", gib=40.0, minutes=2.0),
+        job("smaller", gib=40.0, minutes=4.0),
+        job("both", gpus=2, minutes=1.0),
+        job("late", minutes=30.0),
+    ]
+    found, left = simulate(some, {"4": 100.0, "6": 100.0}, 60 * 20.0)
+    times = {place.job.name: (begin / 60, end / 60, place.gpus) for begin, end, place in found}
+    assert times == {
+        "data": (0, 1, ()),
+        "a": (0, 3, ("4",)),
+        "small": (0, 2, ("6",)),  # first, since `long` waits for its data
+        "smaller": (0, 4, ("6",)),
+        "long": (3, 13, ("4",)),
+        "both": (13, 14, ("4", "6")),
+    }
+    assert left == ["late"]
+
+
 def test_small_files_are_packed_and_models_are_not(tmp_path):
     keep = (
         'mkdir -p "$HERE/checkpoints" && echo 1 | tee "$HERE/metrics.jsonl" "$HERE/checkpoints/x.json" "$WORK/y.json"'
@@ -118,7 +142,11 @@ def test_choosing_jobs_takes_what_they_need():
 
 
 def test_mistakes_are_one_sentence():
-    for arguments, sentence in [([], "--text is needed"), (["--text", "nowhere"], "no file tokenizer.json")]:
+    for arguments, sentence in [
+        ([], "--text is needed"),
+        (["--text", "nowhere"], "no file tokenizer.json"),
+        (["--plan", "0"], "--plan=0 must be at least 1"),
+    ]:
         found = subprocess.run(
             [sys.executable, "-m", "eval.evidence", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
         )
