@@ -115,7 +115,7 @@ def kernels() -> list[Job]:
     module = "python -m ssscale_kernels."
     paged = f'{module}stickbreaking.paged_benchmark --candidates --workers 20 --out "$HERE/paged.json"'
     return [
-        Job("kernels", "stick-breaking", (f'{module}stickbreaking.sixteen.measure "$HERE" --workers 20',), 2.8),
+        Job("kernels", "stick-breaking", (f'{module}stickbreaking.measure "$HERE" --workers 20',), 2.8),
         Job("paged", "docs/results/attention_speed.md", (paged,), 1.0),
         Job("adamw", "AdamW", (f'{module}adamw.benchmark --tilings | tee "$HERE/adamw.txt"',), 0.8),
         Job(

@@ -1,6 +1,6 @@
 """Compares stick-breaking attention with float64: o, log_rest and all gradients, with and without skipping.
 
-Tests use it on a GPU and in Triton's interpreter; so do `benchmark`, `fuzz` and `sixteen.measure`.
+Tests use it on a GPU and in Triton's interpreter; so do `benchmark`, `fuzz` and `measure`.
 """
 
 import itertools
@@ -67,7 +67,7 @@ def logits(kind: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return 1 + q.abs(), -1 - k.abs()
     if kind == "one-hot":  # a few keys take everything, and the others take nothing
         return 1 + q.abs(), torch.where(torch.rand_like(k[..., :1]) < 0.1, 8.0, -8.0) * (1 + k.abs())
-    if kind == "edge":  # 16 keys spend 120 bits: less than float32 can express, but more than sixteen.tile.RANGE
+    if kind == "edge":  # 16 keys spend 120 bits: less than float32 can express, but more than tile.RANGE
         return torch.ones_like(q), (5.2 + k / 20) / q.shape[-1] ** 0.5
     return q, k
 
@@ -131,7 +131,7 @@ def _sequences(inputs: Inputs) -> Iterator[tuple[slice, slice, Tensor, Tensor, T
 
 
 def skipping_bounds(inputs: Inputs) -> dict[str, Tensor]:
-    """Returns what skipping may change in o, e^log_rest and the gradients, elementwise (sixteen/README.md derives it)."""
+    """Returns what skipping may change in o, e^log_rest and the gradients, elementwise (README.md derives it)."""
     skip, scale = inputs.skip_below, inputs.q.shape[2] ** -0.5
     names = {"d_q": inputs.q, "d_k": inputs.k, "d_v": inputs.v}
     bounds = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in names.items()}

@@ -1,274 +1,257 @@
-"""The forward kernel for float32: visits key tiles from the nearest to the farthest, until every stick of a block is spent.
+"""The forward kernel: visits key tiles from the nearest to the farthest, until every stick of a block is spent.
 
-bf16 and fp16 have kernels of their own (sixteen/). Decoding and the paged cache use `walk_tiles` and the settings below in
-every dtype.
+A block starts with the exact algebra, which masks the tiles on the diagonal, and goes on with the fast one. If 16
+adjacent keys of one of its rows turn out to spend more than `tile.RANGE`, the block starts again and stays exact.
 """
-
-import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tile
+from . import blocks, half, tile
+from .descriptors import descriptors
 from .kept import aux_shapes, carry_dtype
+from .settings import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
 
-# Counts vary between batches. Triton must not compile again when one of them is 1 or a multiple of 16.
-COUNTS = (
-    "num_tokens", "num_keys_total", "num_heads", "num_kv_heads", "head_group",
-    "num_sequences", "num_slots", "num_stop_slots", "num_key_slots", "num_tiles", "first_slot",
-    "last_slot", "max_queries", "max_keys", "first_chunk", "chunk",
-)  # fmt: skip
+LOG2_E = 1.4426950408889634
+UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that need the exact algebra
 
 
-# About the size of an H200's L2 cache.
-GROUP_BYTES = 48 << 20
-
-
-class Config(NamedTuple):
-    """Launch settings of one kernel.
-
-    Forward and backward share key_block, because backward takes over carries at its multiples.
-    """
-
-    row_block: int
-    key_block: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-
-def forward_config(head_dim: int) -> Config:
-    # In backward, wider tiles exceed the registers.
-    return Config(64, 64 if head_dim <= 32 else 32, 4, 1)
+def forward_config(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Config:
+    """Returns launch settings. docs/log/2026-11-24-sixteen-keys.md has the measured ones and what is predicted."""
+    if dtype == torch.float32:
+        # Both parts of the operands of wider tiles would not fit the registers.
+        return Config(64, 64 if head_dim <= 32 else 32, 4, 1)
+    if head_dim <= 64:
+        return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 160)
+    return Config(128, 64, 8, 3)
 
 
 @triton.jit
 def walk_tiles(
-    acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, first, count, position, num_keys,
-    logit_scale, floor, nearer, dims,
-    ROWS: tl.constexpr, BN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    state, q, source, first, count, position, num_keys, logit_scale, floor,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Processes `count` tiles from tile `first` on, toward lower indices."""
-    column_key = tile.key_of_column(BN)
-    three_passes: tl.constexpr = PRECISION == "tf32x3"  # hoisted values would fill the registers
-    for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=three_passes):
+    """Processes `count` tiles from tile `first` on, toward lower indices.
+
+    state: acc [ROWS, BH]; carry, row_carry, row_tile and worst [ROWS, 4], where worst is the most that 16 adjacent keys
+    have spent.
+    """
+    acc, carry, row_carry, row_tile, worst = state
+    column_key = tile.key_of_column(KEYS)
+    dims = tl.arange(0, BH)
+    # Hoisted parts of float32 would fill the registers, and so would the addresses of a single warp.
+    WIDE: tl.constexpr = source[0].dtype.element_ty == tl.float32 or ROWS < 64
+    for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=WIDE):
         t = first - step
+        if ROWS < 64:
+            column_key = blocks.each_round(column_key, step, H)
         alive = carry > floor
         row_carry = tl.where(alive, carry, row_carry)
         row_tile = tl.where(alive, t, row_tile)
-        k_tile = k_ptr + t * k_step + k_offsets
-        v_tile = v_ptr + t * v_step + v_offsets
-        if MASKED:
-            inside = (t * BN + column_key < num_keys)[:, None] & (dims < H)[None, :]
-            k = tl.load(k_tile, mask=inside, other=0.0)
-            v = tl.load(v_tile, mask=inside, other=0.0)
-        elif H == BH:
-            k = tl.load(k_tile)
-            v = tl.load(v_tile)
-        else:
-            k = tl.load(k_tile, mask=(dims < H)[None, :], other=0.0)
-            v = tl.load(v_tile, mask=(dims < H)[None, :], other=0.0)
-        z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * logit_scale
-        u0, u1, u2, u3, _, capped, spent = tile.spend(z, position - t * BN, MASKED, ROWS, BN)
-        rest = carry.to(tl.float32)[:, None] - tile.spent_nearer(spent, nearer, PRECISION) - capped
-        a0, a1, a2, a3 = tile.weigh(u0, u1, u2, u3, rest)
-        carry -= tl.sum(spent, 1)
-        weights = tile.whole(a0, a1, a2, a3, ROWS, BN)
-        acc = tile.multiply(weights, v, acc, False, PARTS, PRECISION)
-    return acc, carry, row_carry, row_tile
+        k, v = blocks.load_tiles(source, t, column_key, num_keys, dims, MASKED, KEYS, H, BH)
+        z = blocks.products(q, k, source, t, column_key, num_keys, KEYS, H, BH) * logit_scale
+        _, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
+        worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
+        nearer, total = tile.lane_sums(spent, True)
+        rest = carry.to(tl.float32) - nearer
+        if HALF:
+            rest += half.FORWARD_SHIFT
+        a = tile.weigh(t_, tile.factors(w, after, rest, None, EXACT), EXACT)
+        carry -= total
+        acc = tile.multiply(tile.put_together(a, ROWS), v, acc, False, PARTS)
+    return acc, carry, row_carry, row_tile, worst
+
+
+@triton.jit
+def initial_state(entering, ROWS: tl.constexpr, BH: tl.constexpr):
+    acc = tl.zeros([ROWS, BH], tl.float32)
+    carry = tile.per_row(entering)
+    return acc, carry, carry, tl.full([ROWS, 4], blocks.NEVER, tl.int32), tl.zeros([ROWS, 4], tl.float32)
+
+
+@triton.jit
+def fullest_stick(carry, worst, EXACT: tl.constexpr):
+    """Returns log2 of the largest rest of a row's stick, or UNSPENT if the rows need the exact algebra."""
+    if not EXACT:
+        carry = tl.where(worst < tile.RANGE, carry, UNSPENT)
+    return tl.max(tl.max(carry, 1), 0).to(tl.float32)
+
+
+@triton.jit
+def walk_rows(
+    entering, q, source, position, whole, seen, end, num_keys, logit_scale, threshold, first_chunk,
+    chunk, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Walks the tiles seen − 1 to `end` of one row block. Returns the state of `walk_tiles`, the last tile that was visited,
+    and whether the fast algebra did not hold.
+
+    The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The next
+    chunk is as long as the fullest stick lasts at the rate of the last chunk.
+    """
+    floor = tl.maximum(threshold, tile.DEAD)
+    state = initial_state(entering, ROWS, BH)
+    t = seen - 1
+    ahead = first_chunk
+    fullest = tl.max(entering, 0).to(tl.float32)
+    if not EXACT:
+        state = walk_tiles(
+            state, q, source, t, seen - whole, position, num_keys, logit_scale, floor,
+            True, False, ROWS, KEYS, H, BH, HALF, PARTS,
+        )  # fmt: skip
+        t = whole - 1
+        fullest = fullest_stick(state[1], state[4], False)
+    while (t >= end) & (fullest >= threshold) & (fullest < UNSPENT):
+        count = tl.minimum(t + 1 - end, ahead)
+        state = walk_tiles(
+            state, q, source, t, count, position, num_keys, logit_scale, floor,
+            EXACT, EXACT, ROWS, KEYS, H, BH, HALF, PARTS,
+        )  # fmt: skip
+        t -= count
+        left = fullest_stick(state[1], state[4], EXACT)
+        lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
+        ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
+        fullest = left
+    return state, t + 1, fullest == UNSPENT
+
+
+@triton.jit
+def save_rows(
+    state, stop, exact, o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block,
+    token, row_ok, num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
+    ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    acc, carry, row_carry, row_tile, _ = state
+    dims = tl.arange(0, BH)
+    rows = token * num_heads + head
+    o = o_ptr + rows[:, None] * H + dims[None, :]
+    tl.store(o, (acc * scale).to(o_ptr.dtype.element_ty), mask=row_ok[:, None] & (dims < H)[None, :])
+    tl.store(log_rest_ptr + rows, tl.max(carry, 1) * tile.LN_2, mask=row_ok)
+    # Backward starts from the carry where the weights of a row end, so that its subtractions stay accurate.
+    saved = head.to(tl.int64) * num_tokens + token
+    row_tile = tl.min(row_tile, 1)
+    tl.store(row_carry_ptr + saved, tl.max(row_carry, 1), mask=row_ok)
+    tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
+    # Where nothing is skipped, the gradient of log_rest reaches every key.
+    stop = tl.where(threshold < tile.DEAD, stop, tl.min(row_tile, 0))
+    blocks.save_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact, ROWS)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr,
-    cu_k_ptr, offset_ptr,
+    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr,
+    block_stop_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
-    sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
-    first_chunk, chunk, logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, KV_GROUP: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, NEARER: tl.constexpr, NEARER_PARTS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
-    head, place = tile.assign(tl.program_id(0), num_heads, head_group, places)
-    slot = tile.slot_at(place, num_slots, num_sequences, True)
+    head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
+    slot = blocks.slot_at(place, num_slots, num_sequences, True)
     if slot >= num_slots:
         return
-    sequence, block = tile.locate(cu_q_ptr, slot, num_sequences, ROWS)
-    q_start, q_len = tile.bounds(cu_q_ptr, sequence, num_tokens)
-    k_start, k_len = tile.bounds(cu_k_ptr, sequence, num_keys_total)
+    sequence, block = blocks.locate(cu_q_ptr, slot, num_sequences, ROWS)
+    q_start, q_len, k_start, k_len, offset = blocks.lengths(
+        cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET
+    )
     if (block < 0) | (block * ROWS >= q_len):
         return
-    offset = 0
-    if HAS_OFFSET:
-        offset = tl.load(offset_ptr + sequence).to(tl.int32)
-
+    position, whole, seen = blocks.visible(block, q_len, k_len, offset, ROWS, KEYS)
     row = block * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
     row_ok = row < q_len
-    in_rows = row_ok[:, None] & (dims < H)[None, :]
     token = (q_start + row).to(tl.int64)
-    q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
-    kv_head = head // KV_GROUP
-    column_key = tile.key_of_column(BN)
-    k_ptr += k_start.to(tl.int64) * sk_t + kv_head * sk_n
-    v_ptr += k_start.to(tl.int64) * sv_t + kv_head * sv_n
-    k_offsets = column_key[:, None] * sk_t + dims[None, :]
-    v_offsets = column_key[:, None] * sv_t + dims[None, :]
-    k_step = tl.full([], BN, tl.int64) * sk_t
-    v_step = tl.full([], BN, tl.int64) * sv_t
-
-    # Row r attends to the keys below its position. Tiles that all rows attend to as a whole need no mask.
-    position = tl.minimum(offset + row, k_len)
-    end = tl.cdiv(tl.minimum(tl.maximum(offset + tl.minimum(block * ROWS + ROWS, q_len) - 1, 0), k_len), BN)
-    unmasked = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // BN
-
-    carry = tl.zeros([ROWS], tl.float32)
+    q = blocks.load_rows(q_ptr, token, sq_t, head, sq_n, row_ok, dims, H)
+    if HALF:
+        half.enter(maxima_ptr, sequence, half.Q, q)
+    entering = tl.zeros([ROWS], tl.float32)
     if HAS_REST:
-        carry = tl.load(log_rest_in_ptr + token * num_heads + head, mask=row_ok, other=0.0).to(tl.float32) * tile.LOG2_E
-    # Rows beyond the sequence must not delay the exit.
-    carry = tl.where(row_ok, carry, -1e30).to(row_carry_ptr.dtype.element_ty)
-    # The carry of a row is saved where its weights end. Backward continues from there, so that its subtractions stay
-    # accurate.
-    floor = tl.maximum(threshold, tile.DEAD)
-    row_carry = carry
-    row_tile = tl.full([ROWS], tile.NEVER, tl.int32)
-    acc = tl.zeros([ROWS, BH], tl.float32)
-    nearer = tile.triangle(BN, True, NEARER_PARTS, NEARER)
-
-    acc, carry, row_carry, row_tile = walk_tiles(
-        acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, end - 1, end - unmasked,
-        position, k_len, logit_scale,
-        floor, nearer, dims, ROWS, BN, H, BH, True, PARTS, PRECISION,
-    )  # fmt: skip
-    # The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The
-    # next chunk is as long as the fullest stick lasts at the rate of the last chunk.
-    t = unmasked - 1
-    fullest = tl.max(carry, 0).to(tl.float32)
-    ahead = first_chunk
-    while (t >= 0) & (fullest >= threshold):
-        count = tl.minimum(t + 1, ahead)
-        acc, carry, row_carry, row_tile = walk_tiles(
-            acc, carry, row_carry, row_tile, q, k_ptr, v_ptr, k_offsets, v_offsets, k_step, v_step, t, count, position,
-            k_len, logit_scale,
-            floor, nearer, dims, ROWS, BN, H, BH, False, PARTS, PRECISION,
-        )  # fmt: skip
-        t -= count
-        left = tl.max(carry, 0).to(tl.float32)
-        lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
-        ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
-        fullest = left
-
+        entering = tl.load(log_rest_in_ptr + token * num_heads + head, mask=row_ok, other=0.0).to(tl.float32)
+    # Rows after the sequence's end must not delay the exit.
+    entering = tl.where(row_ok, entering * tile.LOG2_E, -1e30).to(row_carry_ptr.dtype.element_ty)
+    source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
-    acc = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), acc)
-    tl.store(
-        o_ptr + (token[:, None] * num_heads + head) * H + dims[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_rows
-    )
-    tl.store(log_rest_ptr + token * num_heads + head, (carry * tile.LN_2).to(tl.float32), mask=row_ok)
-    saved = head.to(tl.int64) * num_tokens + token
-    tl.store(row_carry_ptr + saved, row_carry, mask=row_ok)
-    tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
-    # In exact mode, the gradient of log_rest reaches every key.
-    stop = tl.where(threshold < tile.DEAD, t + 1, tl.min(row_tile, 0))
-    granule = block * (ROWS // tile.STOP_ROWS) + tl.arange(0, ROWS // tile.STOP_ROWS)
-    first_granule = tl.load(cu_q_ptr + sequence).to(tl.int32) // tile.STOP_ROWS + sequence
-    stop_ptrs = block_stop_ptr + head * num_stop_slots + first_granule + granule
-    tl.store(stop_ptrs, tl.full([ROWS // tile.STOP_ROWS], 0, tl.int32) + stop, mask=granule * tile.STOP_ROWS < q_len)
+    scale = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), 1.0)
+    if HALF:
+        scale *= tl.exp2(-half.conversion_exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
+    walk = (
+        entering, q, source, position, whole, seen, 0, k_len, logit_scale, threshold, first_chunk, chunk,
+    )  # fmt: skip
+    save = (
+        o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
+        num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
+    )  # fmt: skip
+    state, stop, exact = walk_rows(*walk, False, ROWS, KEYS, H, BH, HALF, PARTS)
+    save_rows(state, stop, exact, *save, ROWS, H, BH)
+    if exact:
+        state, stop, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, HALF, PARTS)
+        save_rows(state, stop, exact, *save, ROWS, H, BH)
 
 
-def log2_threshold(skip_below: float) -> float:
-    return math.log2(skip_below) if skip_below > 0 else -1e38
+def parts(q: Tensor, convert: bool) -> int:
+    """Returns in how many parts the tensor cores multiply weights and dz.
 
-
-class SumTypes(NamedTuple):
-    """Numeric formats of the kernels.
-
-    nearer: dtype of the triangle products over spent sticks, in nearer_parts parts. parts: number of parts of weights in
-    products. dot: precision of all products.
+    fp16 operands that half.py does not scale need two: one would round like the result.
     """
-
-    nearer: tl.dtype
-    nearer_parts: int
-    parts: int
-    dot: str
+    return 2 if q.dtype == torch.float16 and not convert else 1
 
 
-def sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
-    """Returns the formats for inputs of `dtype`.
-
-    fp16 rounds eight times finer than bf16, which suffices for bf16 results. fp16 results need a second part, and so do
-    key blocks under 64, because a product must have at least 16 columns.
-    """
-    if dtype == torch.float32:
-        return SumTypes(tl.float32, 2 if key_block < 64 else 1, 1, "tf32x3")
-    parts = 2 if dtype == torch.float16 or key_block < 64 else 1
-    return SumTypes(tl.float16, parts, 2 if dtype == torch.float16 else 1, "tf32")
-
-
-def launch(config: Config) -> dict[str, int | None]:
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
-
-
-def head_group(walked: Tensor, heads_each: int, group_bytes: int = GROUP_BYTES) -> int:
-    """Returns how many heads run side by side: as many as read at most `group_bytes` of two tensors like `walked`."""
-    tokens, _, head_dim = walked.shape
-    return heads_each * max(1, group_bytes // (2 * tokens * head_dim * walked.element_size()))
-
-
-def last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str, int | bool]:
+    """Returns the compile-time constants that all kernels share."""
+    head_dim = q.shape[2]
+    return {
+        "H": head_dim,
+        "BH": max(16, triton.next_power_of_2(head_dim)),
+        "ROWS": config.row_block,
+        "KEYS": config.key_block,
+        "KV_GROUP": group,
+        "HALF": convert,
+        "PARTS": parts(q, convert),
+    }
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    q_offsets: Tensor | None,
-    log_rest_in: Tensor | None,
-    max_keys: int,
-    scale: float,
-    skip_below: float,
-    config: Config | None = None,
-    first_chunk: int = 2,
-    chunk: int = 16,
-    group_bytes: int = GROUP_BYTES,
-    max_queries: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Runs the forward kernel on float32. Returns o, log_rest, row_carry, row_tile, block_stop and maxima, which are empty
-    (see `ops.forward_op`)."""
-    assert q.dtype == torch.float32, q.dtype
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None, log_rest_in: Tensor | None,
+    max_keys: int, scale: float, skip_below: float, config: Config | None = None, first_chunk: int = 2,
+    chunk: int = 64, group_bytes: int = GROUP_BYTES, max_queries: int | None = None, convert: bool | None = None,
+    tma: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Runs the forward kernel. Returns o, log_rest and what backward needs (see `ops.forward_op`).
+
+    tma: loads tiles through descriptors where the tensors allow it. The results have the same bits without.
+
+    In block_stop, row blocks that need the exact algebra are marked (blocks.py).
+    """
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape
-    num_sequences = cu_q.shape[0] - 1
-    config = config or forward_config(head_dim)
-    maxima = q.new_empty((0, 4), dtype=torch.int32)
-    o = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    log_rest = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+    num_sequences, group = cu_q.shape[0] - 1, num_heads // k.shape[1]
+    config = config or forward_config(head_dim, q.dtype)
+    convert = half.converts(q) if convert is None else convert
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    log_rest = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
-    row_carry = torch.empty(rows, dtype=carry_dtype(q.dtype), device=q.device)
-    row_tile = torch.empty(tiles, dtype=torch.int32, device=q.device)
+    row_carry, row_tile = q.new_empty(rows, dtype=carry_dtype(q.dtype)), q.new_empty(tiles, dtype=torch.int32)
     # Spare slots are never written, and operator checks compare every element, so they start as zeros.
-    block_stop = torch.zeros(stops, dtype=torch.int32, device=q.device)
+    if convert and num_tokens > 0:
+        block_stop = q.new_empty(stops, dtype=torch.int32)
+        v, maxima = half.values(v, cu_k, block_stop)
+    else:
+        block_stop = q.new_zeros(stops, dtype=torch.int32)
+        maxima = half.new_maxima(cu_k, convert)
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop, maxima
-    log_rest_in = None if log_rest_in is None else log_rest_in.contiguous()
-    sums = sum_types(q.dtype, config.key_block)
     num_slots = num_tokens // config.row_block + num_sequences
-    heads = head_group(k, num_heads // k.shape[1], group_bytes)
     forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
-        q, k, v, o, log_rest_in, log_rest, row_carry, row_tile, block_stop, cu_q, cu_k, q_offsets,
-        num_tokens, k.shape[0], num_heads, heads, num_sequences, num_slots, stops[1], max_queries or num_tokens,
-        max_keys, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        v.stride(0), v.stride(1), first_chunk, chunk, scale * 1.4426950408889634, log2_threshold(skip_below),
-        H=head_dim, BH=max(16, triton.next_power_of_2(head_dim)), ROWS=config.row_block, BN=config.key_block,
-        KV_GROUP=num_heads // k.shape[1],
+        q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
+        row_tile, block_stop, cu_q, cu_k, q_offsets, maxima if convert else None,
+        num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
+        max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),
         HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None,
-        NEARER=sums.nearer, NEARER_PARTS=sums.nearer_parts, PARTS=sums.parts, PRECISION=sums.dot, **launch(config),
+        **constants(q, config, group, convert), **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop, maxima

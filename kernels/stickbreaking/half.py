@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tile
+from . import blocks
 
 # With this power, forward's weights are normal numbers down to 2^-22.
 FORWARD_SHIFT = tl.constexpr(8.0)
@@ -93,9 +93,9 @@ def load_rows(
     ROWS: tl.constexpr,
 ):
     """Returns a program's sequence, its ROWS tokens of one head, their places in contiguous memory, and which exist."""
-    sequence, block = tile.locate(cu_ptr, program // num_heads, num_sequences, ROWS)
+    sequence, block = blocks.locate(cu_ptr, program // num_heads, num_sequences, ROWS)
     head = program % num_heads
-    start, length = tile.bounds(cu_ptr, sequence, num_tokens)
+    start, length = blocks.bounds(cu_ptr, sequence, num_tokens)
     row = block * ROWS + tl.arange(0, ROWS)
     token = (start + row).to(tl.int64)
     dims = tl.arange(0, BH)
@@ -160,7 +160,7 @@ def _maximum(max_ptr, first, last):
 
 @triton.jit
 def _slots(cu_ptr, sequence, num_tokens, num_sequences, ROWS: tl.constexpr):
-    """Returns the first slot of a sequence and of the next one (see `tile.locate`)."""
+    """Returns the first slot of a sequence and of the next one (see `blocks.locate`)."""
     first = tl.load(cu_ptr + sequence).to(tl.int32) // ROWS + sequence
     last = tl.load(cu_ptr + sequence + 1).to(tl.int32) // ROWS + sequence + 1
     return first, tl.minimum(last, num_tokens // ROWS + num_sequences)

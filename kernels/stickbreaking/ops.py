@@ -11,6 +11,8 @@ from .kept import aux_shapes, carry_dtype
 
 logger = logging.getLogger(__name__)
 
+# Beyond, both parts of float32 operands exceed the registers of the backward kernels, and torch runs instead, in chunks.
+MAX_FLOAT32_DIM = 64
 NUM_AUX = 4  # results of forward_op after o and log_rest, which backward_op takes
 
 _announced: set[str] = set()
@@ -125,10 +127,7 @@ def triton_forward(  # type: ignore[no-untyped-def]
     q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below,
 ):  # fmt: skip
     # imported here because a machine without a GPU may lack Triton
-    if q.dtype == torch.float32:
-        from .forward import forward
-    else:
-        from .sixteen.forward import forward
+    from .forward import forward
 
     announce(f"{q.device}: Triton kernels, {q.dtype}, skipping below {skip_below:g}")
     return forward(
@@ -165,10 +164,10 @@ def triton_backward(  # type: ignore[no-untyped-def]
         grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, row_carry, row_tile, block_stop, maxima,
         max_seqlen_q, max_seqlen_k, scale,
     )  # fmt: skip
-    if q.dtype == torch.float32:
-        from .backward import backward
-    else:
-        from .sixteen.backward import backward
+    if q.dtype == torch.float32 and q.shape[2] > MAX_FLOAT32_DIM:
+        layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
+        return torch_path.backward(grad_o, grad_log_rest, q, k, v, log_rest_in, *layout, scale)
+    from .backward import backward
 
     return backward(*arguments)
 

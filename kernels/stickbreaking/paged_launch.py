@@ -1,4 +1,4 @@
-"""Launches the kernels of paged_kernels.py, and the prefill of bf16 and fp16 in sixteen/.
+"""Launches the kernels of paged_kernels.py.
 
 Grids depend on shapes and upper bounds only, never on values on the GPU.
 """
@@ -9,63 +9,28 @@ import torch
 import triton
 from torch import Tensor
 
-from .forward import (
-    GROUP_BYTES,
-    Config,
-    SumTypes,
-    forward_config,
-    last_contiguous,
-    launch,
-    log2_threshold,
-    sum_types,
-)
+from . import decode
+from .forward import LOG2_E, forward_config
 from .paged_kernels import merge_kernel, prefill_kernel, split_kernel
-from .sixteen import forward as sixteen_forward
-from .sixteen.prefill import prefill_kernel as sixteen_prefill_kernel
+from .settings import GROUP_BYTES, Config, last_contiguous, launch, log2_threshold
 
 MULTIPROCESSORS = 132
 # Splits that the merge loads at once, and its warps.
 MERGED = {8: 1, 32: 4, 128: 4}
 # Rows of split_kernel: up to the last of these queries × heads per key head, the keys of a sequence are split.
 SPLIT_ROWS = (16, 64)
-# Tiles between two tests for the exit: the first time, and at most. Prefill in bf16 and fp16 takes longer chunks, as
-# training does.
-FIRST_CHUNK, CHUNK, SIXTEEN_CHUNK = 2, 16, 64
+# Tiles between two tests for the exit: the first time, and at most. Prefill takes longer chunks, as training does.
+FIRST_CHUNK, SPLIT_CHUNK, PREFILL_CHUNK = 2, 16, 64
 
 
 class Form(NamedTuple):
     """How decoding runs, apart from tiles and grid. The benchmark compares other forms."""
 
     first_chunk: int = FIRST_CHUNK
-    one_loop: bool = False  # one loop over all tiles instead of one for the last tile and one for the others
     early: bool = True  # the merge starts while splits still run, on GPUs that can do this
 
 
 USUAL = Form()
-
-
-def paged_sum_types(dtype: torch.dtype, key_block: int) -> SumTypes:
-    """Returns the formats of `forward.sum_types`, but two parts for bf16 weights.
-
-    half.py's conversion of all values to fp16 would read the whole cache for a few queries.
-    """
-    sums = sum_types(dtype, key_block)
-    return sums._replace(parts=2) if dtype == torch.bfloat16 else sums
-
-
-def prefill_config(head_dim: int, dtype: torch.dtype) -> Config:
-    """Returns launch settings. In bf16 and fp16, tiles always have 64 keys."""
-    return forward_config(head_dim) if dtype == torch.float32 else sixteen_forward.forward_config(head_dim)
-
-
-def split_config(head_dim: int, dtype: torch.dtype, rows: int) -> Config:
-    """rows: one of SPLIT_ROWS."""
-    warps = 2 if rows <= 16 and head_dim <= 64 else 4
-    if dtype == torch.float32:
-        # The loops of 4 warps would spill for 16 rows of 128 dims.
-        return Config(rows, 32 if head_dim > 32 else 64, 8 if rows <= 16 and head_dim > 64 else warps, 1)
-    # With so many registers, 6 programs of 2 warps (3 of 4 warps) run on a multiprocessor.
-    return Config(rows, 64, warps, 3, 168 if rows <= 16 else None)
 
 
 def split_rows(max_seqlen_q: int, group: int) -> int:
@@ -116,11 +81,11 @@ def paged(
     rows = split_rows(max_seqlen_q, group)
     split_queries = rows // group
     inputs = (q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
-    settings = (scale * 1.4426950408889634, log2_threshold(skip_below), remainder, split_queries)
+    settings = (scale * LOG2_E, log2_threshold(skip_below), remainder, split_queries)
     if max_seqlen_q > split_queries:
-        _prefill(inputs, o, log_rest, *settings, prefill or prefill_config(head_dim, q.dtype), max_seqlen_k)
+        _prefill(inputs, o, log_rest, *settings, prefill or forward_config(head_dim, q.dtype), max_seqlen_k)
     if split_queries:
-        split = split or split_config(head_dim, q.dtype, rows)
+        split = split or decode.split_config(rows, head_dim, q.dtype)
         num_splits = num_splits or default_splits(max_seqlen_k, k_cache.shape[2] * seq_lens.shape[0], split)
         _split(inputs, o, log_rest, *settings, split, num_splits, min(max_seqlen_q, split_queries), form)
     return o, log_rest
@@ -129,8 +94,7 @@ def paged(
 def default_splits(max_seqlen_k: int, num_heads: int, config: Config) -> int:
     """Returns as many splits as run at once, but at most one per tile. num_heads: key heads of all sequences."""
     # Further splits would wait for others to end, and then start with an empty pipeline.
-    warps = 12 if config.max_registers else 8  # with 168 and up to 255 registers per thread
-    at_once = MULTIPROCESSORS * warps // (config.num_warps * num_heads)
+    at_once = MULTIPROCESSORS * (6 if config.row_block <= 16 else 2) // num_heads
     return max(1, min(at_once, triton.cdiv(max_seqlen_k, config.key_block)))
 
 
@@ -141,23 +105,12 @@ def shape_constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, config: Config)
         "H": head_dim,
         "BH": max(16, triton.next_power_of_2(head_dim)),
         "ROWS": config.row_block,
+        "KEYS": config.key_block,
         "BS": k_cache.shape[1],
         "BLOCK": k_cache.stride(0),
         "SLOT": k_cache.stride(1),
         "BESIDE": v_cache.data_ptr() - k_cache.data_ptr() == head_dim * q.element_size(),  # as in vLLM
         "KV_GROUP": q.shape[1] // k_cache.shape[2],
-    }
-
-
-def sum_constants(dtype: torch.dtype, config: Config) -> dict[str, object]:
-    """Returns the constants of kernels with groups of four keys: keys per tile, and formats of sums over keys."""
-    sums = paged_sum_types(dtype, config.key_block)
-    return {
-        "BN": config.key_block,
-        "NEARER": sums.nearer,
-        "NEARER_PARTS": sums.nearer_parts,
-        "PARTS": sums.parts,
-        "PRECISION": sums.dot,
     }
 
 
@@ -178,15 +131,12 @@ def _prefill(
     # As `forward.head_group`: the heads side by side in the grid read about as much as the L2 cache holds.
     key_bytes = 2 * max(1, max_keys) * head_dim * q.element_size()
     heads = num_heads // k_cache.shape[2] * max(1, GROUP_BYTES // key_bytes)
-    kernel, chunk, sums = sixteen_prefill_kernel, SIXTEEN_CHUNK, {}
-    if q.dtype == torch.float32:
-        kernel, chunk, sums = prefill_kernel, CHUNK, sum_constants(q.dtype, config)
-    kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
+    prefill_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
         q, k_cache, v_cache, block_table, o, log_rest, cu_q, seq_lens,
         num_tokens, num_heads, num_sequences, num_slots, block_table.shape[1], heads, split_queries,
-        FIRST_CHUNK, chunk, q.stride(0), q.stride(1),
+        FIRST_CHUNK, PREFILL_CHUNK, q.stride(0), q.stride(1),
         logit_scale=logit_scale, threshold=threshold, REMAINDER=remainder,
-        **_strides(k_cache, block_table), **shape_constants(q, k_cache, v_cache, config), **sums, **launch(config),
+        **_strides(k_cache, block_table), **shape_constants(q, k_cache, v_cache, config), **launch(config),
     )  # fmt: skip
 
 
@@ -214,12 +164,11 @@ def _split(
         part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
         part_rest = torch.empty(shape, dtype=torch.float32, device=q.device)
     constants, strides = shape_constants(q, k_cache, v_cache, config), _strides(k_cache, block_table)
-    sums = sum_constants(q.dtype, config)
     split_kernel[(num_splits, num_kv_heads, num_sequences)](
         q, k_cache, v_cache, block_table, part, part_rest, o, log_rest, cu_q, seq_lens,
-        num_tokens, num_kv_heads, num_sequences, block_table.shape[1], split_queries, form.first_chunk, CHUNK,
-        q.stride(0), q.stride(1), logit_scale=logit_scale, threshold=threshold, WHOLE=whole, ONE_LOOP=form.one_loop,
-        EARLY=early, REMAINDER=whole and remainder, **strides, **constants, **sums, **launch(config),
+        num_tokens, num_kv_heads, num_sequences, block_table.shape[1], split_queries, form.first_chunk, SPLIT_CHUNK,
+        q.stride(0), q.stride(1), logit_scale=logit_scale, threshold=threshold, WHOLE=whole,
+        EARLY=early, REMAINDER=whole and remainder, **strides, **constants, **launch(config),
     )  # fmt: skip
     if whole:
         return
@@ -228,6 +177,6 @@ def _split(
         part, part_rest, v_cache, block_table, o, log_rest, cu_q, seq_lens,
         num_tokens, num_heads, num_sequences, num_splits, block_table.shape[1], split_queries,
         **strides, **{name: constants[name] for name in ("H", "BH", "ROWS", "BS", "BLOCK", "SLOT", "KV_GROUP")},
-        BN=config.key_block, REMAINDER=remainder, MERGED=merged, EARLY=early, num_warps=MERGED[merged],
+        KEYS=config.key_block, REMAINDER=remainder, MERGED=merged, EARLY=early, num_warps=MERGED[merged],
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

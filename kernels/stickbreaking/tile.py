@@ -1,25 +1,35 @@
-"""The place of a program, for all kernels, and the algebra of a tile in groups of four keys, for float32 and decoding.
+# ruff: noqa: RUF005 (Triton compiles no starred tuples)
+# mypy: disable-error-code=assignment
+"""The algebra of one tile of 64 keys, in which each thread holds 16 adjacent keys of a row.
 
-Logits are in units of log2 e, so that β = u / (1 + u) with u = 2^z. "Spent" is −log2 of the share of the stick that a
-key leaves. The columns of a tile are stored as [first of each group | second | third | fourth]: column c holds the key
-4 (c mod BN/4) + c div BN/4. So a group of four adjacent keys can be taken apart without moving data between threads.
-Each group needs only one logarithm and one exponential; within it, everything is products.
+Logits are in units of log2 e, so that β = u / (1 + u) with u = 2^z. "Spent" is −log2 of the share of the stick that keys
+leave. Column 8j + 2c + e of a tile holds key 16c + 2j + e: on the tensor cores' accumulator, lane c of the four lanes
+that share a row then owns the keys 16c … 16c + 15. A tile [ROWS, 64] is taken apart into 16 tensors [ROWS, 4], the
+farthest key first, which moves nothing between threads. What all lanes of a row know is stored as [ROWS, 4] too.
+
+For keys far to near, t_k = u_k Π_{i<k} (1 + u_i) and w = Π (1 + u_i) − 1 follow from each other without cancellation.
+The weight of a key is t_k 2^(log2 of the stick left after its chain of keys), and β_k = t_k / Π_{i≤k} (1 + u_i).
+A chain must not leave float32's range. So there are two versions of the algebra. The fast one has chains of 8 keys and
+one logarithm per thread and row, and holds while 16 keys spend at most RANGE. The exact one (EXACT) has chains of 4
+keys, a logarithm for each, and logits capped at 25 bits. It holds for all logits, and it is the one that masks keys.
 """
 
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr(4)
 # In float32, 2^25 + 1 rounds to 2^25. So log2(1 + 2^z) = z above this cap, and a product of four stays finite.
 LOGIT_CAP = tl.constexpr(25.0)
 # Weights below 2^-150 are zero in float32 for every logit.
 DEAD = tl.constexpr(-150.0)
-NEVER = tl.constexpr(1 << 30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Rows per granule, the unit in which forward reports where it stopped.
-STOP_ROWS = tl.constexpr(64)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# Bits that 16 adjacent keys of a row may spend in the fast algebra. Weights and their factors stay above 2^-126 where
+# the nearer keys leave 2^-56 of the stick or more.
+RANGE = tl.constexpr(70.0)
+# Phase two divides Σ g by the stick, so it counts the stick as at least 2^-40. Smaller weights are zeros in fp16, and so
+# are their g. Quotients stay below 2^(RANGE + 40), and times the largest Σ g, below 2^16, they are finite.
+LEAST = tl.constexpr(-40.0)
 
 
 @triton.jit
@@ -42,241 +52,302 @@ def reciprocal(x):
 
 
 @triton.jit
-def locate(cu_seqlens, slot, num_sequences, ROWS: tl.constexpr):
-    """Returns the sequence of slot `slot`, and which of its blocks the slot is.
-
-    Sequence i owns the slots from cu_seqlens[i] // ROWS + i on. These are enough for its blocks wherever it starts.
-    This costs one spare slot per sequence and needs no table.
-    """
-    low = 0
-    high = num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(cu_seqlens + middle).to(tl.int32) // ROWS + middle <= slot:
-            low = middle
-        else:
-            high = middle
-    first = tl.load(cu_seqlens + low).to(tl.int32) // ROWS + low
-    return low, slot - first
-
-
-@triton.jit
-def assign(program, num_heads, head_group, num_slots):
-    """Returns the head and place of a program, slot by slot for `head_group` heads, then for the next ones."""
-    first = program // (head_group * num_slots) * head_group
-    inside = program - first * num_slots
-    width = tl.minimum(head_group, num_heads - first)
-    return first + inside % width, inside // width
-
-
-@triton.jit
-def slot_at(place, num_slots, num_sequences, LAST_FIRST: tl.constexpr):
-    """Returns the slot at a place. For equally long sequences, the last (or first) blocks of all come first."""
-    blocks = tl.cdiv(num_slots, num_sequences)
-    block = place // num_sequences
-    if LAST_FIRST:
-        block = blocks - 1 - block
-    return (place % num_sequences) * blocks + block
-
-
-@triton.jit
-def bounds(cu_seqlens, sequence, total):
-    """Returns start and length of a sequence, clamped to the tensor."""
-    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence).to(tl.int32), 0), total)
-    end = tl.minimum(tl.load(cu_seqlens + sequence + 1).to(tl.int32), total)
-    return start, tl.maximum(end - start, 0)
-
-
-@triton.jit
-def block_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS: tl.constexpr):
-    """Returns the farthest tile that forward visited for any granule of these row blocks. `block` may be a vector."""
-    base = block_stop_ptr + head * num_stop_slots + tl.load(cu_q_ptr + sequence).to(tl.int32) // STOP_ROWS + sequence
-    if ROWS < STOP_ROWS:
-        first = block // (STOP_ROWS // ROWS)
+def exp2(x):
+    # tl.exp2 takes three more instructions for denormal results.
+    if INTERPRETED:
+        y = tl.exp2(x)
     else:
-        first = block * (ROWS // STOP_ROWS)
-    stop = tl.load(base + first, mask=first * STOP_ROWS < q_len, other=NEVER)
-    for i in tl.static_range(1, ROWS // STOP_ROWS):
-        more = tl.load(base + first + i, mask=(first + i) * STOP_ROWS < q_len, other=NEVER)
-        stop = tl.minimum(stop, more)
-    return stop
-
-
-@triton.jit
-def list_runs(
-    list_ptr, block_stop_ptr, cu_q_ptr, sequence, first_head, base, first, last, t, q_len, num_stop_slots,
-    ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Writes the runs of row blocks in [first, last) for which tile t is live. Returns the number of runs.
-
-    Runs are listed head by head. A run is stored as its first and its last block, each as
-    (head of the group · MAX_BLOCKS + block − base).
-    """
-    count = 0
-    for i in range(KV_GROUP):
-        for start in range(first, last, 64):
-            block = start + tl.arange(0, 64)
-            stops = (block_stop_ptr, cu_q_ptr, sequence, first_head + i)
-            live = (block < last) & (block_stop(*stops, block, q_len, num_stop_slots, ROWS) <= t)
-            earlier = block_stop(*stops, tl.maximum(block - 1, first), q_len, num_stop_slots, ROWS)
-            later = block_stop(*stops, block + 1, q_len, num_stop_slots, ROWS)
-            opens = live & ((block == first) | (earlier > t))
-            closes = live & ((block + 1 >= last) | (later > t))
-            run = 2 * (count + tl.cumsum(opens.to(tl.int32), 0) - 1)
-            entry = i * MAX_BLOCKS + block - base
-            tl.store(list_ptr + run, entry, mask=opens)
-            tl.store(list_ptr + run + 1, entry, mask=closes)
-            count += tl.sum(opens.to(tl.int32), 0)
-    return count
-
-
-@triton.jit
-def key_of_column(BN: tl.constexpr):
-    column = tl.arange(0, BN)
-    return column % (BN // GROUP) * GROUP + column // (BN // GROUP)
-
-
-@triton.jit
-def each_round(x, counter, H: tl.constexpr):
-    """Returns x, in a form that the compiler cannot hoist out of a loop with a counter in [0, 2^30).
-
-    The compiler does not know the range of the counter, so it computes everything that depends on the result in every
-    iteration. For more than 64 dims, hoisted addresses would fill the registers and be spilled.
-    """
-    if H > 64:
-        y = x + (counter >> 30)
-    else:
-        y = x
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return y
 
 
 @triton.jit
-def triangle(BN: tl.constexpr, NEARER: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Returns a matrix such that x @ triangle sums all groups strictly nearer to (or farther from) the query.
+def log2_1p(w):
+    """Returns log2(1 + w). 1 + w loses values below 2^-24, and many low logits add up to a visible share of the stick."""
+    series = w * (LOG2_E - w * (LOG2_E / 2 - w * (LOG2_E / 3)))
+    return tl.where(w < 2**-8, series, log2(1.0 + w))
 
-    The matrix is repeated PARTS times, for an x that is split into as many rounded parts.
-    """
-    row = (tl.arange(0, PARTS * (BN // GROUP)) % (BN // GROUP))[:, None]
-    column = tl.arange(0, BN // GROUP)[None, :]
+
+@triton.jit
+def key_of_column(KEYS: tl.constexpr):
+    column = tl.arange(0, KEYS)
+    return column % 8 // 2 * (KEYS // 4) + column // 8 * 2 + column % 2
+
+
+@triton.jit
+def take_apart(x, ROWS: tl.constexpr):
+    """Returns the 16 or 8 keys of each thread, the farthest first, as tensors [ROWS, 4]."""
+    # The bits of a column are j2 j1 j0 c1 c0 e, and those of a key c1 c0 j2 j1 j0 e. With 32 keys, there is no j2.
+    if x.shape[1] == 64:
+        keys = (tl.permute(tl.reshape(x, (ROWS, 2, 2, 2, 4, 2)), (0, 4, 5, 3, 2, 1)),)
+    else:
+        keys = (tl.permute(tl.reshape(x, (ROWS, 2, 2, 4, 2)), (0, 3, 4, 2, 1)),)
+    for level in tl.static_range(4 if x.shape[1] == 64 else 3):
+        split = ()
+        for i in tl.static_range(2**level):
+            split = split + tl.split(keys[i])
+        keys = split
+    return keys
+
+
+@triton.jit
+def put_together(keys, ROWS: tl.constexpr):
+    """Returns the tile [ROWS, 64 or 32] that `take_apart` takes apart into `keys`."""
+    LEVELS: tl.constexpr = 4 if len(keys) == 16 else 3
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for i in tl.static_range(2 ** (LEVELS - 1 - level)):
+            joined = joined + (tl.join(keys[2 * i], keys[2 * i + 1]),)
+        keys = joined
+    if LEVELS == 4:
+        x = tl.reshape(tl.permute(keys[0], (0, 5, 4, 3, 1, 2)), (ROWS, 64))
+    else:
+        x = tl.reshape(tl.permute(keys[0], (0, 4, 3, 1, 2)), (ROWS, 32))
+    return x
+
+
+@triton.jit
+def lanes(like):
+    return tl.broadcast_to(tl.arange(0, 4)[None, :], like.shape)
+
+
+@triton.jit
+def per_row(x):
+    """Returns x [ROWS] for all lanes: [ROWS, 4]."""
+    return tl.broadcast_to(x[:, None], (x.shape[0], 4))
+
+
+@triton.jit
+def exchange(x, BIT: tl.constexpr):
+    """Returns x of the lane whose number differs in BIT, 1 or 2."""
+    if INTERPRETED:
+        y = tl.gather(x, lanes(x) ^ BIT, 1)
+    elif BIT == 1:
+        y = tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    else:
+        y = tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return y
+
+
+@triton.jit
+def lane_sums(x, NEARER: tl.constexpr):
+    """Returns the sum of x over the lanes with nearer (or farther) keys, and over all four. x must be finite."""
+    neighbour = exchange(x, 1)
+    pair = x + neighbour
+    other_pair = exchange(pair, 2)
+    lane = lanes(x)
+    # Loops keep these in registers, so that both directions share them.
+    neighbour_is_nearer = (lane % 2 == 0).to(tl.float32)
+    pair_is_nearer = (lane < 2).to(tl.float32)
     if NEARER:
-        ones = row > column
+        beside = neighbour_is_nearer * neighbour + pair_is_nearer * other_pair
     else:
-        ones = row < column
-    return ones.to(dtype)
+        beside = (neighbour - neighbour_is_nearer * neighbour) + (other_pair - pair_is_nearer * other_pair)
+    return beside, pair + other_pair
 
 
 @triton.jit
-def group_sums(x, triangle, PRECISION: tl.constexpr):
-    """Returns x @ triangle. x is split into as many parts of the triangle's dtype as the triangle has copies."""
-    # Triton resolves constant conditions only in if and else; the code after an early return would be compiled as well.
-    if triangle.shape[0] == x.shape[1]:
-        parts = x.to(triangle.dtype)
+def chain(u, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Returns t of COUNT keys from FIRST on, and w = Π(1 + u) − 1."""
+    w = u[FIRST]
+    t = (w,)
+    for i in tl.static_range(FIRST + 1, FIRST + COUNT):
+        next_t = u[i] * w + u[i]
+        t = t + (next_t,)
+        w = w + next_t
+    return t, w
+
+
+@triton.jit
+def spend(z, limit, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr):
+    """Returns u and t of each key, w of each chain, `after`, and what the 16 keys spend.
+
+    z: logits [ROWS, 64]. MASKED: row i attends only to the first limit[i] keys of the tile. after[n]: log2 of what chain n
+    and the nearer chains of the thread spend. It holds one number for all of a thread's chains in the fast algebra.
+    """
+    z = take_apart(z, ROWS)
+    if MASKED:
+        z = _mask(z, limit)
+    if EXACT:
+        u, t, w, after, spent = _spend_capped(z)
     else:
-        high = x.to(triangle.dtype)
-        parts = beside(high, (x - high.to(tl.float32)).to(triangle.dtype), x.shape[0], 2 * x.shape[1])
-    return tl.dot(parts, triangle, input_precision=PRECISION)
+        u = ()
+        for i in tl.static_range(len(z)):
+            u = u + (exp2(z[i]),)
+        t, w0 = chain(u, 0, 8)
+        if len(z) == 16:
+            t1, w1 = chain(u, 8, 8)
+            t = t + t1
+            w = (w0, w1)
+            spent = log2_1p((w1 * w0 + w1) + w0)
+        else:
+            w = (w0,)
+            spent = log2_1p(w0)
+        after = (spent,)
+    return u, t, w, after, spent
 
 
 @triton.jit
-def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+def _mask(z, limit):
+    # The numbers of a thread's keys are 16c + i. Comparing i with limit − 16c keeps one number in registers, not 16.
+    own = per_row(limit) - len(z) * lanes(z[0])
+    masked = ()
+    for i in tl.static_range(len(z)):
+        masked = masked + (tl.where(own > i, z[i], float("-inf")),)
+    return masked
 
 
 @triton.jit
-def quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    left, right = halves(x, ROWS, COLUMNS)
-    a, b = halves(left, ROWS, COLUMNS // 2)
-    c, d = halves(right, ROWS, COLUMNS // 2)
-    return a, b, c, d
+def _spend_capped(z):
+    u = ()
+    t = ()
+    w = ()
+    after = ()
+    spent = tl.zeros_like(z[0])
+    for n in tl.static_range(len(z) // 4 - 1, -1, -1):
+        un = ()
+        excess = ()
+        for i in tl.static_range(4 * n, 4 * n + 4):
+            un = un + (exp2(tl.minimum(z[i], LOGIT_CAP)),)
+            excess = excess + (tl.maximum(z[i], LOGIT_CAP) - LOGIT_CAP,)
+        tn, wn = chain(un, 0, 4)
+        capped = log2_1p(wn)
+        # β of a capped key is 1 in float32, so that its own weight does not depend on the excess.
+        after = (spent + capped,) + after
+        spent += capped + ((excess[0] + excess[1]) + (excess[2] + excess[3]))
+        u = un + u
+        t = tn + t
+        w = (wn,) + w
+    return u, t, w, after, spent
 
 
 @triton.jit
-def beside(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (ROWS, COLUMNS))
+def factors(w, after, rest, scale, EXACT: tl.constexpr):
+    """Returns p of each chain: its weights are t p. rest [ROWS, 4]: log2 of the stick left after the nearer lanes.
+
+    scale: a power of two by which p is multiplied, or None. Added to `rest`, it would change how `rest` is rounded.
+    """
+    p = ()
+    for n in tl.static_range(len(after)):
+        p = p + (exp2(rest - after[n]),)
+    if scale is not None:
+        scaled = ()
+        for n in tl.static_range(len(after)):
+            scaled = scaled + (p[n] * scale,)
+        p = scaled
+    if not EXACT and len(w) == 2:
+        p = (p[0], p[0] * w[0] + p[0])  # type: ignore[misc]
+    return p
 
 
 @triton.jit
-def whole(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    return beside(beside(a, b, ROWS, COLUMNS // 2), beside(c, d, ROWS, COLUMNS // 2), ROWS, COLUMNS)
+def weigh(t, p, EXACT: tl.constexpr):
+    """Returns the weights of the 16 keys. p: `factors`."""
+    LENGTH: tl.constexpr = 4 if EXACT else 8
+    a = ()
+    for i in tl.static_range(len(t)):
+        a = a + (t[i] * p[i // LENGTH],)
+    return a
 
 
 @triton.jit
-def multiply(x, y, acc, TURN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def logit_gradients(u, t, w, p, d, farther, EXACT: tl.constexpr):
+    """Returns dz of the 16 keys, and Σ g over the tile, where g_k = t_k p d_k.
+
+    dz_k = g_k − β_k Σ_{i≤k} g_i = t_k (p d_k − r_k Σ_{i≤k} g_i), with r_k = 1 / Π_{i≤k} (1 + u_i) within the chain. So
+    neither weights nor β are needed. d: dO·v. farther [ROWS, 4]: Σ g over the keys of farther tiles.
+    """
+    LENGTH: tl.constexpr = 4 if EXACT else 8
+    LAST: tl.constexpr = len(w) - 1
+    r = _shares(u, reciprocal(1.0 + w[LAST]), LENGTH * LAST, LENGTH)
+    for n in tl.static_range(LAST - 1, -1, -1):
+        r = _shares(u, reciprocal(1.0 + w[n]), LENGTH * n, LENGTH) + r
+    gain = p[0] * d[0]
+    total = t[0] * gain
+    x = (gain - r[0] * total,)
+    for i in tl.static_range(1, len(t)):
+        gain = p[i // LENGTH] * d[i]
+        total = t[i] * gain + total
+        x = x + (gain - r[i] * total,)
+    lanes_farther, tile_total = lane_sums(total, False)
+    farther += lanes_farther
+    dz = ()
+    for i in tl.static_range(len(t)):
+        dz = dz + (t[i] * (x[i] - r[i] * farther),)
+    return dz, tile_total
+
+
+@triton.jit
+def logit_gradients_of_weights(u, w, a, rest, d, farther):
+    """Returns dz of the 16 keys from their weights a, in the fast algebra.
+
+    With Q_k, the stick that is left when key k is reached, a_k = β_k Q_k. So dz_k = a_k (d_k − Σ_{i≤k} g_i / Q_k). This
+    takes one instruction per key less than `logit_gradients` if the weights are needed anyway, and t can leave the
+    registers. rest [ROWS, 4]: log2 of Q of the nearest key, at least LEAST.
+    """
+    nearest = exp2(-rest)
+    inverse = _shares(u, w[1] * nearest + nearest, 0, 8) + _shares(u, nearest, 8, 8)
+    total = a[0] * d[0]
+    x = (d[0] - inverse[0] * total,)
+    for i in tl.static_range(1, 16):
+        total = a[i] * d[i] + total
+        x = x + (d[i] - inverse[i] * total,)
+    lanes_farther, _ = lane_sums(total, False)
+    farther += lanes_farther
+    dz = ()
+    for i in tl.static_range(16):
+        dz = dz + (a[i] * (x[i] - inverse[i] * farther),)
+    return dz
+
+
+@triton.jit
+def _shares(u, last, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Returns r of COUNT keys from FIRST on, where r_{k−1} = r_k (1 + u_k). last: r of the last one."""
+    r = (last,)
+    for i in tl.static_range(FIRST + COUNT - 1, FIRST, -1):
+        last = last * u[i] + last
+        r = (last,) + r
+    return r
+
+
+@triton.jit
+def dot(x, y, acc=None):
+    """Returns x y, added to acc if there is one. float32 takes three products of tf32, which keep its digits."""
+    if x.dtype == tl.float32:
+        z = tl.dot(x, y, acc, input_precision="tf32x3")
+    else:
+        z = tl.dot(x, y, acc)
+    return z
+
+
+@triton.jit
+def sliced_products(x, y, H: tl.constexpr, BH: tl.constexpr):
+    """Returns x yᵀ in float32, loaded 32 dims at a time: the parts of longer rows would not fit the registers.
+
+    x, y: pointers to rows [R, 1], and which of them exist [R].
+    """
+    WIDTH: tl.constexpr = min(BH, 32)
+    for first in tl.static_range(0, BH, WIDTH):
+        dims = first + tl.arange(0, WIDTH)
+        a = tl.load(x[0] + dims[None, :], mask=x[1][:, None] & (dims < H)[None, :], other=0.0)
+        b = tl.load(y[0] + dims[None, :], mask=y[1][:, None] & (dims < H)[None, :], other=0.0)
+        if first == 0:
+            z = dot(a, tl.trans(b))
+        else:
+            z = dot(a, tl.trans(b), z)
+    return z
+
+
+@triton.jit
+def multiply(x, y, acc, TURN: tl.constexpr, PARTS: tl.constexpr):
     """Returns acc + x y (TURN: acc + xᵀ y). x, float32, is multiplied in y's dtype; two parts keep twice the digits."""
     high = x.to(y.dtype)
-    acc = tl.dot(tl.trans(high) if TURN else high, y, acc, input_precision=PRECISION)
+    acc = dot(tl.trans(high) if TURN else high, y, acc)
     if PARTS == 2:
         low = (x - high.to(tl.float32)).to(y.dtype)
-        acc = tl.dot(tl.trans(low) if TURN else low, y, acc, input_precision=PRECISION)
+        acc = dot(tl.trans(low) if TURN else low, y, acc)
     return acc
-
-
-@triton.jit
-def spend(z, limit, MASKED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):
-    """Returns u of the four keys of each group, w = Π(1 + u) − 1, and log2(1 + w) with capped and with uncapped logits.
-
-    z: logits [ROWS, BN]. MASKED: row i attends only to the first limit[i] keys of the tile.
-    """
-    z0, z1, z2, z3 = quarters(z, ROWS, BN)
-    if MASKED:
-        # In quarters, a thread holds only a fourth of the key numbers in registers.
-        key = (tl.arange(0, BN // GROUP) * GROUP)[None, :]
-        z0 = tl.where(key < limit[:, None], z0, float("-inf"))
-        z1 = tl.where(key < limit[:, None] - 1, z1, float("-inf"))
-        z2 = tl.where(key < limit[:, None] - 2, z2, float("-inf"))
-        z3 = tl.where(key < limit[:, None] - 3, z3, float("-inf"))
-    u0 = tl.exp2(tl.minimum(z0, LOGIT_CAP))
-    u1 = tl.exp2(tl.minimum(z1, LOGIT_CAP))
-    u2 = tl.exp2(tl.minimum(z2, LOGIT_CAP))
-    u3 = tl.exp2(tl.minimum(z3, LOGIT_CAP))
-    w01 = u0 * u1 + (u0 + u1)
-    w23 = u2 * u3 + (u2 + u3)
-    w = w01 * w23 + (w01 + w23)
-    # 1 + w loses values below 2^-24. Many keys with low logits would add up to a visible share of the stick.
-    series = w * (LOG2_E - w * (LOG2_E / 2 - w * (LOG2_E / 3)))
-    capped = tl.where(w < 2**-8, series, log2(1.0 + w))
-    over = (tl.maximum(z0, LOGIT_CAP) + tl.maximum(z1, LOGIT_CAP)) + (
-        tl.maximum(z2, LOGIT_CAP) + tl.maximum(z3, LOGIT_CAP)
-    )
-    return u0, u1, u2, u3, w, capped, capped + (over - 4 * LOGIT_CAP)
-
-
-@triton.jit
-def spent_nearer(spent, nearer, PRECISION: tl.constexpr):
-    """Returns −log2 of what the nearer groups of this tile leave. The range of fp16 ends at 65504."""
-    return group_sums(tl.minimum(spent, 60000.0), nearer, PRECISION)
-
-
-@triton.jit
-def weigh(u0, u1, u2, u3, rest):
-    """Returns the weights of a group's keys, the farthest first. rest: log2 of the stick left after the group."""
-    p = tl.exp2(rest)
-    a0 = u0 * p
-    p += a0
-    a1 = u1 * p
-    p += a1
-    a2 = u2 * p
-    p += a2
-    return a0, a1, a2, u3 * p
-
-
-@triton.jit
-def logit_gradients(u0, u1, u2, u3, w, g0, g1, g2, g3, behind):
-    """Returns dz_i = g_i − β_i Σ_{i' ≤ i} g_i'. behind: Σ over farther groups. One reciprocal gives all 1 / (1 + u)."""
-    y0 = 1.0 + u0
-    y1 = 1.0 + u1
-    y2 = 1.0 + u2
-    y3 = 1.0 + u3
-    y01 = y0 * y1
-    y23 = y2 * y3
-    r = reciprocal(y01 * y23)
-    r01 = r * y23
-    r23 = r * y01
-    s = behind + g0
-    dz0 = g0 - u0 * (r01 * y1) * s
-    s += g1
-    dz1 = g1 - u1 * (r01 * y0) * s
-    s += g2
-    dz2 = g2 - u2 * (r23 * y3) * s
-    s += g3
-    return dz0, dz1, dz2, g3 - u3 * (r23 * y2) * s

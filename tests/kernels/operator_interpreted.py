@@ -10,9 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from ssscale_kernels.stickbreaking import accuracy, fuzz, half, ops, stickbreaking_attention
+from ssscale_kernels.stickbreaking import accuracy, blocks, fuzz, half, ops, scales, stickbreaking_attention, tile
 from ssscale_kernels.stickbreaking.accuracy import BF16, FP16, FP32, Case
-from ssscale_kernels.stickbreaking.sixteen import blocks, scales, tile
 
 from tests.kernels.interpreted import repair_bfloat16
 
@@ -28,12 +27,18 @@ CASES = {
         "80 dims": SMALL._replace(head_dim=80, lengths=(66,)),
         "128 dims": SMALL._replace(head_dim=128, use="remainder", lengths=(66,)),
         "float32": Case(FP32, 16, use="remainder", heads=(1, 1), lengths=(66,)),
+        "float32, 64 dims": Case(FP32, 64, use="carried", heads=(2, 1), lengths=(1, 0, 70)),
+        "float32, 80 dims": Case(FP32, 80, use="carried", heads=(2, 1), lengths=(3, 40)),  # backward is torch's
+        "float32, offsets": SMALL._replace(dtype=FP32, head_dim=40, **RECTANGLE),
     },
     "logits": {
         "skipping": SMALL._replace(lengths=(200,), skip_below=EPSILON),
         "skipping, remainder": Case(FP16, 16, "normal", "remainder", EPSILON, (2, 1), (150,)),
         "skipping, huge": SMALL._replace(kind="huge", lengths=(150,), skip_below=EPSILON),
         "huge": SMALL._replace(kind="huge", use="carried", lengths=(140,)),
+        "float32, huge": SMALL._replace(dtype=FP32, kind="huge", lengths=(100,)),
+        "float32, one-hot": SMALL._replace(dtype=FP32, kind="one-hot", lengths=(100,)),
+        "float32, skipping": SMALL._replace(dtype=FP32, head_dim=40, lengths=(150,), skip_below=EPSILON),
         "edge": SMALL._replace(kind="edge", use="log_rest", lengths=(140,)),
     },
     "bfloat16": {
@@ -58,8 +63,8 @@ def flag_missing(*args: Any) -> None:
     save_stop(*args[:8], False, *args[9:])
 
 
-def lanes_swapped() -> Any:
-    return key_of_column() ^ 16
+def lanes_swapped(num_keys: Any) -> Any:
+    return key_of_column(num_keys) ^ 16
 
 
 def gradient_of_log_rest_ignored(maxima_ptr: Any, rest_max_ptr: Any, sequence: Any, dims: Any, rest: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from ssscale_kernels.stickbreaking.paged_launch import Form, paged
+from ssscale_kernels.stickbreaking.paged_launch import paged
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
 from torch import Tensor
 
@@ -33,7 +33,6 @@ class Case(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     num_splits: int | None = None
-    one_loop: bool = False
     shared: int = 0  # blocks at the start that all sequences share
     heads_first: bool = False  # the order in memory: heads before slots, k and v interleaved
     padding: int = 0  # tokens of q after the last sequence
@@ -53,7 +52,7 @@ CASES = {
     "one split": Case(
         [1, 2, 0, 1], [129, 17, 9, 1], num_heads=6, num_kv_heads=2, remainder=True, max_seqlen_q=2, num_splits=1
     ),
-    "one loop": Case([1, 6, 2], [300, 64, 66], max_seqlen_q=6, num_splits=2, one_loop=True, remainder=True),
+    "long rows": Case([1, 6, 2], [300, 64, 66], max_seqlen_q=6, num_splits=2, remainder=True),
     "blocks of 64": Case([1, 70], [64, 128], block_size=64, shared=1),
     "blocks of 128": Case([2, 40], [300, 129], block_size=128, remainder=True),
     "blocks of 8": Case([1, 40], [100, 97], block_size=8),
@@ -142,7 +141,7 @@ def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0) -> dict[str, ob
     most = case.max_seqlen_k or max(case.keys)
     limits = (longest, most, scale, skip_below, case.remainder)
     out = torch.empty(q.shape, dtype=dtype)
-    ours = paged(*inputs, *limits, num_splits=case.num_splits, out=out, form=Form(one_loop=case.one_loop))
+    ours = paged(*inputs, *limits, num_splits=case.num_splits, out=out)
     o, rest = (x[: sum(case.queries)] for x in ours)
     exact, exact_rest = paged_reference(
         q.double(), k_cache.double(), v_cache.double(), *layout, scale, remainder=case.remainder

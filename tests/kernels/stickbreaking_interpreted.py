@@ -6,15 +6,16 @@ Prints one JSON object a case: errors against float64, and those of float32 torc
 
 import json
 import sys
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from ssscale_kernels.stickbreaking import stickbreaking_reference
+from ssscale_kernels.stickbreaking import accuracy, stickbreaking_reference
 from ssscale_kernels.stickbreaking.backward import backward
+from ssscale_kernels.stickbreaking.blocks import list_runs
 from ssscale_kernels.stickbreaking.decode import decode
 from ssscale_kernels.stickbreaking.forward import forward
-from ssscale_kernels.stickbreaking.tile import list_runs
 
 # name: (query lengths, key lengths, offsets, heads, key heads, head dim, standard deviation of q, bytes of scratch a row)
 CASES = {
@@ -25,7 +26,7 @@ CASES = {
     "packed": ([1, 0, 65, 20], None, None, 1, 1, 24, 1.0, 512),
     "slices": ([140, 65], None, None, 1, 1, 16, 1.0, 8),
     "offset": ([20, 10], [70, 65], [50, 70], 1, 1, 16, 1.0, 512),
-    # Blocks of 16 rows in float32, four of which report where they stopped together.
+    # More dims than backward takes on a GPU; forward loads them in slices.
     "wide": ([70], None, None, 1, 1, 72, 1.0, 512),
 }
 
@@ -114,17 +115,53 @@ def run_skip(dtype):
     }
 
 
-def run_decode(dtype):
+class Decode(NamedTuple):
+    """Queries [2, 0, 3] over keys [100, 50, 150], unless otherwise said, by 4 heads over 2."""
+
+    kind: str = "normal"  # of accuracy.KINDS
+    head_dim: int = 16
+    queries: tuple[int, ...] = (2, 0, 3)
+    entering: bool = False  # log_rest_in is given
+    skip_below: float = 0.0
+    splits: tuple[int, ...] = (1, 3)
+
+
+DECODES = {
+    "decode": Decode(splits=(1, 3, 7)),
+    "decode, huge": Decode("huge"),
+    "decode, low": Decode("low"),
+    "decode, one-hot": Decode("one-hot"),
+    "decode, edge": Decode("edge"),
+    "decode, 24 dims, carried": Decode(head_dim=24, entering=True),
+    "decode, 72 dims": Decode(head_dim=72),
+    "decode, 128 dims": Decode(head_dim=128, queries=(1, 0, 1), splits=(2,)),
+    "decode, 64 rows": Decode(queries=(17, 1, 30), splits=(2,)),
+    "decode, skipping": Decode(head_dim=24, skip_below=2.0**-12),
+}
+
+
+def run_decode(case, dtype):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(n, h, 16, generator=generator).to(dtype) for n, h in ((5, 4), (300, 2), (300, 2)))
-    cu_q, cu_k, offsets = starts([2, 0, 3]), starts([100, 50, 150]), torch.tensor([98, 3, 140], dtype=torch.int32)
-    layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets, "scale": 0.25}
+    shapes = ((sum(case.queries), 4), (300, 2), (300, 2))
+    q, k, v = (torch.randn(n, h, case.head_dim, generator=generator) for n, h in shapes)
+    torch.manual_seed(0)
+    q, k = accuracy.logits(case.kind, q, k)
+    # Half as low as in `accuracy`: weights would be too small for two parts of float16.
+    q, k = (q / 2 if case.kind == "low" else q).to(dtype), k.to(dtype)
+    v = v.to(dtype)
+    cu_q, cu_k = starts(case.queries), starts([100, 50, 150])
+    offsets = torch.tensor([98, 3, 140], dtype=torch.int32)
+    entering = -torch.rand(q.shape[:2], generator=generator) if case.entering else None
+    scale = case.head_dim**-0.5
+    layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets, "scale": scale, "log_rest_in": entering}
     exact = stickbreaking_reference(q.double(), k.double(), v.double(), **layout)
     same = stickbreaking_reference(q, k, v, **layout)
-    results = {}
-    for splits in (1, 3, 7):
-        ours = decode(q, k, v, cu_q, cu_k, offsets, None, 3, 150, 0.25, 0.0, num_splits=splits)
-        results |= {f"{n}/{splits}": r for n, r in report(("o", "log_rest"), ours, exact, same).items()}
+    results = {"allowed": case.skip_below * v.abs().max().item()}
+    sizes = (max(case.queries), 150, scale, case.skip_below)
+    for splits in case.splits:
+        ours = decode(q, k, v, cu_q, cu_k, offsets, entering, *sizes, num_splits=splits)
+        names = ("o",) if case.skip_below else ("o", "log_rest")
+        results |= {f"{n}/{splits}": r for n, r in report(names, ours, exact, same).items()}
     return results
 
 
@@ -132,14 +169,15 @@ def run_decode(dtype):
 def list_runs_kernel(
     count_ptr, list_ptr, stop_ptr, cu_ptr, base, first, last, q_len, num_slots, GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr
 ):  # fmt: skip
-    count = list_runs(
-        list_ptr, stop_ptr, cu_ptr, 0, 0, base, first, last, 5, q_len, num_slots, 64, GROUP, MAX_BLOCKS
+    runs, num_exact = list_runs(
+        list_ptr, (stop_ptr, cu_ptr, 0), 0, base, first, last, 5, q_len, num_slots, 64, GROUP, MAX_BLOCKS
     )  # fmt: skip
-    tl.store(count_ptr, count)
+    tl.store(count_ptr, runs)
+    tl.store(count_ptr + 1, num_exact)
 
 
 def run_lists():
-    """Runs of row blocks over several chunks of 64, against a loop."""
+    """Runs of row blocks over several chunks of 64, against a loop. Blocks that have stopped at −1 need the exact algebra."""
     wrong = 0
     for base, first, last, share in (
         (0, 0, 199, 0.9),
@@ -148,14 +186,16 @@ def run_lists():
         (0, 1, 200, 1.0),
         (2, 9, 9, 1.0),
     ):
-        stop = torch.where(torch.rand(2, 201, generator=torch.Generator().manual_seed(last)) < share, 0, 9).int()
-        count, found = torch.zeros(1, dtype=torch.int32), torch.full((2 * 258,), -7, dtype=torch.int32)
+        drawn = torch.rand(2, 201, generator=torch.Generator().manual_seed(last))
+        stop = torch.where(drawn < share / 8, -1, torch.where(drawn < share, 0, 9)).int()
+        count, found = torch.zeros(2, dtype=torch.int32), torch.full((2 * 258,), -7, dtype=torch.int32)
         cu = torch.tensor([0, 200 * 64 - 5], dtype=torch.int32)
         list_runs_kernel[(1,)](count, found, stop, cu, base, first, last, 200 * 64 - 5, 201, 2, 256)
         live = [(g * 256 + b - base, bool(stop[g, b] == 0)) for g in range(2) for b in range(first, last)]
         alive = {entry for entry, is_live in live if is_live}
         wanted = [x for e in sorted(alive) for x, end in ((e, e - 1), (e, e + 1)) if end not in alive]
-        wrong += found[: 2 * int(count)].tolist() != wanted or bool((found[len(wanted) :] != -7).any())
+        wrong += found[: 2 * int(count[0])].tolist() != wanted or bool((found[len(wanted) :] != -7).any())
+        wrong += int(count[1]) != int((stop[:, first:last] == -1).sum())
     return {"wrong": wrong}
 
 
@@ -167,4 +207,5 @@ if __name__ == "__main__":
         for name in CASES:
             print(json.dumps({"case": f"{name}-{dtype}"} | run(name, dtype)), flush=True)
         print(json.dumps({"case": f"skip-{dtype}"} | run_skip(dtype)), flush=True)
-    print(json.dumps({"case": f"decode-{dtype}"} | run_decode(dtype)), flush=True)
+    for name, case in DECODES.items():
+        print(json.dumps({"case": f"{name}-{dtype}"} | run_decode(case, dtype)), flush=True)

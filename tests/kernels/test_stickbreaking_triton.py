@@ -6,16 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from ssscale_kernels.stickbreaking import backward as B
-from ssscale_kernels.stickbreaking import decode as D
-from ssscale_kernels.stickbreaking import forward as F
-from ssscale_kernels.stickbreaking import half
-from ssscale_kernels.testing import Resources, compile_for_hopper, resources
+from ssscale_kernels.stickbreaking import decode, half, ops
+from ssscale_kernels.stickbreaking.dkv import dkv_kernel
+from ssscale_kernels.stickbreaking.dq import dq_kernel
+from ssscale_kernels.stickbreaking.forward import forward_config, forward_kernel
+from ssscale_kernels.stickbreaking.settings import launch
+from ssscale_kernels.testing import compile_for_hopper, resources
+from triton.compiler import CompiledKernel
 
 from tests.kernels.interpreted import run_interpreted
+from tests.kernels.stickbreaking_hopper import shuffles_reach_their_lanes
+from tests.kernels.stickbreaking_interpreted import DECODES
 
 CASES = [f"{name}-torch.float32" for name in ("plain", "huge", "low", "one", "packed", "slices", "offset", "wide")]
-CASES += ["decode-torch.float16", "decode-torch.float32"]
+CASES += [f"{name}-torch.{dtype}" for name in DECODES for dtype in ("float16", "float32")]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +34,10 @@ def budget(torch_error: float, magnitude: float, dtype: str) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_matches_float64(interpreted, case):
-    for name, (error, torch_error, magnitude) in interpreted[case].items():
-        assert error <= budget(torch_error, magnitude, case), (name, error, torch_error, magnitude)
+    result = dict(interpreted[case])
+    skipped = result.pop("allowed", 0.0)
+    for name, (error, torch_error, magnitude) in result.items():
+        assert error <= budget(torch_error, magnitude, case) + skipped, (name, error, torch_error, magnitude)
 
 
 def test_skipping_stays_within_its_bound(interpreted):
@@ -46,9 +52,6 @@ def test_runs_of_row_blocks(interpreted):
     assert interpreted["runs"] == {"wrong": 0}
 
 
-TENSORS = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
-
-
 def types(kernel, constants, **special):
     """Argument types by this package's naming: *_ptr, strides s?_?, everything else an int32."""
     named = {}
@@ -59,7 +62,7 @@ def types(kernel, constants, **special):
             named[name] = "I32"
         else:
             named[name] = "fp32" if name in ("scale", "logit_scale", "threshold") else "i32"
-    for name in ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr"):
+    for name in ("row_tile_ptr", "block_stop_ptr", "cu_q_ptr", "cu_k_ptr", "list_ptr", "offset_ptr"):
         named[name] = "*i32"
     return {name: (named | special)[name] for name in kernel.arg_names if name not in constants}
 
@@ -68,45 +71,49 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 
 
-def compiled(kernel, config, head_dim, operands, **constants) -> Resources:
-    sums = F.sum_types(DTYPES[operands], config.key_block)
-    special = dict.fromkeys(TENSORS, POINTERS[operands]) | {"row_carry_ptr": "*fp64"}
+def compiled(kernel, config, head_dim, operands, **constants) -> CompiledKernel:
+    special = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), POINTERS[operands]) | {"row_carry_ptr": "*fp64"}
     constants = {
         "H": head_dim,
         "BH": max(16, triton.next_power_of_2(head_dim)),
         "ROWS": config.row_block,
-        "BN": config.key_block,
+        "KEYS": config.key_block,
         "KV_GROUP": 1,
-        "HAS_OFFSET": False,
-        "offset_ptr": None,
-        "NEARER": sums.nearer,
-        "NEARER_PARTS": sums.nearer_parts,
-        "SUM_PARTS": sums.nearer_parts,
-        "PARTS": sums.parts,
-        "PRECISION": sums.dot,
+        "HAS_OFFSET": True,
+        "HALF": False,
+        "PARTS": 2 if operands == "float16" else 1,
+        **dict.fromkeys(("k_descriptor", "v_descriptor", "maxima_ptr", "rest_max_ptr")),
     } | constants
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = types(kernel, constants, scratch_rows="I32", **special)
-    return resources(compile_for_hopper(kernel, signature, constants, **F.launch(config)))
+    program = compile_for_hopper(kernel, signature, constants, **launch(config))
+    assert shuffles_reach_their_lanes(program.asm["ttgir"])
+    return program
 
 
-WIDTHS = [64, *(pytest.param(head_dim, marks=pytest.mark.slow) for head_dim in (16, 32, 80, 128))]
+# Both parts of q, dO, k and v take nearly all registers of dkv over 64 dims.
+SPILLS = {("dkv", 64): 9}
+FLOAT32 = [
+    ("forward", 64),
+    *(
+        pytest.param(which, head_dim, marks=pytest.mark.slow)
+        for which in ("forward", "dq", "dkv")
+        for head_dim in (16, 32, 64, 80, 128)
+        if which == "forward" or head_dim <= ops.MAX_FLOAT32_DIM
+    ),
+]
 
 
-@pytest.mark.parametrize("head_dim", WIDTHS)
-@pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
-def test_compiles_for_hopper_without_spilling(which, head_dim):
-    config = B.backward_config(head_dim)
-    rest = {"HAS_REST": False, "log_rest_in_ptr": None, "d_rest_ptr": None}
-    kernel, config, constants = {
-        "forward": (F.forward_kernel, F.forward_config(head_dim), rest),
-        "dq": (B.dq_kernel, config.dq, rest),
-        "dkv": (B.dkv_kernel, config.dkv, {"DQ_ROWS": config.dq.row_block, "MAX_BLOCKS": 64, "ADD": False}),
-    }[which]
-    found = compiled(kernel, config, head_dim, "float32", **constants)
-    if config.row_block >= 64 and config.key_block >= 64:
-        assert found.wgmma > 0, "the dots miss wgmma"
-    assert found.spills_in_loops == (0, 0), found
+@pytest.mark.parametrize(("which", "head_dim"), FLOAT32)
+def test_float32_compiles_for_hopper_without_spilling(which, head_dim):
+    kernel = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}[which]
+    config = forward_config(head_dim, torch.float32)
+    absent = ("log_rest_in_ptr", "d_rest_ptr", "q_half_ptr", "do_half_ptr")
+    constants = {"HAS_REST": False, **dict.fromkeys(absent), "HOIST": 0}
+    constants |= {"DQ_ROWS": config.row_block, "MAX_BLOCKS": 64, "ADD": False}
+    found = resources(compiled(kernel, config, head_dim, "float32", **constants))
+    assert found.wgmma > 0, "the dots miss wgmma"
+    assert max(found.spills_in_loops) <= SPILLS.get((which, head_dim), 0), found
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -129,22 +136,24 @@ def test_conversion_compiles_for_hopper_in_wide_accesses(kernel, saved):
 DECODING = [("bfloat16", 16, 64), ("bfloat16", 64, 64)] + [
     pytest.param(operands, rows, head_dim, marks=pytest.mark.slow)
     for operands in ("bfloat16", "float16", "float32")
-    for rows in (16, 32, 64)
+    for rows in (16, 64)
     for head_dim in (16, 32, 64, 80, 128)
 ]
 
 
 @pytest.mark.parametrize(("operands", "rows", "head_dim"), DECODING)
 def test_decode_compiles_for_hopper_without_spilling(operands, rows, head_dim):
-    config = D.decode_config(rows, head_dim, DTYPES[operands])
-    found = compiled(D.split_kernel, config, head_dim, operands, CHUNK=4)
+    config = decode.split_config(rows, head_dim, DTYPES[operands])
+    found = resources(compiled(decode.split_kernel, config, head_dim, operands, CHUNK=4))
     assert found.async_copies > 0 or config.num_stages == 1, "the loads are not pipelined"
-    assert found.spills_in_loops == (0, 0), found
+    masked, fast, exact = found.spills_in_loops
+    assert fast == exact == 0, found
+    assert masked <= (1 if rows == 16 and head_dim > 64 else 0), found  # runs once per query
 
 
 def test_kernels_have_no_lock():
     """Nor sums by atomics: a maximum of integers has the same bits in any order."""
-    folder = Path(F.__file__).parent
+    folder = Path(decode.__file__).parent
     found = {(file.name, name) for file in folder.rglob("*.py") for name in re.findall(r"atomic_\w+", file.read_text())}
     assert found == {("half.py", "atomic_max")}
     assert not [file for file in folder.rglob("*.py") if "atom." in file.read_text() or "volatile" in file.read_text()]

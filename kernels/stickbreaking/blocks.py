@@ -7,8 +7,71 @@ algebra can express (`tile.RANGE`), it holds the complement −1 − tile, which
 import triton
 import triton.language as tl
 
-from .. import tile as common
-from .tile import KEYS
+from . import tile
+
+NEVER = tl.constexpr(1 << 30)
+# Rows per granule, the unit in which forward reports where it stopped.
+STOP_ROWS = tl.constexpr(64)
+
+
+@triton.jit
+def locate(cu_seqlens, slot, num_sequences, ROWS: tl.constexpr):
+    """Returns the sequence of slot `slot`, and which of its blocks the slot is.
+
+    Sequence i owns the slots from cu_seqlens[i] // ROWS + i on. These are enough for its blocks wherever it starts.
+    This costs one spare slot per sequence and needs no table.
+    """
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens + middle).to(tl.int32) // ROWS + middle <= slot:
+            low = middle
+        else:
+            high = middle
+    first = tl.load(cu_seqlens + low).to(tl.int32) // ROWS + low
+    return low, slot - first
+
+
+@triton.jit
+def assign(program, num_heads, head_group, num_slots):
+    """Returns the head and place of a program, slot by slot for `head_group` heads, then for the next ones."""
+    first = program // (head_group * num_slots) * head_group
+    inside = program - first * num_slots
+    width = tl.minimum(head_group, num_heads - first)
+    return first + inside % width, inside // width
+
+
+@triton.jit
+def slot_at(place, num_slots, num_sequences, LAST_FIRST: tl.constexpr):
+    """Returns the slot at a place. For equally long sequences, the last (or first) blocks of all come first."""
+    blocks = tl.cdiv(num_slots, num_sequences)
+    block = place // num_sequences
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return (place % num_sequences) * blocks + block
+
+
+@triton.jit
+def bounds(cu_seqlens, sequence, total):
+    """Returns start and length of a sequence, clamped to the tensor."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence).to(tl.int32), 0), total)
+    end = tl.minimum(tl.load(cu_seqlens + sequence + 1).to(tl.int32), total)
+    return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
+def each_round(x, counter, H: tl.constexpr):
+    """Returns x, in a form that the compiler cannot hoist out of a loop with a counter in [0, 2^30).
+
+    The compiler does not know the range of the counter, so it computes everything that depends on the result in every
+    iteration. For more than 64 dims, hoisted addresses would fill the registers and be spilled.
+    """
+    if H > 64:
+        y = x + (counter >> 30)
+    else:
+        y = x
+    return y
 
 
 @triton.jit
@@ -16,8 +79,8 @@ def lengths(
     cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET: tl.constexpr
 ):  # fmt: skip
     """Returns start and length of a sequence's queries and of its keys, and the position of its first query."""
-    q_start, q_len = common.bounds(cu_q_ptr, sequence, num_tokens)
-    k_start, k_len = common.bounds(cu_k_ptr, sequence, num_keys_total)
+    q_start, q_len = bounds(cu_q_ptr, sequence, num_tokens)
+    k_start, k_len = bounds(cu_k_ptr, sequence, num_keys_total)
     offset = 0
     if HAS_OFFSET:
         offset = tl.load(offset_ptr + sequence).to(tl.int32)
@@ -25,7 +88,7 @@ def lengths(
 
 
 @triton.jit
-def visible(block, q_len, k_len, offset, ROWS: tl.constexpr):
+def visible(block, q_len, k_len, offset, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Returns how many keys each row of a block sees, the number of tiles that all rows see as a whole, and that of
     tiles that some row sees."""
     row = block * ROWS + tl.arange(0, ROWS)
@@ -36,7 +99,9 @@ def visible(block, q_len, k_len, offset, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_tiles(source, t, key, num_keys, dims, MASKED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
+def load_tiles(
+    source, t, key, num_keys, dims, MASKED: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr
+):  # fmt: skip
     """Loads tile t of K and V [64, BH]: through TMA if `source` has descriptors (descriptors.py), otherwise from pointers.
 
     key: the numbers of the tile's keys, `tile.key_of_column()`. MASKED: keys from num_keys on are zeros.
@@ -70,18 +135,41 @@ def _load(pointers, in_keys, dims, MASKED: tl.constexpr, H: tl.constexpr, BH: tl
 
 @triton.jit
 def first_granule(cu_q_ptr, sequence):
-    return tl.load(cu_q_ptr + sequence).to(tl.int32) // common.STOP_ROWS + sequence
+    return tl.load(cu_q_ptr + sequence).to(tl.int32) // STOP_ROWS + sequence
+
+
+@triton.jit
+def load_rows(ptr, token, token_stride, head, head_stride, row_ok, dims, H: tl.constexpr):
+    """Returns the rows of tokens [ROWS] for `products`: [ROWS, BH], or pointers to float32 and which rows exist."""
+    rows = ptr + token[:, None] * token_stride + head * head_stride
+    if ptr.dtype.element_ty == tl.float32:
+        x = (rows, row_ok)
+    else:
+        x = tl.load(rows + dims[None, :], mask=row_ok[:, None] & (dims < H)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def products(q, k, source, t, key, num_keys, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
+    """Returns q kᵀ [ROWS, KEYS] for tile t. q: from `load_rows`; k and the other arguments: those of `load_tiles`."""
+    k_ptr, _, _, _, sk_t, sk_n, _, _, k_start, kv_head = source
+    if k_ptr.dtype.element_ty == tl.float32:
+        rows = k_ptr + ((k_start + t * KEYS).to(tl.int64) * sk_t + kv_head * sk_n) + key[:, None] * sk_t
+        z = tile.sliced_products(q, (rows, t * KEYS + key < num_keys), H, BH)
+    else:
+        z = tl.dot(q, tl.trans(k))
+    return z
 
 
 @triton.jit
 def save_stop(
     block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact, ROWS: tl.constexpr
 ):  # fmt: skip
-    GRANULES: tl.constexpr = ROWS // common.STOP_ROWS
+    GRANULES: tl.constexpr = ROWS // STOP_ROWS
     granule = block * GRANULES + tl.arange(0, GRANULES)
     pointers = block_stop_ptr + head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule
     value = tl.where(exact, -1 - stop, stop)
-    tl.store(pointers, tl.full([GRANULES], 0, tl.int32) + value, mask=granule * common.STOP_ROWS < q_len)
+    tl.store(pointers, tl.full([GRANULES], 0, tl.int32) + value, mask=granule * STOP_ROWS < q_len)
 
 
 @triton.jit
@@ -90,14 +178,14 @@ def load_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_s
 
     `block` may be a vector. Blocks after the sequence's end have stopped at NEVER.
     """
-    GRANULES: tl.constexpr = ROWS // common.STOP_ROWS
+    GRANULES: tl.constexpr = ROWS // STOP_ROWS
     base = block_stop_ptr + head * num_stop_slots + first_granule(cu_q_ptr, sequence)
     first = block * GRANULES
-    stop = tl.load(base + first, mask=first * common.STOP_ROWS < q_len, other=common.NEVER)
+    stop = tl.load(base + first, mask=first * STOP_ROWS < q_len, other=NEVER)
     exact = stop < 0
     stop = tl.where(exact, -1 - stop, stop)
     for i in tl.static_range(1, GRANULES):
-        more = tl.load(base + first + i, mask=(first + i) * common.STOP_ROWS < q_len, other=common.NEVER)
+        more = tl.load(base + first + i, mask=(first + i) * STOP_ROWS < q_len, other=NEVER)
         exact = exact | (more < 0)
         stop = tl.minimum(stop, tl.where(more < 0, -1 - more, more))
     return stop, exact

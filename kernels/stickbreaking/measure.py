@@ -1,4 +1,4 @@
-"""python -m ssscale_kernels.stickbreaking.sixteen.measure OUT: checks the kernels with 16 keys per thread, then times them.
+"""python -m ssscale_kernels.stickbreaking.measure OUT: checks the kernels of training, then times them.
 
 Needs a CUDA GPU, and 16 CPU cores to stay under 100 s after compilation. First, processes side by side compile every
 kernel that will run, and one compares loads through TMA with loads from pointers; if it fails or hangs, the run goes on
@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import triton
 from ssscale_kernels.stickbreaking import accuracy, stickbreaking_attention
+from ssscale_kernels.stickbreaking import backward as backward_module
+from ssscale_kernels.stickbreaking import forward as forward_module
 from ssscale_kernels.stickbreaking.accuracy import BF16, FP16, Case
 from ssscale_kernels.stickbreaking.benchmark import forward_and_backward, graph_ms, make
-from ssscale_kernels.stickbreaking.forward import Config
-from ssscale_kernels.stickbreaking.sixteen import backward as sixteen_backward
-from ssscale_kernels.stickbreaking.sixteen import forward as sixteen_forward
-from ssscale_kernels.stickbreaking.sixteen.candidates import (
+from ssscale_kernels.stickbreaking.candidates import (
     BEFORE,
     CANDIDATES,
     SHAPES,
@@ -43,6 +42,7 @@ from ssscale_kernels.stickbreaking.sixteen.candidates import (
     pairs,
     tuned_shape,
 )
+from ssscale_kernels.stickbreaking.settings import Config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
@@ -116,11 +116,11 @@ def jobs(before: str | None) -> list[Call]:
     ]
     for head_dim in CANDIDATES:
         shape = tuned_shape(head_dim)
-        found += [partial(backwards, shape, sixteen_backward, config=pair) for _, pair in pairs(head_dim)]
-        found += [partial(forwards, shape, sixteen_forward, config=c) for c in CANDIDATES[head_dim].forward]
+        found += [partial(backwards, shape, backward_module, config=pair) for _, pair in pairs(head_dim)]
+        found += [partial(forwards, shape, forward_module, config=c) for c in CANDIDATES[head_dim].forward]
         found += [
-            partial(forwards, shape, sixteen_forward, tma=False),
-            partial(backwards, shape, sixteen_backward, tma=False),
+            partial(forwards, shape, forward_module, tma=False),
+            partial(backwards, shape, backward_module, tma=False),
         ]
         if before:
             forward, backward = earlier_form(before)
@@ -190,7 +190,7 @@ def use_pointers() -> None:
     def none(*_: object) -> tuple[None, None]:
         return None, None
 
-    sixteen_forward.descriptors = sixteen_backward.descriptors = none  # type: ignore[assignment]
+    forward_module.descriptors = backward_module.descriptors = none  # type: ignore[assignment]
 
 
 def check(run: Run) -> bool:
@@ -290,7 +290,7 @@ def measure_row(shape: Shape, spent: bool, tuned: Settings, run: Run) -> None:
     def earlier() -> tuple[float, float]:
         return ours(earlier_form(run.before), BEFORE[shape[3]]) if run.before else (float("nan"), float("nan"))
 
-    modules = (sixteen_forward, sixteen_backward)
+    modules = (forward_module, backward_module)
     attempts: dict[str, Call] = {
         "FA2": partial(softmax_ms, shape, sets, SDPBackend.FLASH_ATTENTION),
         "cuDNN": partial(softmax_ms, shape, sets, SDPBackend.CUDNN_ATTENTION),

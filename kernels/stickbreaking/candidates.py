@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backward import BackwardConfig
-from ..forward import Config
-from ..kept import aux_shapes
-from . import backward as sixteen_backward
-from . import forward as sixteen_forward
+from . import backward as backward_module
+from . import forward as forward_module
+from .backward import BackwardConfig
+from .kept import aux_shapes
+from .settings import Config
 
 Shape = tuple[int, int, int, int]  # batch, heads, length, head dim
 Call = Callable[[], Any]
@@ -73,7 +73,7 @@ def tuned_shape(head_dim: int) -> Shape:
 
 
 def current(head_dim: int) -> Settings:
-    return Settings(sixteen_forward.forward_config(head_dim), sixteen_backward.backward_config(head_dim))
+    return Settings(forward_module.forward_config(head_dim), backward_module.backward_config(head_dim))
 
 
 def fit(forward: Config, dq: Config, dkv: Config) -> bool:
@@ -98,21 +98,23 @@ def pairs(head_dim: int) -> list[tuple[str, BackwardConfig]]:
 
 
 def earlier_form(kernels: str) -> tuple[Any, Any]:
-    """Returns the modules sixteen.forward and sixteen.backward of the folder kernels/ of an earlier commit."""
+    """Returns the modules forward and backward of the folder kernels/ of an earlier commit."""
     name = "earlier_stickbreaking"
     if name not in sys.modules:
         # Without the package's __init__, which would register its operators a second time.
         package = ModuleType(name)
         package.__path__ = [str(Path(kernels).resolve() / "stickbreaking")]
         sys.modules[name] = package
-    return import_module(f"{name}.sixteen.forward"), import_module(f"{name}.sixteen.backward")
+    # Where there were two algebras, this one was in a folder of its own.
+    place = f"{name}.sixteen" if (Path(kernels) / "stickbreaking/sixteen").is_dir() else name
+    return import_module(f"{place}.forward"), import_module(f"{place}.backward")
 
 
 def starts(batch: int, length: int) -> Tensor:
     return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device="cuda")
 
 
-def forward_call(shape: Shape, inputs: list[Tensor], module: Any = sixteen_forward, **options: Any) -> Call:
+def forward_call(shape: Shape, inputs: list[Tensor], module: Any = forward_module, **options: Any) -> Call:
     """Returns a forward call of this folder's kernels, or of another module with the same interface."""
     batch, _, length, head_dim = shape
     cu, (q, k, v, _) = starts(batch, length), inputs
@@ -121,7 +123,7 @@ def forward_call(shape: Shape, inputs: list[Tensor], module: Any = sixteen_forwa
 
 
 def backward_call(
-    shape: Shape, inputs: list[Tensor], saved: list[Tensor], module: Any = sixteen_backward, **options: Any
+    shape: Shape, inputs: list[Tensor], saved: list[Tensor], module: Any = backward_module, **options: Any
 ) -> Call:
     """Returns a backward call. saved: what forward returned after log_rest."""
     batch, _, length, head_dim = shape

@@ -10,11 +10,18 @@ KEYS = 64  # of a tile
 
 
 def _fits(x: Tensor) -> bool:
-    """Whether TMA can load tiles of x [T, K, H]: whole ones, of adjacent heads that are aligned to 16 bytes."""
+    """Whether TMA can load tiles of x [T, K, H]: whole ones in 16 bits, of adjacent heads that are aligned to 16 bytes."""
     head_dim, step = x.shape[2], x.stride(0)
     power_of_two = head_dim & (head_dim - 1) == 0 and head_dim >= 16
     aligned = x.data_ptr() % 16 == 0 and step * x.element_size() % 16 == 0
-    return power_of_two and aligned and x.stride(1) == head_dim and x.shape[0] >= KEYS and step > 0
+    return (
+        x.element_size() == 2
+        and power_of_two
+        and aligned
+        and x.stride(1) == head_dim
+        and x.shape[0] >= KEYS
+        and step > 0
+    )
 
 
 def _permuted(x: Tensor) -> TensorDescriptor:

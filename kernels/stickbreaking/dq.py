@@ -6,39 +6,37 @@ It starts where forward stopped. For phase two it stores the carry and Σ g over
 import triton
 import triton.language as tl
 
-from .. import half
-from .. import tile as common
-from ..forward import COUNTS
-from . import blocks, scales, tile
+from . import blocks, half, scales, tile
+from .settings import COUNTS
 
 
 @triton.jit
 def _dq_tiles(
     state, row_tile, q, do, source, scratch_ptr, scratch_rows, first, last, position, num_keys, logit_scale, shift, dz_scale,
-    MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Processes the tiles first … last − 1. state: dq [ROWS, BH]; carry and behind [ROWS, 4]."""
     dq, carry, behind = state
-    column_key = tile.key_of_column()
+    column_key = tile.key_of_column(KEYS)
     dims = tl.arange(0, BH)
     lane = tile.lanes(carry)
     local = tile.per_row(tl.arange(0, ROWS))
     for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1):
-        key = common.each_round(column_key, t, H)
-        k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, H, BH)
-        z = tl.dot(q, tl.trans(k)) * logit_scale
-        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
+        key = blocks.each_round(column_key, t, H)
+        k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, KEYS, H, BH)
+        z = tile.dot(q, tl.trans(k)) * logit_scale
+        u, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, total = tile.lane_sums(spent, True)
         carry += tl.where(t > row_tile, total, 0.0)
-        entering = tl.where(t < row_tile, -1e30, carry)
+        entering = tl.where(t < row_tile, -1e30, carry.to(tl.float32))
         if HALF:
             entering += shift
         # One lane of a row stores the carry, and another one the sum.
         scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + (local + lane * scratch_rows)
         tl.store(scratch, tl.where(lane == 0, entering, behind), mask=lane < 2)
         p = tile.factors(w, after, entering - nearer, dz_scale if HALF else None, EXACT)
-        da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
+        da = tile.take_apart(tile.dot(do, tl.trans(v)), ROWS)
         dz, total_gradient = tile.logit_gradients(u, t_, w, p, da, behind, EXACT)
         behind += total_gradient
         dq = tile.multiply(tile.put_together(dz, ROWS), k, dq, False, PARTS)
@@ -61,22 +59,22 @@ def dq_kernel(
     row_carry_ptr, row_tile_ptr, block_stop_ptr, scratch_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
     HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
-    head, place = common.assign(tl.program_id(0), num_heads, head_group, places)
-    slice_slot = common.slot_at(place, last_slot - first_slot, num_sequences, True)
+    head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
+    slice_slot = blocks.slot_at(place, last_slot - first_slot, num_sequences, True)
     if first_slot + slice_slot >= last_slot:
         return
-    sequence, block = common.locate(cu_q_ptr, first_slot + slice_slot, num_sequences, ROWS)
+    sequence, block = blocks.locate(cu_q_ptr, first_slot + slice_slot, num_sequences, ROWS)
     q_start, q_len, k_start, k_len, offset = blocks.lengths(
         cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET
     )
-    k_len = tl.minimum(k_len, num_tiles * tile.KEYS)
+    k_len = tl.minimum(k_len, num_tiles * KEYS)
     if (block < 0) | (block * ROWS >= q_len):
         return
-    position, whole, seen = blocks.visible(block, q_len, k_len, offset, ROWS)
+    position, whole, seen = blocks.visible(block, q_len, k_len, offset, ROWS, KEYS)
     stop, exact = blocks.load_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
     row_ok = row < q_len
@@ -88,7 +86,7 @@ def dq_kernel(
     do = tl.load(do_ptr + token[:, None] * so_t + head * so_n + dims[None, :], mask=in_rows, other=0.0)
     saved = head.to(tl.int64) * num_tokens + token
     carry = tl.load(row_carry_ptr + saved, mask=row_ok, other=0.0)
-    row_tile = tl.load(row_tile_ptr + saved, mask=row_ok, other=common.NEVER)
+    row_tile = tl.load(row_tile_ptr + saved, mask=row_ok, other=blocks.NEVER)
     # log_rest depends on every key, so its gradient enters the sum at the far end.
     behind = tl.zeros([ROWS], tl.float32)
     if HAS_REST:
@@ -108,9 +106,9 @@ def dq_kernel(
     keys = (position, k_len, logit_scale, shift, dz_scale)
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
     exact_from = tl.where(exact, stop, seen)
-    state = _dq_tiles(state, *rows, stop, masked_from, *keys, False, False, ROWS, H, BH, HALF, HOIST, PARTS)
-    state = _dq_tiles(state, *rows, masked_from, exact_from, *keys, True, False, ROWS, H, BH, HALF, HOIST, PARTS)
-    dq, _, behind = _dq_tiles(state, *rows, exact_from, seen, *keys, True, True, ROWS, H, BH, HALF, HOIST, PARTS)
+    state = _dq_tiles(state, *rows, stop, masked_from, *keys, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS)
+    state = _dq_tiles(state, *rows, masked_from, exact_from, *keys, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS)
+    dq, _, behind = _dq_tiles(state, *rows, exact_from, seen, *keys, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS)
     tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
     if HALF:
         behind *= tl.exp2(-dz_shift)

@@ -1,4 +1,4 @@
-"""Runs the kernels with 16 keys per thread under the interpreter (interpreted.py), in fp16: one process for each group
+"""Runs the kernels of training under the interpreter (interpreted.py), in fp16: one process for each group
 of cases.
 
 Prints one JSON object a case: errors against float64, and those of float32 torch with inputs and outputs in the same dtype.
@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from ssscale_kernels.stickbreaking import half
-from ssscale_kernels.stickbreaking.sixteen import backward as backward_module
-from ssscale_kernels.stickbreaking.sixteen import descriptors, tile
-from ssscale_kernels.stickbreaking.sixteen import forward as forward_module
-from ssscale_kernels.stickbreaking.sixteen.backward import backward
-from ssscale_kernels.stickbreaking.sixteen.forward import forward
+from ssscale_kernels.stickbreaking import backward as backward_module
+from ssscale_kernels.stickbreaking import descriptors, half, tile
+from ssscale_kernels.stickbreaking import forward as forward_module
+from ssscale_kernels.stickbreaking.backward import backward
+from ssscale_kernels.stickbreaking.forward import forward
 
 from tests.kernels.stickbreaking_interpreted import differentiate, report, starts
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import half
+from . import half
 
 
 @triton.jit

@@ -3,27 +3,27 @@
 import triton
 import triton.language as tl
 
-from .. import half
-from .. import tile as common
-from ..forward import COUNTS
-from . import blocks, scales, tile
+from . import blocks, half, scales, tile
+from .settings import COUNTS
 
 
 @triton.jit
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
-    q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
-    BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+    q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to state: dk and dv."""
     dk, dv = state
+    # The range of float32 gradients is not known, so that they must not be divided by the stick.
+    DIVIDE: tl.constexpr = not EXACT and k.dtype != tl.float32
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     for block in tl.range(
         first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1
     ):
-        row = common.each_round(local, block, H)
+        row = blocks.each_round(local, block, H)
         first_row = block * ROWS
         first64 = first_row.to(tl.int64)
         row_ok = row < q_len - first_row
@@ -35,12 +35,12 @@ def _dkv_run(
         scratch = head * scratch_head + first64
         carry = tl.load(carry_ptr + scratch + row, mask=row_ok, other=-1e30)
         behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
-        z = tl.dot(q, tl.trans(k)) * logit_scale
+        z = tile.dot(q, tl.trans(k)) * logit_scale
         position = tl.minimum(offset + first_row + row, num_keys)
-        u, t_, w, after, spent = tile.spend(z, position - t * tile.KEYS, MASKED, EXACT, ROWS)
+        u, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
         rest = carry[:, None] - nearer
-        if not EXACT:
+        if DIVIDE:
             rest = tl.maximum(rest, tile.LEAST)
         p = tile.factors(w, after, rest, None, EXACT)
         a = tile.weigh(t_, p, EXACT)
@@ -48,13 +48,13 @@ def _dkv_run(
         # of the weights would not fit the registers beside dO·v.
         if PARTS == 2:
             dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
-        da = tile.take_apart(tl.dot(do, tl.trans(v)), ROWS)
+        da = tile.take_apart(tile.dot(do, tl.trans(v)), ROWS)
         if PARTS == 1:
             dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
-        if EXACT:
-            dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
-        else:
+        if DIVIDE:
             dz = tile.logit_gradients_of_weights(u, w, a, rest, da, tile.per_row(behind))
+        else:
+            dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
         dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
     return dk, dv
 
@@ -62,7 +62,7 @@ def _dkv_run(
 @triton.jit
 def _row_blocks(
     t, offset, q_len, k_len, cu_q_ptr, sequence, first_slot, last_slot,
-    ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Returns the sequence's first row in this slice, the blocks that see tile t (first, first that sees it as a whole,
     end), and where the slice's rows start in the scratch."""
@@ -71,10 +71,10 @@ def _row_blocks(
     row_last = tl.minimum((last_slot - sequence_slot) * DQ_ROWS, q_len)
     # The list fits the longest announced sequence. Forward has marked longer ones as NaN.
     end = tl.minimum(tl.cdiv(row_last, ROWS), row_first // ROWS + MAX_BLOCKS)
-    seen_from = tl.maximum(tl.maximum(t * tile.KEYS + 1 - offset, 0), row_first)
+    seen_from = tl.maximum(tl.maximum(t * KEYS + 1 - offset, 0), row_first)
     first = tl.where(seen_from < row_last, seen_from // ROWS, end)
-    whole_from = tl.maximum(tl.cdiv(tl.maximum((t + 1) * tile.KEYS - offset, 0), ROWS), first)
-    whole_from = tl.where((t + 1) * tile.KEYS <= k_len, tl.minimum(whole_from, end), end)
+    whole_from = tl.maximum(tl.cdiv(tl.maximum((t + 1) * KEYS - offset, 0), ROWS), first)
+    whole_from = tl.where((t + 1) * KEYS <= k_len, tl.minimum(whole_from, end), end)
     return row_first, first, whole_from, end, (sequence_slot - first_slot) * DQ_ROWS
 
 
@@ -84,27 +84,27 @@ def dkv_kernel(
     offset_ptr, maxima_ptr, rest_max_ptr,
     num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
-    kv_head, place = common.assign(tl.program_id(0), num_kv_heads, head_group, places)
-    slot = common.slot_at(place, num_key_slots, num_sequences, False)
+    kv_head, place = blocks.assign(tl.program_id(0), num_kv_heads, head_group, places)
+    slot = blocks.slot_at(place, num_key_slots, num_sequences, False)
     if slot >= num_key_slots:
         return
-    sequence, t = common.locate(cu_k_ptr, slot, num_sequences, tile.KEYS)
+    sequence, t = blocks.locate(cu_k_ptr, slot, num_sequences, KEYS)
     q_start, q_len, k_start, k_len, offset = blocks.lengths(
         cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET
     )
-    if (t < 0) | (t * tile.KEYS >= k_len) | (t >= num_tiles):
+    if (t < 0) | (t * KEYS >= k_len) | (t >= num_tiles):
         return
     row_first, first, whole_from, end, scratch_row = _row_blocks(
-        t, offset, q_len, k_len, cu_q_ptr, sequence, first_slot, last_slot, ROWS, DQ_ROWS, MAX_BLOCKS
+        t, offset, q_len, k_len, cu_q_ptr, sequence, first_slot, last_slot, ROWS, KEYS, DQ_ROWS, MAX_BLOCKS
     )  # fmt: skip
     if ADD & (first >= end):
         return
-    key = t * tile.KEYS + tile.key_of_column()
+    key = t * KEYS + tile.key_of_column(KEYS)
     dims = tl.arange(0, BH)
     in_keys = (key < k_len)[:, None] & (dims < H)[None, :]
     token = (k_start + key).to(tl.int64)
@@ -134,7 +134,7 @@ def dkv_kernel(
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     state = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
-        num_stop_slots, ROWS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
+        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store(dk_ptr + out, state[0] * scale, in_keys, ADD)
@@ -151,11 +151,11 @@ def _store(pointers, x, mask, ADD: tl.constexpr):
 @triton.jit
 def _dkv_rows(
     rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
-    ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
-    state = (tl.zeros([tile.KEYS, BH], tl.float32), tl.zeros([tile.KEYS, BH], tl.float32))
+    state = (tl.zeros([KEYS, BH], tl.float32), tl.zeros([KEYS, BH], tl.float32))
     runs, num_exact = blocks.list_runs(
         list_ptr, stops, first_head, base, whole_from, end, keys[0], q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
     )
@@ -166,7 +166,7 @@ def _dkv_rows(
             num_exact += exact.to(tl.int32)
             end_of_run = block - base + ((stop <= keys[0]) & (exact == 0)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, H, BH, HOIST, PARTS
+                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -174,7 +174,7 @@ def _dkv_rows(
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         state = _dkv_run(
-            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, H, BH, HOIST, PARTS
+            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS
         )  # fmt: skip
     exact_end = tl.where(num_exact > 0, end, first)
     for i in range(KV_GROUP):
@@ -182,6 +182,6 @@ def _dkv_rows(
             stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             end_of_run = block - base + ((stop <= keys[0]) & exact).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, H, BH, HOIST, PARTS
+                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS
             )  # fmt: skip
     return state
