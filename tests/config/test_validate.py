@@ -94,7 +94,7 @@ def test_tiny_sb_refuses(overrides, expected):
         (["rope.scaling=ntk", "rope.factor=-2"], "model.position.rope.factor must be greater than 0, not -2.0"),
         (
             ["rope.scaling=dynamic_ntk"],
-            "which it does not have: set model.position.rope.train_length to the row length",
+            "so it must know this length: set model.position.rope.train_length to the row length",
         ),
         (
             ["rope.scaling=dynamic_ntk", "rope.train_length=0"],
