@@ -33,11 +33,12 @@ BLOCK = 1024  # queries per pass of `live_tiles`, so that 16,384 tokens need 256
 def mix_stickbreaking(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAttention) -> Tensor:
     """A_ij = β_ij Π_{i<m<j} (1 − β_mj), β_ij = σ(scale · q_j·k_i)   (arXiv:2410.17980, Eq. 1)
 
-    Query j gives each earlier key i the weight A_ij; m counts the keys between them. The unspent stick, Π_{m<j} (1 − β_mj),
-    is the share of the attention weight that no key took. With `remainder` it goes to the query's own value (Eq. 13).
+    Query j gives each earlier key i the weight A_ij; m counts the keys between them. The unspent stick, Π_{m<j} (1 −
+    β_mj), is the share of the attention weight that no key took. With `remainder` it goes to the query's own value (Eq.
+    13).
     """
-    # Besides wide heads and mixed dtypes, plain torch runs in two cases. `output_attentions` passes unit vectors as v, whose
-    # size is not that of k. And under torch.compile, the values of the batch that packing needs cannot be read.
+    # Besides wide heads and mixed dtypes, plain torch runs in two cases. `output_attentions` passes unit vectors as v,
+    # whose size is not that of k. And under torch.compile, the values of the batch that packing needs cannot be read.
     if not torch.compiler.is_compiling() and v.shape[-1] == k.shape[-1] <= 128 and q.dtype == k.dtype == v.dtype:
         kernels = gpu_function("ssscale_kernels.stickbreaking", "stickbreaking_attention", q.device)
         if kernels is not None:
@@ -96,9 +97,9 @@ def break_stick(
 class StickBreaking(Mixer):
     """A_ij = β_ij Π_{i<m<j} (1 − β_mj), β_ij = sigmoid(q_j·k_i / sqrt(H))   (arXiv:2410.17980, Eq. 1)
 
-    Query j gives each earlier key i the weight A_ij; m counts the keys between them. The unspent stick, Π_{m<j} (1 − β_mj),
-    is the share of the attention weight that no key took. With `remainder` it goes to the query's own value:
-    o_j += Π_{m<j} (1 − β_mj) v_j (Eq. 13).
+    Query j gives each earlier key i the weight A_ij; m counts the keys between them. The unspent stick, Π_{m<j} (1 −
+    β_mj), is the share of the attention weight that no key took. With `remainder` it goes to the query's own value: o_j
+    += Π_{m<j} (1 − β_mj) v_j (Eq. 13).
     """
 
     positions_reason = "it takes the nearest keys first, which tells positions apart"

@@ -94,8 +94,8 @@ class RoPE(Position):
             )
         if scaling in (RopeScaling.ntk, RopeScaling.dynamic_ntk) and model.head_size < 4:
             raise UserError(
-                f"{key}.scaling={scaling.value} slows down the rotation of all pairs of dimensions but the first, and a head "
-                f"of {model.head_size} dimensions has only one pair: use {key}.scaling=linear"
+                f"{key}.scaling={scaling.value} slows down the rotation of all pairs of dimensions but the first, and "
+                f"a head of {model.head_size} dimensions has only one pair: use {key}.scaling=linear"
             )
         if scaling is RopeScaling.none and self.factor != 1.0:
             raise UserError(
@@ -106,8 +106,8 @@ class RoPE(Position):
             raise UserError(f"{key}.scaling={scaling.value} with factor=1 changes nothing: set {key}.factor")
         if scaling is RopeScaling.dynamic_ntk and self.train_length is None:
             raise UserError(
-                f"{key}.scaling=dynamic_ntk changes only documents longer than the training length, so it must know this "
-                f"length: set {key}.train_length to the row length of the training"
+                f"{key}.scaling=dynamic_ntk changes only documents longer than the training length, so it must know "
+                f"this length: set {key}.train_length to the row length of the training"
             )
         self._check_llama3(key)
 
@@ -165,7 +165,8 @@ class RoPE(Position):
         final = counts if layout.final_lengths is None else layout.final_lengths
         lengths = torch.repeat_interleave(final, counts, output_size=len(layout.positions)).double()
         excess = (lengths / self.train_length).clamp(min=1.0) - 1
-        # In float64, because torch's float32 power may round the same number differently at another place of the vector.
+        # In float64, because torch's float32 power may round the same number differently at another place of the
+        # vector.
         return (self.base * (self.factor * excess[:, None] + 1) ** power).float()
 
     def table_bytes(self, head_size: int, length: int) -> int:

@@ -13,8 +13,8 @@ from ..mixer import Backend, Mixer
 class StickBreaking(Mixer):
     """A_ij = β_ij Π_{i<m<j} (1 − β_mj), β_ij = σ(scale · q_j·k_i)   (Eq. 1)
 
-    Query j gives each earlier key i the weight A_ij; m counts the keys between them. With `remainder`, the unspent stick
-    goes to the query's own value (Eq. 13).
+    Query j gives each earlier key i the weight A_ij; m counts the keys between them. With `remainder`, the unspent
+    stick goes to the query's own value (Eq. 13).
     """
 
     remainder: bool
