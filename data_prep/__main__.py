@@ -64,10 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--bos", metavar="TOKEN", help="beginning of a document (found by itself for known tokenizers)")
     pack.add_argument("--eos", metavar="TOKEN", help="end of a document")
     pack.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="seed of the order in which best-fit writes its rows (0); training has its own, data.shuffle_seed",
+        "--seed", type=int, metavar="N", help="seed of the order of best-fit's rows (0); training has data.shuffle_seed"
     )
     pack.add_argument("--deduplicate", action="store_true", default=None, help="keep only the first of equal texts")
     pack.add_argument("--task", metavar="I/N", help="only part I of N of the input, for `merge` (I from 0)")

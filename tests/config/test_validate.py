@@ -136,7 +136,7 @@ def test_a_bias_needs_its_variant():
 
 
 def test_ntk_needs_a_second_pair():
-    assert "a head of 2 has no other: use linear" in refusal(
+    assert "a head of 2 dimensions has only one pair: use model.position.rope.scaling=linear" in refusal(
         "tiny_ssmax", "model.head_dim=2", "model.position.rope.scaling=ntk", "model.position.rope.factor=2"
     )
 
