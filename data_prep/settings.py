@@ -34,7 +34,7 @@ class Settings:
     train_vocab_size: int | None = None  # train a tokenizer of this size on the sources instead
     bos: str | None = None  # None: the first known pair among the tokenizer's tokens
     eos: str | None = None
-    vocab_size: int | None = None  # the model's size, which the tokenizer must not exceed
+    vocab_size: int | None = None  # size of the model's vocabulary; every token id must be smaller
     field: str = "text"  # field of a JSON record with the text
     where: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # source → values that records must have
     min_chars: int = 0  # shorter texts are left out
@@ -44,7 +44,7 @@ class Settings:
     valid_fraction: float = 0.01
     buffer_tokens: int = 1 << 25  # tokens that best-fit packs together
     shard_bytes: int = 1 << 25  # bytes of a shard before compression
-    seed: int = 0  # seed of the order of best-fit's rows
+    seed: int = 0  # seed of the order in which best-fit writes its rows
     task: str | None = None  # "i/n": convert only the i-th of n parts of the input (i from 0), for `merge`
 
     def __post_init__(self) -> None:

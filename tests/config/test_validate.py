@@ -94,7 +94,7 @@ def test_tiny_sb_refuses(overrides, expected):
         (["rope.scaling=ntk", "rope.factor=-2"], "model.position.rope.factor must be greater than 0, not -2.0"),
         (
             ["rope.scaling=dynamic_ntk"],
-            "which it does not have: set model.position.rope.train_length to the row length",
+            "so it must know this length: set model.position.rope.train_length to the row length",
         ),
         (
             ["rope.scaling=dynamic_ntk", "rope.train_length=0"],
@@ -136,7 +136,7 @@ def test_a_bias_needs_its_variant():
 
 
 def test_ntk_needs_a_second_pair():
-    assert "a head of 2 has no other: use linear" in refusal(
+    assert "a head of 2 dimensions has only one pair: use model.position.rope.scaling=linear" in refusal(
         "tiny_ssmax", "model.head_dim=2", "model.position.rope.scaling=ntk", "model.position.rope.factor=2"
     )
 
