@@ -72,10 +72,8 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = (
-        1.0  # first s of a new model, or of a stage that switches to SSMax and sets this. `fixed`: the constant s
-    )
-    bias: float = 0.0  # first b of a new model, or of a stage that switches to SSMax and sets this
+    scale: float = 1.0  # s of a new model, and of a stage that switches to SSMax if it sets this; `fixed`: for good
+    bias: float = 0.0  # b of a new model, and of a stage that switches to SSMax if it sets this
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:

@@ -28,7 +28,10 @@ class Reached(Hook):
 
     def act(self, run: "Run", done: "Done") -> None:
         if not done.skipped and (names := without_gradient(run.engine, run.groups)):
-            logger.warning("no gradient has reached %s: these weights will not be trained", listed(names))
+            logger.warning(
+                "the gradients of %s were exactly 0 in the first step: check that these weights influence the loss",
+                listed(names),
+            )
 
 
 class Guard(Hook):
@@ -95,10 +98,10 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
         who, suspects = f"on rank {listed(others)} from rank {listed(agree)}", others
     else:
         who, suspects = f"between rank {listed(list(copies))}", list(copies)
-    machine = "the machine of rank" if len(suspects) == 1 else "one of the machines of rank"
+    machine = "the machine of rank" if len(suspects) == 1 else "the machines, one after the other, of rank"
     return (
-        f"{name} differs {who}, which must hold the same bits: the same command continues from the last checkpoint; if it "
-        f"happens again, exclude {machine} {listed(suspects)}"
+        f"{name} differs {who}, but all copies should be equal: run the same command again to continue from the last "
+        f"checkpoint; if it happens again, exclude {machine} {listed(suspects)}"
     )
 
 
