@@ -40,9 +40,7 @@ class Done:
     num_targets: int  # over all ranks
     lr: float
     sums: Tensor  # losses and numbers of targets by source, of this rank (`sums_by_source`)
-    terms: dict[
-        str, Tensor
-    ]  # what is added to the loss or only logged (`Decoder.terms`), over this rank's tokens, float64
+    terms: dict[str, Tensor]  # `Decoder.terms` (added to the loss or logged), summed over this rank's tokens, float64
     loss: float  # Σ losses of this rank's tokens, in nats
     grad_norm: float | None
     skipped: bool  # whether the weights did not change because gradients had NaN or Inf
