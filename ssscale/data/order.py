@@ -123,7 +123,7 @@ class Order:
     def _epoch(self, source: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the order of a source's shards in an epoch, and the positions at which its windows of shards start.
 
-        If the number of shards is a multiple of WINDOW, one more position follows, the end of the epoch. No row reaches it.
+        If the number of shards is a multiple of WINDOW, the last position is the end of the epoch. It is never used.
         """
         order = _permutation(len(self.shards[source]), self.seed, "shards", self.names[source], epoch)
         ends = np.cumsum(self.shards[source][order])

@@ -58,7 +58,7 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
     # The all-reduce counts some values several times. All ranks of a tensor-parallel or context-parallel group have read
     # the same rows, so each target is counted tensor_size · context_size times. Each loss is counted only
     # tensor_size times, because a context-parallel rank computes the losses of its own share of the tokens, not of the
-    # whole rows.
+    # whole rows. Only num_targets is corrected here.
     return Agreed(
         num_targets=max(int(num_targets) // (groups.tensor_size * groups.context_size), 1),
         stop=stop > 0,

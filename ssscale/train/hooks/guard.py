@@ -95,14 +95,25 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
     agree = [rank for rank, value in copies.items() if value == usual]
     others = [rank for rank in copies if rank not in agree]
     if 2 * count > len(copies):
-        who, suspects = f"on rank {listed(others)} from rank {listed(agree)}", others
+        suspects = others
+        what = f"{'the copy' if len(others) == 1 else 'each copy'} of {name} on {_ranks(others)} differs from {_copies(agree)}"
     else:
-        who, suspects = f"between rank {listed(list(copies))}", list(copies)
-    machine = "the machine of rank" if len(suspects) == 1 else "the machines, one after the other, of rank"
-    return (
-        f"{name} differs {who}, but all copies should be equal: run the same command again to continue from the last "
-        f"checkpoint; if it happens again, exclude {machine} {listed(suspects)}"
+        suspects = list(copies)
+        what = f"the copies of {name} on {_ranks(suspects)} differ"
+    machines = (
+        f"the machine of {_ranks(suspects)}"
+        if len(suspects) == 1
+        else f"the machines of {_ranks(suspects)}, one at a time"
     )
+    return f"{what}: run the same command again to continue from the last checkpoint; if it happens again, exclude {machines}"
+
+
+def _copies(ranks: Sequence[int]) -> str:
+    return f"the cop{'y' if len(ranks) == 1 else 'ies'} on {_ranks(ranks)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}"
 
 
 def listed(things: Sequence[object]) -> str:
