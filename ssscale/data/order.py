@@ -123,7 +123,8 @@ class Order:
     def _epoch(self, source: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the order of a source's shards in an epoch, and the positions at which its windows of shards start.
 
-        If the number of shards is a multiple of WINDOW, the last position is the end of the epoch. It is never used.
+        If the number of shards is a multiple of WINDOW, there is one extra position, the end of the epoch. No window starts
+        there, so this position is never used.
         """
         order = _permutation(len(self.shards[source]), self.seed, "shards", self.names[source], epoch)
         ends = np.cumsum(self.shards[source][order])

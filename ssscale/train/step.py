@@ -23,7 +23,7 @@ class Agreed:
     num_targets: int
     # Whether any rank was asked to stop.
     stop: bool
-    # Whether every rank is done with its part of the checkpoint that is being saved, successfully or not.
+    # Whether every rank has finished with its part of the current checkpoint: has written it, or has failed to (`failed`).
     written: bool
     # Whether any rank has failed to write its part.
     failed: bool
@@ -40,7 +40,9 @@ class Done:
     num_targets: int  # over all ranks
     lr: float
     sums: Tensor  # losses and numbers of targets by source, of this rank (`sums_by_source`)
-    terms: dict[str, Tensor]  # `Decoder.terms` (added to the loss or logged), summed over this rank's tokens, float64
+    terms: dict[
+        str, Tensor
+    ]  # z-loss and terms of the mixers (`Decoder.terms`), summed over this rank's tokens, float64
     loss: float  # Σ losses of this rank's tokens, in nats
     grad_norm: float | None
     skipped: bool  # whether the weights did not change because gradients had NaN or Inf

@@ -72,8 +72,8 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # initial s of a new model (`fixed`: it keeps this value), and of a later stage that sets this
-    bias: float = 0.0  # initial b of a new model, and of a later stage that sets this
+    scale: float = 1.0  # at which s starts (`fixed`: and stays). If a later stage sets this key, s starts again from it
+    bias: float = 0.0  # at which b starts. If a later stage sets this key, b starts again from it
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:

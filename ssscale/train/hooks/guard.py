@@ -103,7 +103,7 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
     machines = (
         f"the machine of {_ranks(suspects)}"
         if len(suspects) == 1
-        else f"the machines of {_ranks(suspects)}, one at a time"
+        else f"the machine of one of {_ranks(suspects)}, then that of another, to find the faulty one"
     )
     return f"{what}: run the same command again to continue from the last checkpoint; if it happens again, exclude {machines}"
 
