@@ -30,6 +30,8 @@ CASES = [
     ("launch/pretrain.py config=tiny_sb model.num_heads=7", "model.num_heads=7 does not divide"),
     ("launch/pretrain.py config=tiny_sb processes=3", "train.batch_size=16 is not a multiple of the 24 rows"),
     ("launch/pretrain.py config=tiny_sb --processes 2", "'--processes' is not of the form key=value: write processes="),
+    ("launch/pretrain.py config=tiny_sb --prnt", "unknown argument '--prnt': did you mean --print?"),
+    ("launch/pretrain.py tiny_sb", "'tiny_sb' is not of the form key=value: write config=tiny_sb"),
     ("launch/evaluate.py checkpoint=nowhere", "checkpoint=nowhere: there is no such folder"),
     ("launch/evaluate.py checkpoint=RUN tasks=hellaswagg valid=false", "there is no such task; did you mean hellaswag"),
     ("launch/evaluate.py checkpoint=RUN suite=rulr", "suite must be stickbreaking_paper or ruler, not 'rulr'; did you"),
