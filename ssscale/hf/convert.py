@@ -22,10 +22,9 @@ from ssscale.config.schema import Config
 from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.hf.code import exported_files
+from ssscale.hf.families import FAMILIES, check_exportable
 from ssscale.hf.plain import (
-    FAMILIES,
     LACKING,
-    check_exportable,
     family_config,
     from_family,
     native_tree,
@@ -76,7 +75,7 @@ def export_checkpoint(
 ) -> Exported:
     """Writes a checkpoint of any parallel layout as a folder for transformers.
 
-    form: `ssscale`, which takes every model and adds the code of the model; or a family of `ssscale.hf.plain`, whose code
+    form: `ssscale`, which takes every model and adds the code of the model; or a family of `ssscale.hf.families`, whose code
     is part of transformers. bos_id, eos_id: the tokens at the beginning and the end of a document. The exported tokenizer
     puts BOS before every text, as in training. Weights are read one at a time. The caller must have verified the
     checksums of the checkpoint (`reading`).

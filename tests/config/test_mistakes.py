@@ -44,6 +44,7 @@ CASES = [
     ("slurm/submit.py config=3b_sb nods=2", "there is no key 'nods'; did you mean nodes?"),
     ("launch/report.py nowhere", "nowhere is not a run folder: it has no config.yaml"),
     ("launch/export.py checkpoint=RUN out=configs", "out=configs exists and is not empty"),
+    ("launch/export.py checkpoint=RUN out=new format=llama", "format=llama has no layers of stickbreaking"),
     ("launch/import_hf.py from=nowhere out=new", "from=nowhere: there is no config.json"),
     ("launch/finetune.py from=RUN questions=nowhere.json run_dir=new", "questions=nowhere.json: there is no such file"),
     ("launch/benchmark.py configs=1b_sbb data=configs", "there is no configs/1b_sbb.yaml; did you mean 1b_sb"),
