@@ -31,6 +31,27 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
 }
+# What related families have and this decoder does not.
+LACKING = {
+    "smollm3": "layers without rotary positions (no_rope_layers)",
+    "llama4_text": "experts (num_local_experts), and layers without rotary positions (no_rope_layers)",
+    "olmo2": "norms of all of q and k, and norms after attention and MLP",
+    "olmo3": "norms of all of q and k, norms after attention and MLP, and windows in some layers only (layer_types)",
+    "exaone4": "norms after attention and MLP, and windows in some layers only (layer_types)",
+    "phi3": "its own order of fused weights",
+    "gemma": "norms by 1 + w and a GELU",
+    "gemma2": "norms by 1 + w, a GELU and soft caps",
+    "gemma3_text": "norms by 1 + w, a GELU, and windows in some layers only (layer_types)",
+    "ministral": "windows in some layers only (layer_types)",
+    "starcoder2": "layer norms with biases and a GELU",
+    "gpt_oss": "experts (num_local_experts), attention sinks, and windows in some layers only (layer_types)",
+    "mixtral": "experts (num_local_experts)",
+    "qwen2_moe": "experts (num_experts)",
+    "qwen3_moe": "experts (num_experts)",
+    "qwen3_next": "experts (num_experts), and linear attention in some layers (layer_types)",
+    "deepseek_v3": "experts (n_routed_experts), and compressed keys and values (kv_lora_rank)",
+    "granitemoe": "experts (num_local_experts)",
+}
 
 
 def check_exportable(model: ModelConfig, family: str) -> None:

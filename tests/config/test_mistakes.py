@@ -46,6 +46,9 @@ CASES = [
     ("launch/export.py checkpoint=RUN out=configs", "out=configs exists and is not empty"),
     ("launch/export.py checkpoint=RUN out=new format=llama", "format=llama has no layers of stickbreaking"),
     ("launch/import_hf.py from=nowhere out=new", "from=nowhere: there is no config.json"),
+    ("launch/import_hf.py from=HF/bert out=new", "is of a model_type 'bert', not 'ssscale', 'llama'"),
+    ("launch/import_hf.py from=HF/bare out=new", "HF/bare has no tokenizer.json"),
+    ("launch/import_hf.py from=HF/bin out=new", "HF/bin has neither model.safetensors nor model.safetensors.index"),
     ("launch/finetune.py from=RUN questions=nowhere.json run_dir=new", "questions=nowhere.json: there is no such file"),
     ("launch/benchmark.py configs=1b_sbb data=configs", "there is no configs/1b_sbb.yaml; did you mean 1b_sb"),
     (
@@ -74,6 +77,18 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint.parents[1]
 
 
+@pytest.fixture(scope="module")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that are not models which can be imported: of another kind, without a tokenizer, without safetensors."""
+    root = tmp_path_factory.mktemp("hf")
+    for name, kind in (("bert", "bert"), ("bare", "llama"), ("bin", "llama")):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    (root / "bin" / "tokenizer.json").write_text("{}")
+    (root / "bin" / "pytorch_model.bin").write_text("")
+    return root
+
+
 def call(command: str) -> tuple[int, str, str, float]:
     """Exit code, output, errors and seconds of processor time. Only site-packages is on the path: no installation of ours."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(site.getsitepackages())}
@@ -87,8 +102,9 @@ def call(command: str) -> tuple[int, str, str, float]:
 
 
 @pytest.mark.parametrize(("command", "sentence"), CASES)
-def test_a_mistake_is_said_at_once(command: str, sentence: str, run_folder: Path) -> None:
-    code, output, errors, seconds = call(command.replace("RUN", str(run_folder)))
+def test_a_mistake_is_said_at_once(command: str, sentence: str, run_folder: Path, model_folders: Path) -> None:
+    code, output, errors, seconds = call(command.replace("RUN", str(run_folder)).replace("HF", str(model_folders)))
+    sentence = sentence.replace("HF", str(model_folders))
     assert (code, output) == (2, ""), errors
     assert errors.startswith("error: ")
     assert sentence in errors
