@@ -40,6 +40,10 @@ CASES = [
         "launch/evaluate.py checkpoint=RUN tasks=none data=nowhere",
         "data folder nowhere does not exist: name the folder",
     ),
+    (
+        "launch/evaluate.py checkpoint=RUN tasks=none valid=false tensor=2",
+        "tensor=2 does not divide the number of proc",
+    ),
     ("launch/estimate.py config=3b_sb gpus=3", "train.batch_size=1024 is not a multiple of the 6 rows"),
     ("slurm/submit.py config=3b_sb nods=2", "there is no key 'nods'; did you mean nodes?"),
     ("launch/report.py nowhere", "nowhere is not a run folder: it has no config.yaml"),
