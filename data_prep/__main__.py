@@ -147,6 +147,8 @@ def _pack(args: argparse.Namespace, console: Console, progress: Progress) -> Non
     manifest, made = prepare(_settings(args), args.out, args.workers, progress, args.save_every)
     if made:
         summary(manifest, console)
+        if not any(counts["documents"] for split in manifest["splits"].values() for counts in split.values()):
+            console.print(f"{args.out}: task {args.task} has no documents", highlight=False, soft_wrap=True)
     else:
         console.print(f"{args.out} exists already, made from the same settings and input: kept")
 
@@ -179,6 +181,8 @@ def _verify(args: argparse.Namespace, console: Console, progress: Progress) -> N
 def _stats(args: argparse.Namespace, console: Console, progress: Progress) -> None:
     from data_prep.inspect_shards import stats
 
+    if args.figure and not Path(args.figure).absolute().parent.is_dir():
+        raise DataError(f"--figure {args.figure}: there is no folder {Path(args.figure).parent}")
     stats(args.folder, console, args.figure)
 
 
