@@ -40,9 +40,9 @@ class Done:
     num_targets: int  # over all ranks
     lr: float
     sums: Tensor  # losses and numbers of targets by source, of this rank (`sums_by_source`)
-    terms: dict[
-        str, Tensor
-    ]  # z-loss and terms of the mixers (`Decoder.terms`), summed over this rank's tokens, float64
+    # What the loss has beside cross entropy, or what is only logged (`Decoder.terms`, such as the z-loss): sums over this
+    # rank's tokens, float64.
+    terms: dict[str, Tensor]
     loss: float  # Σ losses of this rank's tokens, in nats
     grad_norm: float | None
     skipped: bool  # whether the weights did not change because gradients had NaN or Inf
