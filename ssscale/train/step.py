@@ -23,7 +23,7 @@ class Agreed:
     num_targets: int
     # Whether any rank was asked to stop.
     stop: bool
-    # Whether every rank has finished with its part of the current checkpoint: has written it, or has failed to (`failed`).
+    # Whether every rank has ended its attempt to write its part of the current checkpoint. An attempt may have failed.
     written: bool
     # Whether any rank has failed to write its part.
     failed: bool

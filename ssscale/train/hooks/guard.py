@@ -1,4 +1,4 @@
-"""Checks that must hold in every parallel layout: copies of a weight are equal, and gradients reach all weights."""
+"""Checks two conditions of every parallel layout: all copies of a weight are equal, and gradients reach all weights."""
 
 import logging
 from collections import Counter
@@ -61,7 +61,7 @@ def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     every = [torch.empty_like(mine) for _ in range(groups.world_size)]
     dist.all_gather(every, mine)
     for number, name in enumerate(names):
-        found: dict[int, dict[int, int]] = {}  # rank → sum, for each group of ranks that hold copies of the same tensor
+        found: dict[int, dict[int, int]] = {}  # owner → rank → sum; ranks of one owner hold the same tensor
         for rank, (theirs, theirs_of) in enumerate(torch.stack(every)[:, :, number].tolist()):
             found.setdefault(theirs_of, {})[rank] = theirs
         for copies in found.values():
@@ -78,7 +78,7 @@ def bit_sum(weight: Tensor) -> Tensor:
 
 
 def without_gradient(engine: Engine, groups: Groups) -> list[str]:
-    """Returns the weights whose gradients have been exactly 0 on all ranks so far, as the optimizer's momentum tells."""
+    """Returns the names of the weights whose gradients have been exactly 0 on all ranks so far: their momentum is 0."""
     names = [name for name, _ in engine.module.named_parameters()]
     largest = torch.zeros(len(names), device=groups.device)
     places = {name: largest[place] for place, name in enumerate(names)}
@@ -103,7 +103,7 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
     machines = (
         f"the machine of {_ranks(suspects)}"
         if len(suspects) == 1
-        else f"the machine of one of {_ranks(suspects)}, then that of another, to find the faulty one"
+        else f"the machines of {_ranks(suspects)} one at a time, to find the faulty one"
     )
     return f"{what}: run the same command again to continue from the last checkpoint; if it happens again, exclude {machines}"
 
