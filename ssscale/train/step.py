@@ -40,8 +40,8 @@ class Done:
     num_targets: int  # over all ranks
     lr: float
     sums: Tensor  # losses and numbers of targets by source, of this rank (`sums_by_source`)
-    # What the loss has beside cross entropy, or what is only logged (`Decoder.terms`, such as the z-loss): sums over this
-    # rank's tokens, float64.
+    # By name (`Decoder.terms`): terms that are added to the cross entropy, such as the z-loss, and terms that are only
+    # logged. Each is a sum over this rank's tokens, in float64.
     terms: dict[str, Tensor]
     loss: float  # Σ losses of this rank's tokens, in nats
     grad_norm: float | None
