@@ -72,8 +72,10 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # initial s; for `fixed`, the constant s. A later stage that sets this key begins with its value
-    bias: float = 0.0  # initial b. A later stage that sets this key begins with its value
+    scale: float = (
+        1.0  # initial s; for `fixed`, the constant s. If a later stage sets this key, it replaces the trained s
+    )
+    bias: float = 0.0  # initial b. If a later stage sets this key, it replaces the trained b
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:

@@ -47,8 +47,8 @@ class Guard(Hook):
 def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     """Raises Stop on all ranks, naming a weight and the ranks, if copies of a weight differ.
 
-    Each rank reads its weights once and adds up the memory of each tensor as 64-bit integers. These sums
-    are compared, and the weights are not sent. A single flipped bit always changes the sum. Several differences could cancel each other.
+    Each rank reads its weights once and adds up the memory of each tensor as 64-bit integers. These sums are compared, and
+    the weights are not sent. A single flipped bit always changes the sum. Several differences could cancel each other.
     """
     names, sums, owners = [], [], []
     for name, weight, owner in engine.copies():
@@ -61,7 +61,8 @@ def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     every = [torch.empty_like(mine) for _ in range(groups.world_size)]
     dist.all_gather(every, mine)
     for number, name in enumerate(names):
-        found: dict[int, dict[int, int]] = {}  # owner → rank → sum (`Engine.copies`)
+        # owner → rank → sum. Ranks with the same owner hold copies of the same part of the weight (`Engine.copies`).
+        found: dict[int, dict[int, int]] = {}
         for rank, (theirs, theirs_of) in enumerate(torch.stack(every)[:, :, number].tolist()):
             found.setdefault(theirs_of, {})[rank] = theirs
         for copies in found.values():
