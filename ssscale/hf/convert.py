@@ -23,7 +23,7 @@ from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.hf.code import exported_files
 from ssscale.hf.families import FAMILIES, check_exportable
-from ssscale.hf.folder import INDEX, WEIGHTS, check_folder, read_json
+from ssscale.hf.folder import INDEX, WEIGHTS, check_folder
 from ssscale.hf.plain import (
     family_config,
     from_family,
@@ -31,6 +31,7 @@ from ssscale.hf.plain import (
     to_family,
 )
 from ssscale.hf.tokenizer import open_tokenizer, write_json, write_tokenizer
+from ssscale.json_object import read_json
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.flops import declared_weights
 from ssscale.names import is_plain, leads_out

@@ -1,11 +1,11 @@
 """What a model folder of transformers must hold to be imported. Needs no torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ssscale.errors import UserError
 from ssscale.hf.families import FAMILIES, LACKING
+from ssscale.json_object import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -22,15 +22,4 @@ def check_folder(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} has no tokenizer.json")
     if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
         raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: weights of other formats are not imported")
-    return content
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises UserError."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} does not hold a JSON object")
     return content

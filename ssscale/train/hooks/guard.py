@@ -96,21 +96,14 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
     agree = [rank for rank, value in copies.items() if value == usual]
     others = [rank for rank in copies if rank not in agree]
     if 2 * count > len(copies):
-        suspects = others
-        what = f"{'the copy' if len(others) == 1 else 'each copy'} of {name} on {_ranks(others)} differs from {_copies(agree)}"
+        suspects, what = others, f"{name} on {_ranks(others)} differs from that on {_ranks(agree)}"
     else:
         suspects = list(copies)
-        what = f"the copies of {name} on {_ranks(suspects)} differ"
-    machines = (
-        f"the machine of {_ranks(suspects)}"
-        if len(suspects) == 1
-        else f"the machines of {_ranks(suspects)} one at a time, to find the faulty one"
+        what = f"{name} differs between {_ranks(suspects)}"
+    return (
+        f"{what}: run the same command again to continue from the last checkpoint; if it happens again, exclude the machine "
+        f"of {_ranks(suspects)}{', one at a time to find the faulty one' if len(suspects) > 1 else ''}"
     )
-    return f"{what}: run the same command again to continue from the last checkpoint; if it happens again, exclude {machines}"
-
-
-def _copies(ranks: Sequence[int]) -> str:
-    return f"the cop{'y' if len(ranks) == 1 else 'ies'} on {_ranks(ranks)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
