@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -19,6 +19,8 @@ from ssscale.data.order import Mix, Order
 from ssscale.data.shards import INDEX, Place, RowStore
 from ssscale.errors import UserError
 from ssscale.names import leads_out
+
+T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -186,6 +188,32 @@ class _Microbatches(Dataset[_Rows | _Failure]):
         """Returns the shards that a microbatch reads, for messages."""
         samples = [self.order[k] for k in self.plan.samples(number)]
         return sorted({self.data.stores[self.data.names[s.source]].shard_of(s.row) for s in samples})
+
+
+class Ahead(Iterator[T]):
+    """Yields the items of an iterator. `prepare` makes the next one early, while a GPU works or others are waited for.
+
+    An error in making an item is raised when the item is asked for, so that what comes before it is not lost.
+    """
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._next: list[T | Exception] = []  # at most one
+
+    def prepare(self) -> None:
+        if self._next:
+            return
+        try:
+            self._next.append(next(self._items))
+        except Exception as error:
+            self._next.append(error)
+
+    def __next__(self) -> T:
+        self.prepare()
+        item = self._next.pop()
+        if isinstance(item, Exception):
+            raise item
+        return item
 
 
 def make_order(data: PackedData, mixes: Sequence[tuple[int, Mix]], seed: int) -> Order:

@@ -181,7 +181,6 @@ class Run:
 
     def begin_step(self) -> None:
         self.watchdog.begin(self.state.step + 1)
-        self.mark("data")
 
     def enter(self, part: Part) -> None:
         """Prepares the run for a `Part` of its plan. A stage with another model is built from a checkpoint of the current one.
