@@ -3,7 +3,7 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -236,7 +236,7 @@ def make_loader(
     prefetch: int = 4,
     one_document: bool = False,
     timeout: float = 600.0,
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch]]:
     """Returns an iterator over num_samples // batch_size optimizer steps, each a list of this rank's microbatches.
 
     Sample k of a run is the same row for any number of ranks and workers and any microbatch. A run that has consumed n
@@ -284,7 +284,7 @@ def _as_is(rows: _Rows | _Failure) -> _Rows | _Failure:
     return rows
 
 
-def _steps(dataset: _Microbatches, loader: DataLoader, one_document: bool) -> Iterator[list[Batch]]:
+def _steps(dataset: _Microbatches, loader: DataLoader, one_document: bool) -> Generator[list[Batch]]:
     pin = torch.cuda.is_available()
     batches: list[Batch] = []
     iterator = iter(loader)

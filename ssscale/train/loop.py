@@ -5,6 +5,7 @@ A part consists of consecutive steps of one stage with one batch size (`ssscale.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from ssscale.data.batch import Batch
 from ssscale.data.stream import Ahead
@@ -38,9 +39,11 @@ def _train(run: Run) -> None:
         with run.watch.paused():
             run.enter(run.plan.at(run.state.step))
         run.mark("data")
-        steps = Ahead(run.source.steps(run.config, run.part, run.state))
-        for batches in steps:
-            _advance(run, batches, steps.prepare)
+        # Closed at once, whatever happens: the loader's workers ignore the signals with which Python would end them later.
+        with closing(run.source.steps(run.config, run.part, run.state)) as steps:
+            ahead = Ahead(steps)
+            for batches in ahead:
+                _advance(run, batches, ahead.prepare)
     run.saving.finish(run)
 
 
