@@ -20,10 +20,10 @@ from ssscale.config.schema import Compile, Config, Fp8, ShardWithin
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS
 from ssscale.train.estimate import Estimate, estimate, fp8_speedup
+from ssscale.train.links import Cluster
 from ssscale.train.microbatch import H100_MEMORY, fits, with_microbatch
 from ssscale.train.scale import (
     UNMEASURED,
-    Cluster,
     Prediction,
     check_cluster,
     forward_mfu,
