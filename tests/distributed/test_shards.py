@@ -210,8 +210,8 @@ def verdict(name: str, rank: int) -> list[str]:
         engine, groups = make_engine(DP4, overlap=True, within=2)
         train_step(engine, groups, 0)
     check_copies(engine, groups, 7)
+    values = {n: value for n, value, _ in engine.copies()}[name]
     if groups.rank == rank:
-        values = {n: value for n, value, _ in engine.copies()}[name]
         values.detach()[-1:].view(torch.int32).bitwise_xor_(1)
     try:
         check_copies(engine, groups, 7)
@@ -246,8 +246,28 @@ def test_a_killed_run_ends_bit_identical(corpus: Path, tmp_path: Path) -> None:
         ranks.kill()
     Ranks(node, tmp_path / "killed", size=4).finish()
     compare(tmp_path / "plain", tmp_path / "killed")
-    log = (tmp_path / "plain.log").read_text()
-    assert "optimizer state divided over 2 ranks of a node, on 2 nodes" in log
+    assert "optimizer state divided over 2 ranks of a node, on 2 nodes" in (tmp_path / "plain.log").read_text()
+    ends = []  # of both runs, which go on with either setting
+    for folder, more in (("plain", node), ("killed", keys)):
+        ranks = Ranks([*more, "train.max_steps=8"], tmp_path / folder, size=4)
+        ranks.finish()
+        ends.append([record["loss"] for record in ranks.records() if record["step"] > 6 and "loss" in record])
+    assert len(ends[0]) == 2
+    assert ends[0][0] == ends[1][0]  # before sums of another order
+    assert ends[0] == pytest.approx(ends[1], rel=1e-4)
+
+
+def waits() -> list[float]:
+    shards = jobs.regroup(1, shard_within=2).shards
+    return [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in (shards.group, shards.copy_group)
+        if group is not None
+    ]
+
+
+def test_both_groups_wait_as_long_as_they_were_told(pool4: Pool) -> None:
+    assert pool4.run(f"{HERE}:waits") == [[600.0] * 2] * 4
 
 
 def named(per_node: int) -> tuple[int, int] | str:
