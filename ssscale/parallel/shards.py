@@ -2,6 +2,7 @@
 
 import datetime
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ def ranks_per_node(hosts: Sequence[str]) -> int:
 
     Raises UserError if nodes have unequal numbers of ranks, or if the ranks of a node do not follow each other.
     """
-    counts = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
+    counts = Counter(hosts)
     least, most = min(counts, key=lambda host: counts[host]), max(counts, key=lambda host: counts[host])
     if counts[least] != counts[most]:
         raise UserError(
