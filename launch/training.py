@@ -51,10 +51,12 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
         distributed="RANK" in os.environ,
         ulysses=parallel.ulysses,
         ring=parallel.ring,
+        shard_within=parallel.shard_within,
     )
     if config.train.fp8 is not Fp8.none:
         refuse_without_fp8(config.train.fp8.value, groups.device)
-    check_memory(config, groups.world_size, memory_of(groups.device))
+    per_node = groups.shards.size * groups.tensor_size
+    check_memory(config, groups.world_size, memory_of(groups.device), per_node)
     preflight(config.train.preflight, groups)
     try:
         train(make(groups))
