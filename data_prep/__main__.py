@@ -59,11 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--length", type=int, metavar="N", help="tokens per row (4096)")
     pack.add_argument("--packing", choices=PACKINGS, help="how documents are packed to rows (best-fit)")
     pack.add_argument(
-        "--vocab-size", type=int, metavar="N", help="the model's vocabulary, which no token id may exceed"
+        "--vocab-size", type=int, metavar="N", help="size of the model's vocabulary; every token id must be smaller"
     )
     pack.add_argument("--bos", metavar="TOKEN", help="beginning of a document (found by itself for known tokenizers)")
     pack.add_argument("--eos", metavar="TOKEN", help="end of a document")
-    pack.add_argument("--seed", type=int, metavar="N", help="seed of the order of the rows (0)")
+    pack.add_argument(
+        "--seed", type=int, metavar="N", help="seed of the order of best-fit's rows (0); training has data.shuffle_seed"
+    )
     pack.add_argument("--deduplicate", action="store_true", default=None, help="keep only the first of equal texts")
     pack.add_argument("--task", metavar="I/N", help="only part I of N of the input, for `merge` (I from 0)")
     pack.add_argument("--shard-bytes", type=int, metavar="N", help="bytes of a shard before compression (32 MiB)")
@@ -145,6 +147,8 @@ def _pack(args: argparse.Namespace, console: Console, progress: Progress) -> Non
     manifest, made = prepare(_settings(args), args.out, args.workers, progress, args.save_every)
     if made:
         summary(manifest, console)
+        if not any(counts["documents"] for split in manifest["splits"].values() for counts in split.values()):
+            console.print(f"{args.out}: task {args.task} has no documents", highlight=False, soft_wrap=True)
     else:
         console.print(f"{args.out} exists already, made from the same settings and input: kept")
 
@@ -177,6 +181,8 @@ def _verify(args: argparse.Namespace, console: Console, progress: Progress) -> N
 def _stats(args: argparse.Namespace, console: Console, progress: Progress) -> None:
     from data_prep.inspect_shards import stats
 
+    if args.figure and not Path(args.figure).absolute().parent.is_dir():
+        raise DataError(f"--figure {args.figure}: there is no folder {Path(args.figure).parent}")
     stats(args.folder, console, args.figure)
 
 

@@ -43,6 +43,8 @@ def stats(folder: str, console: Console, figure: str | None = None) -> None:
             if counts["rows"]:
                 lengths = found[f"{split}/{source}"] = _document_lengths(folder, split, source)
                 _histogram(lengths, counts, f"{split}/{source}", console)
+    if figure and not found:
+        raise DataError(f"--figure {figure}: {folder} has no rows to draw")
     if figure:
         _draw(found, manifest["length"], figure)
         console.print(f"\n{figure}: the lengths of all sources")

@@ -1,8 +1,9 @@
 """Packing of documents to rows of exactly `length` tokens, without padding.
 
 Only tokens that cannot fill a last row are dropped. `concat` concatenates documents and cuts every `length` tokens
-(concatenate-and-split). `best-fit` cuts only documents that are longer than a row, and packs the parts best-fit
-decreasing (arXiv:2404.10830). Gaps that remain are filled with cut parts of the emptiest rows.
+(concatenate-and-split). `best-fit` first splits the documents that are longer than a row, and packs all parts best-fit
+decreasing (arXiv:2404.10830). It then fills the gaps that remain: it takes parts from the emptiest rows and splits them
+where needed.
 """
 
 import random

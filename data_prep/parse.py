@@ -85,6 +85,8 @@ class Parser:
             return ""
         try:
             record = json.loads(line)
+        except json.JSONDecodeError as error:  # its own line number is that inside the record, always 1
+            raise DataError(f"{where} is not a JSON record: {error.msg} at column {error.colno}") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not a JSON record: {error}") from error
         if not isinstance(record, dict):

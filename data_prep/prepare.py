@@ -163,7 +163,11 @@ class _Conversion:
                 self.folder.write(split, row)
         train = state.packers["train"].counts
         if not train.rows and settings.task is None:
-            raise DataError(f"source {source!r} has {train.tokens_in:,} tokens: not one row of {settings.length:,}")
+            dropped = ", ".join(f"{number:,} {reason}" for reason, number in train.documents_dropped.items())
+            raise DataError(
+                f"source {source!r} has {train.tokens_in:,} tokens: not one row of {settings.length:,}"
+                + (f" (documents dropped: {dropped})" if dropped else "")
+            )
         self.folder.end()
         state.finished[source] = {split: packer.counts for split, packer in state.packers.items()}
         state.position, state.documents, state.packers, state.unfinished = (0, 0), 0, {}, {}

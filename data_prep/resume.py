@@ -83,8 +83,8 @@ def load_state(folder: ShardFolder, plan: dict[str, Any]) -> State | None:
     changed = [key for key in plan if not _continues(state.plan.get(key), plan[key])]
     if changed:
         raise DataError(
-            f"{folder.partial} holds an unfinished conversion with other {changed[0]}:"
-            " run its command again, choose another --out, or remove it"
+            f"{folder.partial} holds an unfinished conversion whose {changed[0]} differ from those of this command:"
+            " enter the earlier command to continue it, choose another --out, or remove the folder"
         )
     state.plan = plan
     return state

@@ -34,7 +34,7 @@ class Settings:
     train_vocab_size: int | None = None  # train a tokenizer of this size on the sources instead
     bos: str | None = None  # None: the first known pair among the tokenizer's tokens
     eos: str | None = None
-    vocab_size: int | None = None  # the model's size, which the tokenizer must not exceed
+    vocab_size: int | None = None  # size of the model's vocabulary; every token id must be smaller
     field: str = "text"  # field of a JSON record with the text
     where: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # source → values that records must have
     min_chars: int = 0  # shorter texts are left out
@@ -44,15 +44,19 @@ class Settings:
     valid_fraction: float = 0.01
     buffer_tokens: int = 1 << 25  # tokens that best-fit packs together
     shard_bytes: int = 1 << 25  # bytes of a shard before compression
-    seed: int = 0  # seed of the order of best-fit's rows
+    seed: int = 0  # seed of the order in which best-fit writes its rows
     task: str | None = None  # "i/n": convert only the i-th of n parts of the input (i from 0), for `merge`
 
     def __post_init__(self) -> None:
         if not self.sources:
+            if self.valid:
+                raise DataError(f"source {next(iter(self.valid))!r} has validation files only: name its training files")
             raise DataError("no source: give --source NAME=PATH or a config with `sources`")
         for name in (*self.sources, *self.valid):
             if not NAME.fullmatch(name):
-                raise DataError(f"source name {name!r} must be of letters, digits, `_`, `-` and `.`")
+                raise DataError(
+                    f"source name {name!r} must be of letters, digits, `_`, `-` and `.`, a letter or digit first"
+                )
         for name in (*self.valid, *self.where):
             if name not in self.sources:
                 raise DataError(
@@ -70,15 +74,32 @@ class Settings:
             raise DataError(f"valid_fraction {self.valid_fraction} must be at least 0 and below 1")
         if not 1 << 10 <= self.shard_bytes < 1 << 31:
             raise DataError(f"shard_bytes {self.shard_bytes} must be between 1 KiB and 2 GiB")
-
-        if self.max_chars is not None and self.max_chars < self.min_chars:
-            raise DataError(f"max_chars {self.max_chars} is below min_chars {self.min_chars}")
+        if self.buffer_tokens < 1:
+            raise DataError(f"buffer_tokens {self.buffer_tokens} must be at least 1")
+        self._check_filters()
         if self.task is not None:
             task, tasks = self.task_numbers
             if not 0 <= task < tasks:
                 raise DataError(f"task {self.task} must be i/n with i from 0 to n - 1")
             if self.train_vocab_size is not None:
                 raise DataError("tasks share one tokenizer: train it before (train-tokenizer) and give --tokenizer")
+
+    def _check_filters(self) -> None:
+        for name, least in (("min_chars", 0), ("max_chars", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise DataError(f"{name} {value} must be at least {least}")
+        if self.max_chars is not None and self.max_chars < self.min_chars:
+            raise DataError(f"max_chars {self.max_chars} is below min_chars {self.min_chars}")
+        for source, conditions in self.where.items():
+            for column, wanted in conditions.items():
+                # A misspelt bound would keep every record that has the column.
+                if isinstance(wanted, dict) and not (
+                    wanted and wanted.keys() <= {"min", "max"} and all(_fits(v, "float") for v in wanted.values())
+                ):
+                    raise DataError(
+                        f"where.{source}.{column} is {wanted}: a range is {{min: NUMBER, max: NUMBER}}, or one of them"
+                    )
 
     @property
     def task_numbers(self) -> tuple[int, int]:
@@ -106,8 +127,12 @@ def from_yaml(file: str, overrides: dict[str, Any]) -> Settings:
         values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not valid UTF-8: {error}") from error
     except yaml.YAMLError as error:
-        raise DataError(f"{file} is not YAML: {str(error).splitlines()[0]}") from error
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise DataError(f"{file} is not YAML{line}: {str(error).splitlines()[0]}") from error
     if not isinstance(values, dict):
         raise DataError(f"{file} must hold keys and values")
     return from_dict(values | {key: value for key, value in overrides.items() if value is not None}, file)

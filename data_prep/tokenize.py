@@ -136,8 +136,8 @@ class Encoder:
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.info.vocab_size:
                 wrong = tokens.min() if tokens.min() < 0 else tokens.max()
                 raise DataError(
-                    f"{batch.where(index)} has token id {wrong}, which the tokenizer's {self.info.vocab_size:,} entries"
-                    " do not reach: it was made with another one"
+                    f"{batch.where(index)} has token id {wrong}, but the tokenizer has ids 0 to"
+                    f" {self.info.vocab_size - 1}: the input was made with another tokenizer"
                 )
         texts = self.tokenizer.decode_batch([ids.tolist() for ids in batch.documents], skip_special_tokens=False)
         documents = [ids.astype(self.info.dtype).tobytes() if len(ids) else b"" for ids in batch.documents]

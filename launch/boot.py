@@ -33,7 +33,9 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_CODES = "SSSCALE_EXIT_CODES"  # environment variable with the name of a file that collects the exit codes of ranks
-ALONE = (2, FAILED, OUT_OF_MEMORY)  # codes of a rank that ends while others may be inside a collective with it
+# Codes of a rank that fails by itself, while others may wait for it in a collective. launch/workers.py then kills the
+# others first.
+ALONE = (2, FAILED, OUT_OF_MEMORY)
 INTERRUPTED = 130  # the code that shells use after Ctrl-C
 
 
@@ -51,8 +53,10 @@ def world_size() -> int:
 
 
 def log(level: int = logging.INFO, force: bool = True) -> None:
-    """Sets up logging: our messages from `level` on and warnings of libraries on the main rank, only errors elsewhere.
+    """Sets up logging.
 
+    The main rank shows our messages from `level` on, and warnings and errors of libraries. The other ranks show only
+    errors.
     force: replace handlers that an imported library has installed.
     """
     main = rank() == 0
@@ -75,8 +79,8 @@ def note_code(code: int) -> None:
 def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
     """Calls main(argv) and exits. --help prints the options.
 
-    The exit code is 0, 2 after a UserError, the code of a Stop, 130 after Ctrl-C, or that of `end_of`. Errors print one
-    sentence to stderr.
+    The exit code is 0, 2 after a UserError, the code of a Stop, 130 after Ctrl-C, or that of `end_of`. A training run
+    handles Ctrl-C itself: it saves and ends with 75. Errors print one sentence to stderr.
     """
     argv = sys.argv[1:]
     command.help_if_asked(argv)
@@ -112,7 +116,10 @@ def end_of(error: Exception) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Exits with `code`. With process groups, skips the interpreter's shutdown, which would warn or hang."""
+    """Exits with `code`.
+
+    If torch.distributed is initialized, it ends the process without Python's normal shutdown, which would warn or hang.
+    """
     if code:
         note_code(code)
     if code in ALONE and WORKER in os.environ:

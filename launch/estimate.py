@@ -16,12 +16,21 @@ from rich.table import Table
 
 from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config
-from ssscale.config.schema import Compile, Config, Fp8
+from ssscale.config.schema import Compile, Config, Fp8, ShardWithin
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS
 from ssscale.train.estimate import Estimate, estimate, fp8_speedup
+from ssscale.train.links import Cluster
 from ssscale.train.microbatch import H100_MEMORY, fits, with_microbatch
-from ssscale.train.scale import UNMEASURED, Cluster, Prediction, forward_mfu, layouts, predict
+from ssscale.train.scale import (
+    UNMEASURED,
+    Prediction,
+    check_cluster,
+    forward_mfu,
+    layouts,
+    other_shards,
+    predict,
+)
 from ssscale.validate import validate
 
 GIB = 2**30
@@ -63,6 +72,10 @@ def main(argv: list[str]) -> None:
     if "nodes" in options:
         scale(config, options)
         return
+    if config.parallel.shard_within is ShardWithin.node:
+        raise UserError(
+            "parallel.shard_within=node needs nodes=, the number of nodes; gpus= are then those of each node"
+        )
     if "network" in options:
         raise UserError("network= needs nodes=, the number of nodes that it connects")
     gpus, mfu, memory = options["gpus"], options.get("mfu", MFU), options["gpu_memory"] * GIB
@@ -87,19 +100,29 @@ def scale(config: Config, options: dict[str, Any]) -> None:
             "train.recompute=full, another batch or other numbers of GPUs"
         )
     rows = [("", prediction) for prediction in found[:SHOWN]]
+    compared: list[tuple[str, Prediction]] = []
     try:
         validate(config, world_size=cluster.size, gpu=True)
-        given = with_microbatch(config, config.train.batch_size, cluster.size, cluster.memory)
-        rows.insert(0, ("as configured", predict(given, cluster, mfu)))
+        check_cluster(config, cluster)
+        given = with_microbatch(config, config.train.batch_size, cluster.size, cluster.memory, cluster.gpus)
+        compared.append(("as configured", predict(given, cluster, mfu)))
+        other = other_shards(given, cluster)
+        if other is not None:
+            compared.append((f"shard_within={other.parallel.shard_within}", predict(other, cluster, mfu)))
         refused = ""
     except UserError as error:
         refused = f"As configured it cannot run: {error}."
     best = found[0]
     reached = best.tokens_per_second * estimate(best.config, cluster.size, 1.0).flops_per_token / PEAK_FLOPS
     share = reached / cluster.size / fp8_speedup(best.config)  # `estimate` applies it
-    show(best.config, cluster.size, share, estimate(best.config, cluster.size, share))
+    show(best.config, cluster.size, share, estimate(best.config, cluster.size, share, per_node=cluster.gpus))
     console = Console(width=WIDTH)
-    console.print(predictions(rows, cluster))
+    console.print(predictions([*compared, *rows], cluster))
+    for label, row in compared if len(compared) > 1 else ():
+        sent = (
+            f"{row.traffic.within / 1e9:.2f} GB within its node and {row.traffic.between / 1e9:.2f} GB to other nodes"
+        )
+        console.print(f"{label}: per step, each GPU sends {sent} of gradients and weights.", highlight=False)
     exposed = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in best.exposed.items())
     for line in filter(None, (refused, f"Exposed in the fastest: {exposed or 'nothing'}.", origin(config, mfu))):
         console.print(line, highlight=False)

@@ -163,10 +163,14 @@ def main(argv: list[str]) -> None:
     settings = settings_of(options, changes)
     several = workers.Workers.of(options)
     path = checked(options, settings)
+    if several is None:
+        boot.join_ranks()
+    count = several.count if several is not None else boot.world_size()
+    if count % settings.tensor:
+        raise UserError(f"tensor={settings.tensor} does not divide the number of processes, {count}: set gpus=")
     if several is not None:
         own = [text for text in argv if text.partition("=")[0] not in ("gpus", "processes")]
         boot.leave(several.run("launch/evaluate.py", own, saves=False))
-    boot.join_ranks()
     from eval.checkpoint.environment import prepare
 
     prepare()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.boot import Command, Option, log, run
+from ssscale.hf.families import check_exportable
 from ssscale.train.checkpoint_folder import check_empty, find_checkpoint, saved_config
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ COMMAND = Command(
 def main(argv: list[str]) -> None:
     options, _ = COMMAND.parse(argv)
     given, out = Path(options["checkpoint"]), Path(options["out"])
-    saved_config(find_checkpoint(given, quiet=True))
+    config = saved_config(find_checkpoint(given, quiet=True))
+    if options["format"] != "ssscale":
+        check_exportable(config.model, options["format"])
     check_empty(out)
     from eval.checkpoint.environment import prepare
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from launch import boot, workers
 from launch.boot import Command, Option
 from launch.process import follow_launcher
-from launch.training import train_on_ranks
+from launch.training import check_writable, train_on_ranks
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
 from ssscale.train.signals import StopSignals
@@ -73,6 +73,7 @@ def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]
     for file in options["questions"].split(","):
         if not Path(file).is_file():
             raise UserError(f"questions={file}: there is no such file")
+    check_writable(options["run_dir"])
     return checkpoint, config
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launch.boot import Command, Option, run
 from ssscale.errors import UserError
+from ssscale.hf.folder import check_folder
 from ssscale.train.checkpoint_folder import check_empty
 
 COMMAND = Command(
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> None:
     folder, out = Path(options["from"]), Path(options["out"])
     if not (folder / "config.json").is_file():
         raise UserError(f"from={folder}: there is no config.json, so it is not a model of transformers")
+    check_folder(folder)
     check_empty(out)
     from eval.checkpoint.environment import prepare
 

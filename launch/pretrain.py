@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from launch import boot, workers
 from launch.boot import EVERY_KEY, Command, Option
 from launch.process import follow_launcher
-from launch.training import train_on_ranks
+from launch.training import check_writable, train_on_ranks
 from ssscale.train.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def checked(arguments: list[str], world_size: int, gpu: bool) -> "Config":
     config = load_config(arguments, options=COMMAND.names)
     validate(config, world_size, gpu=gpu)
     check_run(config)
+    check_writable(config.folder)
     if config.train.tasks:
         from eval.checkpoint.task_names import check_request
 

@@ -1,13 +1,28 @@
 """The part that all training commands share."""
 
+import errno
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ssscale.errors import UserError
 
 if TYPE_CHECKING:
     from ssscale.config.schema import Config
     from ssscale.parallel.groups import Groups
     from ssscale.train.run import Run
+
+
+def check_writable(folder: str) -> None:
+    """Raises UserError if this process may not write to the run folder, or may not make it. Nothing is written."""
+    path = Path(folder).absolute()
+    while not os.path.exists(path) and path != path.parent:  # also False where a folder above may not be read
+        path = path.parent
+    if path.is_dir() and not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
+        raise UserError(f"run_dir={folder} cannot be written: {reason} ({path})")
 
 
 def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
@@ -36,10 +51,12 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
         distributed="RANK" in os.environ,
         ulysses=parallel.ulysses,
         ring=parallel.ring,
+        shard_within=parallel.shard_within,
     )
     if config.train.fp8 is not Fp8.none:
         refuse_without_fp8(config.train.fp8.value, groups.device)
-    check_memory(config, groups.world_size, memory_of(groups.device))
+    per_node = groups.shards.size * groups.tensor_size
+    check_memory(config, groups.world_size, memory_of(groups.device), per_node)
     preflight(config.train.preflight, groups)
     try:
         train(make(groups))

@@ -9,7 +9,6 @@ from typing import Any
 
 from ssscale.config.registry import MIXERS, OPTIMIZERS, POSITIONS, SCHEDULES
 from ssscale.config.schema import (
-    Auto,
     Config,
     ModelConfig,
     StageConfig,
@@ -130,6 +129,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "parallel.tensor": (AT_LEAST_1, SIZE),
     "parallel.ulysses": (AT_LEAST_1, SIZE),
     "parallel.ring": (AT_LEAST_1, SIZE),
+    "parallel.shard_within": (AT_LEAST_1, SIZE),
     "parallel.zero_stage": (AT_LEAST_0, ("at most 3", operator.le, 3)),
 }
 
@@ -191,7 +191,7 @@ def _check_bounds(section: Any, prefix: str, bounds: dict[str, tuple[Bound, ...]
     for key, wanted in bounds.items():
         value = operator.attrgetter(key)(section)
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, Auto):
+            if isinstance(number, Enum):  # a word in place of a number
                 continue
             for words, holds, limit in wanted:
                 if number is not None and not holds(number, limit):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from ssscale.config.schema import Auto, Compile, Config, Precision, Recompute, TrainConfig
+from ssscale.config.schema import Auto, Compile, Config, Precision, Recompute, ShardWithin, TrainConfig
 from ssscale.errors import UserError
 from ssscale.validate_fp8 import check_fp8
 
@@ -38,6 +38,11 @@ def check_parallel(config: Config, gpu: bool) -> None:
         raise UserError(
             "parallel.overlap_bf16=true has no effect without parallel.overlap=true: set both, or leave it out (without "
             "overlap, bf16 runs sum in bf16 anyway)"
+        )
+    if parallel.shard_within is not ShardWithin.all and not parallel.overlap:
+        raise UserError(
+            f"parallel.shard_within={parallel.shard_within} needs parallel.overlap=true, because DeepSpeed's own exchange "
+            "divides the optimizer's state over all ranks: set both, or use parallel.shard_within=all"
         )
     if parallel.overlap and parallel.zero_stage != 1:
         raise UserError(
@@ -142,6 +147,9 @@ def check_world(config: Config, world_size: int) -> None:
             f"{each} = {context} context ranks do not divide the {world_size // tensor} processes that "
             f"parallel.tensor={tensor} leaves of {world_size}: use {near_divisors(world_size // tensor, context)} of them"
         )
+    within = config.parallel.shard_within
+    if not isinstance(within, ShardWithin):
+        check_node(within, within, tensor, world_size)
     together = ranks if isinstance(train.microbatch, Auto) else train.microbatch * ranks
     if train.batch_size % together:
         below = train.batch_size // together * together
@@ -156,6 +164,23 @@ def check_world(config: Config, world_size: int) -> None:
             f"train.batch_size={train.batch_size} is not a multiple of the {together} rows that {ranks} data-parallel "
             f"ranks of train.microbatch={train.microbatch} take at once: "
             f"use train.batch_size={near}{_microbatch_hint(train, ranks)}"
+        )
+
+
+def check_node(within: int | ShardWithin, node: int, tensor: int, world_size: int) -> None:
+    """Raises UserError unless nodes of `node` ranks can hold all shards of the optimizer's state (`parallel.shard_within`).
+
+    within: the value of this key. tensor: `parallel.tensor`. world_size: ranks of the run.
+    """
+    if world_size % node:
+        raise UserError(
+            f"parallel.shard_within={within} does not divide the {world_size} ranks of this run into nodes of {node}: use "
+            f"{near_divisors(world_size, node)}, or parallel.shard_within=all"
+        )
+    if node % tensor:
+        raise UserError(
+            f"parallel.shard_within={within} needs whole tensor-parallel groups on a node, and parallel.tensor={tensor} does "
+            f"not divide its {node} ranks: use parallel.tensor={near_divisors(node, tensor)}, or parallel.shard_within=all"
         )
 
 

@@ -124,6 +124,9 @@ def measure(name: str, microbatch: int, accumulation: int, steps: int, masters: 
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 5:
+        print("error: usage: plain_torch.py CONFIG MICROBATCH ACCUMULATION STEPS [masters]", file=sys.stderr)
+        sys.exit(2)
     name, *numbers = sys.argv[1:5]
     microbatch, accumulation, steps = map(int, numbers)
     print(json.dumps(measure(name, microbatch, accumulation, steps, masters="masters" in sys.argv[5:])))

@@ -1,14 +1,17 @@
 """Tasks that users define: lm-eval YAML files, in folders or given by path, with data of the user."""
 
+import difflib
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import lm_eval.api.metrics  # fills the registry
 import lm_eval.tasks
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as READERS  # json, csv, parquet, text, ...
 from lm_eval.api.group import Group
+from lm_eval.api.registry import METRIC_REGISTRY, get_metric
 from lm_eval.api.task import Task
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
@@ -48,13 +51,42 @@ class _Factory(TaskFactory):
     def _load_full_config(self, entry: Entry, overrides: Config | None = None) -> Config:
         config: Config = super()._load_full_config(entry, overrides)
         yaml = entry.yaml_path
-        return config if yaml is None or yaml.is_relative_to(LM_EVAL) else with_found_data(config, yaml)
+        if yaml is None or yaml.is_relative_to(LM_EVAL):
+            return config
+        check_splits(config, yaml)
+        check_metrics(config, yaml)
+        return with_found_data(config, yaml)
 
 
 def is_own(config: Any) -> bool:
     """Return whether a task is defined outside lm-eval. config: its TaskConfig."""
     metadata = config.metadata if isinstance(config.metadata, dict) else {}
     return not Path(metadata.get("config_source", "")).is_relative_to(LM_EVAL)
+
+
+def check_splits(config: Config, yaml: Path) -> None:
+    """Raises UserError if a task of a user names a split that its own `data_files` lack. lm-eval raises a KeyError."""
+    settings = config.get("dataset_kwargs")
+    files = settings.get("data_files") if isinstance(settings, dict) else None
+    if not isinstance(files, dict) or config.get("dataset_path") not in READERS or config.get("process_docs"):
+        return
+    for key in ("training_split", "validation_split", "test_split", "fewshot_split"):
+        split = config.get(key)
+        if isinstance(split, str) and split.partition("[")[0] not in files:
+            raise UserError(f"{yaml}: {key} is {split!r}, but data_files has {', '.join(map(str, files))}")
+
+
+def check_metrics(config: Config, yaml: Path) -> None:
+    """Raises UserError if a task of a user names a metric that nothing computes. lm-eval raises KeyError(None)."""
+    if config.get("process_results"):
+        return
+    for entry in config.get("metric_list") or []:
+        name = entry.get("metric") if isinstance(entry, dict) else None
+        # get_metric also searches the library `evaluate`, as lm-eval does.
+        if isinstance(name, str) and name not in METRIC_REGISTRY and get_metric(name) is None:
+            near = difflib.get_close_matches(name, list(METRIC_REGISTRY), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ", and the task has no process_results that returns it"
+            raise UserError(f"{yaml}: lm-eval has no metric {name!r}{hint}")
 
 
 def with_found_data(config: Any, yaml: Path) -> Any:

@@ -95,10 +95,7 @@ class Lanes:
         for folder in (here, work):
             folder.mkdir(parents=True, exist_ok=True)
         names = {"TEXT": self.text, "HERE": here, "WORK": work}
-        # With several threads, torch's small copies wait for cores that other jobs use (docs/log/2026-11-24-cpu-threads.md).
-        environment = (
-            {"OMP_NUM_THREADS": "1"} | os.environ | {name: str(path.resolve()) for name, path in names.items()}
-        )
+        environment = os.environ | {name: str(path.resolve()) for name, path in names.items()}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # `python` is this one
         if place.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)

@@ -29,9 +29,9 @@ def stickbreaking_attention(
     skip_below: float = 2**-12,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<k<j} (1 − β_kj),  β = σ(scale · q·k)
+    """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<m<j} (1 − β_mj),  β_ij = σ(scale · q_j·k_i)
 
-    This is Eq. 4 of arXiv:2410.17980. A query attends to strictly earlier keys, the nearest first. The unspent stick,
+    This is Eq. 1 of arXiv:2410.17980. A query attends to strictly earlier keys, the nearest first. The unspent stick,
     Π (1 − β), is returned as `log_rest`. A query without keys has o = 0 and log_rest = log_rest_in (or 0).
 
     q [T, N, H]; k, v [S, K, H] with N a multiple of K, H ≤ 128; bfloat16, float16, float32 (on the CPU also float64).

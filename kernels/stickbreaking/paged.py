@@ -23,9 +23,9 @@ def paged_stickbreaking(
     max_seqlen_k: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o_i = Σ_{j<i} A_ij v_j,  A_ij = β_ij Π_{j<k<i} (1 − β_ik),  β = σ(scale · q·k)
+    """o_i = Σ_{j<i} A_ij v_j,  A_ij = β_ij Π_{j<m<i} (1 − β_im),  β_ij = σ(scale · q_i·k_j)
 
-    This is Eq. 4 of arXiv:2410.17980 for the new tokens of B sequences, each the last ones of its sequence; their keys
+    This is Eq. 1 of arXiv:2410.17980 for the new tokens of B sequences, each the last ones of its sequence; their keys
     and values are in the cache already. Prefill chunks and decodes may be mixed. For inference only.
 
     q [T, N, H]: the new tokens, sequence by sequence; bfloat16, float16, float32 (on the CPU also float64), H ≤ 128.

@@ -20,9 +20,9 @@ def stickbreaking_reference(
     skip_below: float = 0.0,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<k<j} (1 − β_kj),  β = σ(scale · q·k)
+    """o_j = e^log_rest_in Σ_{i<j} A_ij v_i,  A_ij = β_ij Π_{i<m<j} (1 − β_mj),  β_ij = σ(scale · q_j·k_i)
 
-    This is Eq. 4 of arXiv:2410.17980. Signature, shapes and results are those of `stickbreaking_attention`. The whole
+    This is Eq. 1 of arXiv:2410.17980. Signature, shapes and results are those of `stickbreaking_attention`. The whole
     matrix of every sequence is materialised, in float64 for float64 inputs and in float32 otherwise. autograd
     differentiates it. Nothing is skipped: `skip_below`, `deterministic` and the two maxima are accepted but ignored.
     """

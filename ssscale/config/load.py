@@ -130,11 +130,14 @@ def _find(name: str, folder: Path, asked_by: str) -> Path:
     path = CONFIGS / f"{name}.yaml"
     if name and os.path.isfile(path):
         return path
+    if os.path.isfile(name if folder is CONFIGS else folder / name):
+        raise UserError(f"{asked_by}: the name of a configuration file ends in .yaml")
     known = sorted(str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.rglob("*.yaml"))
     if folder is CONFIGS and "/" not in name:
         known = run_names()
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
-    raise UserError(f"{asked_by}: there is no configs/{name}.yaml; did you mean {_one_of(near)}?")
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {_one_of(near)}?" if near else f"there are {', '.join(known)}"
+    raise UserError(f"{asked_by}: there is no configs/{name}.yaml; {hint}")
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Tree:
@@ -189,6 +192,8 @@ def _split(argument: str) -> tuple[str, str]:
     key, equals, value = argument.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", key):
         bare = argument.lstrip("-").partition("=")[0] or "key"
+        if argument.removesuffix(".yaml") in run_names() or os.path.isfile(argument):
+            raise UserError(f"{argument!r} is not of the form key=value: write config={argument}")
         raise UserError(f"{argument!r} is not of the form key=value: write {bare}=VALUE, without spaces or dashes")
     return key, value
 

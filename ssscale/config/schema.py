@@ -58,6 +58,13 @@ class Auto(StrEnum):
     auto = "auto"
 
 
+class ShardWithin(StrEnum):
+    """Among which ranks ZeRO stage 1 divides the optimizer's state: all that hold the same weights, or those of a node."""
+
+    all = "all"
+    node = "node"
+
+
 @dataclass(frozen=True)
 class MixerConfig(Sectioned):
     """One section of options per registered mixer (ssscale/model/mixers), such as `model.mixer.ssmax.scale`."""
@@ -324,6 +331,10 @@ class ParallelConfig:
     zero_stage: int = 1  # what data-parallel ranks split: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights
     overlap: bool = False  # hide the exchange of gradients and weights behind computation; for zero_stage=1
     overlap_bf16: bool = False  # with overlap, sum gradients over the ranks in bf16, half the bytes, instead of fp32
+    shard_within: int | ShardWithin = (
+        ShardWithin.all  # with overlap, which ranks split the optimizer's state: all, or those of a node, so that
+        # each node holds all of it; N: as if every node had N ranks, for tests. Not run on a GPU yet
+    )
 
     @property
     def context(self) -> int:

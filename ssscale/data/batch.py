@@ -66,11 +66,20 @@ class Batch:
         """Returns the same batch in page-locked memory, from which copies to a GPU run in the background."""
         layout = self.layout
         pinned = PackedLayout(
-            layout.cu_seqlens.pin_memory(), layout.positions.pin_memory(), layout.max_seqlen, layout.uniform_length
+            _pinned(layout.cu_seqlens), _pinned(layout.positions), layout.max_seqlen, layout.uniform_length
         )
-        tensors = (self.tokens.pin_memory(), self.labels.pin_memory())
-        rows = None if self.rows is None else self.rows.pin_memory()
-        return type(self)(*tensors, pinned, self.sources.pin_memory(), self.num_targets, rows)
+        rows = None if self.rows is None else _pinned(self.rows)
+        return type(self)(
+            _pinned(self.tokens), _pinned(self.labels), pinned, _pinned(self.sources), self.num_targets, rows
+        )
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """Copies with NumPy, in one thread. torch divides copies of 32,768 elements among threads, and waking these takes
+    longer than the copy (docs/log/2026-11-24-cpu-threads.md)."""
+    out = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    np.copyto(out.numpy(), x.numpy())
+    return out
 
 
 def take_share(batch: Batch, groups: Groups) -> Batch:

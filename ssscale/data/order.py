@@ -123,7 +123,8 @@ class Order:
     def _epoch(self, source: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the order of a source's shards in an epoch, and the positions at which its windows of shards start.
 
-        If the number of shards is a multiple of WINDOW, one more position follows: the end of the epoch.
+        If the number of shards is a multiple of WINDOW, there is one extra position, the end of the epoch. No window starts
+        there, so this position is never used.
         """
         order = _permutation(len(self.shards[source]), self.seed, "shards", self.names[source], epoch)
         ends = np.cumsum(self.shards[source][order])
@@ -148,9 +149,9 @@ class _Split:
     """Divides the first n samples among the sources by their shares. The counts add up to n.
 
     When n grows by one, the count of one source must grow by one, and no count may fall. The usual rounding of n · share
-    (largest remainder) violates this. Here, a Huffman tree of the shares divides n in two at each node: the
-    heavier child gets its share of the node's samples, rounded, and the other child gets the rest. Both counts are
-    monotone in n.
+    (largest remainder) violates this. Here, a Huffman tree of the shares divides n in two at each node: the heavier child
+    gets its share of the node's samples, rounded, and the other child gets the rest. The share is at most 1, so when n
+    grows by one, the heavier child's count grows by 0 or 1, and neither count falls.
     """
 
     def __init__(self, shares: Sequence[Fraction]):

@@ -3,12 +3,12 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -19,6 +19,8 @@ from ssscale.data.order import Mix, Order
 from ssscale.data.shards import INDEX, Place, RowStore
 from ssscale.errors import UserError
 from ssscale.names import leads_out
+
+T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -188,6 +190,32 @@ class _Microbatches(Dataset[_Rows | _Failure]):
         return sorted({self.data.stores[self.data.names[s.source]].shard_of(s.row) for s in samples})
 
 
+class Ahead(Iterator[T]):
+    """Yields the items of an iterator. `prepare` makes the next one early, while a GPU works or others are waited for.
+
+    An error in making an item is raised when the item is asked for, so that what comes before it is not lost.
+    """
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._next: list[T | Exception] = []  # at most one
+
+    def prepare(self) -> None:
+        if self._next:
+            return
+        try:
+            self._next.append(next(self._items))
+        except Exception as error:
+            self._next.append(error)
+
+    def __next__(self) -> T:
+        self.prepare()
+        item = self._next.pop()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
 def make_order(data: PackedData, mixes: Sequence[tuple[int, Mix]], seed: int) -> Order:
     """Returns the order in which a run reads the rows of `data`. Raises UserError for an invalid mix."""
     return Order({name: store.shard_rows for name, store in data.stores.items()}, mixes, seed)
@@ -208,7 +236,7 @@ def make_loader(
     prefetch: int = 4,
     one_document: bool = False,
     timeout: float = 600.0,
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch]]:
     """Returns an iterator over num_samples // batch_size optimizer steps, each a list of this rank's microbatches.
 
     Sample k of a run is the same row for any number of ranks and workers and any microbatch. A run that has consumed n
@@ -256,7 +284,7 @@ def _as_is(rows: _Rows | _Failure) -> _Rows | _Failure:
     return rows
 
 
-def _steps(dataset: _Microbatches, loader: DataLoader, one_document: bool) -> Iterator[list[Batch]]:
+def _steps(dataset: _Microbatches, loader: DataLoader, one_document: bool) -> Generator[list[Batch]]:
     pin = torch.cuda.is_available()
     batches: list[Batch] = []
     iterator = iter(loader)

@@ -89,6 +89,8 @@ class Engine(Protocol):
     def copies(self) -> Iterator[tuple[str, Tensor, int]]:
         """Yields (name, tensor, owner): the values of a weight that this rank's forward pass reads.
 
+        If several nodes hold the same shard of the optimizer's state (`parallel.shard_within`), its pieces follow, with
+        names such as `exp_avg of norm.weight`.
         Ranks that yield a name with the same owner must hold equal tensors. All ranks yield the same names. Weights
         that no two ranks share are left out.
         """

@@ -113,7 +113,7 @@ def start_deepspeed(
         for block in model.blocks:
             set_z3_leaf_module(block, True)
     # DeepSpeed prints its memory use whatever its log level is.
-    with contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(flat):
+    with contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(flat, groups.shards):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -236,7 +236,8 @@ class DeepSpeedEngine:
                 found = self._fragment(weight, state)
                 if found is not None:
                     start, tensor = found
-                    owned = not replica and (self.stage > 0 or self.groups.replica_rank == 0)
+                    owned = not replica and self.groups.shards.copy_rank == 0
+                    owned = owned and (self.stage > 0 or self.groups.replica_rank == 0)
                     yield Fragment(name, state, start, tensor, owned)
 
     def copies(self) -> Iterator[tuple[str, Tensor, int]]:
@@ -250,6 +251,17 @@ class DeepSpeedEngine:
                 part = weight.ds_tensor
                 held = min(part.numel(), max(weight.ds_numel - groups.replica_rank * part.numel(), 0))
                 yield name, part[:held], groups.replica_rank
+        if groups.shards.copies > 1:
+            yield from self._copies_of_shards()
+
+    def _copies_of_shards(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Yields `copies` of the master weights and the optimizer's states, which several nodes hold."""
+        groups = self.groups
+        nothing = torch.empty(0, device=groups.device)
+        for name, weight in self.engine.module.named_parameters():
+            for state in ("weight", *self.kind.states_of(name, weight)):
+                _, tensor = self._fragment(weight, state) or (0, nothing)
+                yield f"{state} of {name}", tensor, groups.tensor_rank * groups.shards.size + groups.shards.rank
 
     def restore(self, applied_steps: int) -> None:
         if applied_steps == 0:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ssscale.engine.exchange import Bucket, Exchange
+from ssscale.parallel.shards import Shards
 
 
 def leave_out_shared_memory() -> None:
@@ -57,11 +58,13 @@ def _add_gradient(optimizer: Any, weight: Tensor, group: int, index: int, clear_
 
 
 @contextlib.contextmanager
-def with_flat_gradients(wanted: bool) -> Iterator[None]:
+def with_flat_gradients(wanted: bool, shards: Shards) -> Iterator[None]:
     """Lets DeepSpeed shard fp32 models with BF16_Optimizer, too, if `wanted`, while the body runs. For bf16 it does anyway.
 
     BF16_Optimizer adds each gradient to one flat fp32 buffer per parameter group as soon as it is computed. The stage-1
     optimizer, which DeepSpeed chooses for fp32, has no such buffer.
+
+    shards: over whose ranks it divides them. DeepSpeed knows only all data-parallel ranks.
     """
     if not wanted:
         yield
@@ -70,7 +73,9 @@ def with_flat_gradients(wanted: bool) -> Iterator[None]:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils.timer import NoopTimer
 
-    original = DeepSpeedEngine._configure_zero_optimizer
+    # The second creates the BF16_Optimizer of bf16 models, over all data-parallel ranks.
+    names = ["_configure_zero_optimizer"] + ["_configure_bf16_optimizer"] * (shards.copies > 1)
+    originals = {name: getattr(DeepSpeedEngine, name) for name in names}
 
     def configure(engine: Any, optimizer: torch.optim.Optimizer) -> Any:
         return BF16_Optimizer(
@@ -79,16 +84,18 @@ def with_flat_gradients(wanted: bool) -> Iterator[None]:
             bfloat16_config=types.SimpleNamespace(enabled=True, immediate_grad_update=True),
             mpu=engine.mpu,
             clip_grad=engine.gradient_clipping(),
-            dp_process_group=engine.seq_data_parallel_group,
+            dp_process_group=engine.seq_data_parallel_group if shards.copies == 1 else shards.group,
             timers=NoopTimer(),
             grad_acc_dtype=torch.float32,
         )
 
-    DeepSpeedEngine._configure_zero_optimizer = configure
+    for name in names:
+        setattr(DeepSpeedEngine, name, configure)
     try:
         yield
     finally:
-        DeepSpeedEngine._configure_zero_optimizer = original
+        for name, original in originals.items():
+            setattr(DeepSpeedEngine, name, original)
 
 
 def buckets_of(optimizer: Any) -> list[Bucket]:

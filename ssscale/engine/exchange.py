@@ -14,6 +14,10 @@ completes the buckets (`in_order`), then the gathers, in the order in which the 
 never overtakes another, whatever the order in which gradients arrive. Waiting means that the current CUDA stream waits;
 the host goes on. On CPUs the host waits.
 
+With `parallel.shard_within`, ZeRO divides the buffers over the replicas of one node, and every node holds all partitions.
+Reduce-scatters and gathers stay within the node. Each reduce-scatter is followed by an all-reduce of the partition over the
+nodes. It waits for the reduce-scatter on a stream of its own, so that computation and the next reduce-scatter go on.
+
 The update is DeepSpeed's, or that of `ssscale.engine.update`. This file knows neither.
 `ssscale.engine.deepspeed_patches` connects them.
 """
@@ -33,7 +37,7 @@ from ssscale.parallel.megatron import split_dim
 
 @dataclass(frozen=True)
 class Bucket:
-    """The flat buffers of a parameter group on this rank, padded to n elements. d: number of replicas.
+    """The flat buffers of a parameter group on this rank, padded to n elements. d: number of ranks that ZeRO divides over.
 
     parameters: in the order of their gradients in the buffers.
     gradients, weights: [n], float32 and the model's dtype. own_gradients, own_weights: [n / d], this rank's partitions,
@@ -86,7 +90,10 @@ class Exchange:
 
         dtype: in which gradients are sent and summed over the ranks. If not float32, each rank first rounds its sums to it.
         """
-        self.buckets, self.group, self.dtype = buckets, groups.replica_group, dtype
+        self.buckets, self.groups, self.dtype = buckets, groups, dtype
+        self.group, self.copy_group = groups.shards.group, groups.shards.copy_group
+        across = self.copy_group is not None and groups.device.type == "cuda"
+        self.stream = torch.cuda.Stream(groups.device) if across else None  # waits for reduce-scatters
         self.counted = [b for b in buckets if groups.tensor_rank == 0 or not kind(b.parameters[0])]
         self.missing: list[set[int]] = []  # by bucket, the weights whose last gradient of the step has not come yet
         # The reductions that have been started, in the order of the buckets, each with the tensor that gets the sums.
@@ -136,19 +143,30 @@ class Exchange:
             first = own.storage_offset() - whole.storage_offset()
             whole = whole.to(self.dtype)
             own = whole.narrow(0, first, len(own))
-        self.reducing.append((reduce_scatter(own, whole, self.group), own))
+        work = reduce_scatter(own, whole, self.group)
+        if self.copy_group is not None:
+            with torch.cuda.stream(self.stream):  # None: has no effect
+                work.wait()
+                work = all_reduce(own, self.copy_group)
+        self.reducing.append((work, own))
 
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the reduced gradients over the replicas, a float32 scalar.
 
         Gradients that all tensor-parallel ranks hold count on the first one only, so that the squares of all
-        tensor-parallel ranks' norms add up to that of the whole gradient.
+        tensor-parallel ranks' norms add up to that of the whole gradient. If nodes hold copies of the shards, the first of
+        these ranks returns the norm of the whole gradient and the others 0.
         """
         parts = [bucket.own_gradients for bucket in self.counted] or [self.buckets[0].own_gradients[:0]]
         # On a CPU, torch adds the squares up one by one. In fp32, the norm of a million elements is 1e-5 too small.
         dtype = torch.float64 if parts[0].device.type == "cpu" else torch.float32
         squares = torch.stack(torch._foreach_norm(parts, dtype=dtype)).square().sum()
-        dist.all_reduce(squares, group=self.group)
+        if self.copy_group is None:
+            dist.all_reduce(squares, group=self.group)
+        else:
+            add_up(squares, self.groups)
+            if self.groups.tensor_rank > 0:
+                squares.zero_()
         return squares.sqrt().float()
 
     def gather(self) -> None:
@@ -171,12 +189,36 @@ class Exchange:
         return lambda: self.wait(numbers)
 
 
+def add_up(squares: Tensor, groups: Groups) -> None:
+    """Adds up a scalar of each rank's partitions over all ranks, in place. Every rank gets the same bits.
+
+    Ranks that hold copies of a partition must have the same bits, as each clips and updates its own copy. A sum over the
+    ranks of a node could have another order on another node, so all ranks take part in one sum. The first copy counts, and
+    the others add 0, or NaN if their scalar is not finite: all ranks then skip the step.
+    """
+    if groups.shards.copies > 1:
+        squares.mul_(groups.shards.copy_rank == 0)
+        dist.all_reduce(squares)
+        return
+    for group, size in (
+        (groups.replica_group, groups.replica_size),
+        (groups.tensor_group, groups.tensor_size),
+    ):
+        if size > 1:
+            dist.all_reduce(squares, group=group)
+
+
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to sum `whole` [n] over the ranks. `own` [n / d] is the part of the sum that this rank gets.
 
     It may be the view of `whole` with this rank's part: NCCL reduces in place, and gloo works on a copy.
     """
     return dist.reduce_scatter_tensor(own, whole, group=group, async_op=True)
+
+
+def all_reduce(own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to sum `own` over the ranks, in place."""
+    return dist.all_reduce(own, group=group, async_op=True)
 
 
 def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:

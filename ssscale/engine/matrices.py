@@ -6,6 +6,9 @@ round computes. The matrices are divided over the owners by the cost of Newton-S
 
 The owner sees the same matrix in every parallel layout, so the result has the same bits. What travels per rank is
 2 · (parameters / ranks) elements, much less than the weights that ZeRO gathers.
+
+If every node holds copies of all parts (`parallel.shard_within`), the owner takes them from the ranks of its own node, and the
+result goes to the ranks of all nodes. Matrices are still divided over all ranks, and copies get the same bits.
 """
 
 from __future__ import annotations
@@ -73,13 +76,25 @@ class Part:
 class Round:
     """One matrix per owner. All lists are by rank.
 
-    sent: this rank's part of the matrix that the rank owns. own: the matrix of this rank, if any. received: share, start
+    parts: this rank's part of the matrix that the rank owns. own: the matrix of this rank, if any. held: share, start
     and size of what the rank has of it.
+    near: whether the rank's parts come from here, and those of this rank from there. Results go everywhere.
     """
 
-    sent: list[Part | None]
+    parts: list[Part | None]
     own: Matrix | None
-    received: list[tuple[int, int, int]]
+    held: list[tuple[int, int, int]]
+    near: list[bool]
+
+    @property
+    def sent(self) -> list[int]:
+        """The number of elements that each rank gets of this rank's inputs."""
+        return [part.size if part is not None and near else 0 for part, near in zip(self.parts, self.near, strict=True)]
+
+    @property
+    def received(self) -> list[int]:
+        """The number of elements that this rank gets of each rank's inputs."""
+        return [size if near else 0 for (_, _, size), near in zip(self.held, self.near, strict=True)]
 
 
 def find_matrices(optimizer: Any, groups: Groups) -> tuple[list[Matrix], list[Part]]:
@@ -139,9 +154,11 @@ class WholeMatrices:
         """groups: every rank of the run holds parts, so the exchange is among all of them."""
         self.matrices, self.rank, self.size, self.device = matrices, groups.rank, groups.world_size, groups.device
         held = [(part.matrix, groups.tensor_rank, part.start, part.size) for part in parts]
-        every = [{matrix: tuple(rest) for matrix, *rest in found} for found in gather_json(held)]
+        answers = gather_json([groups.shards.copy_rank, held])
+        self.near = [copy == groups.shards.copy_rank for copy, _ in answers]
+        every = [{matrix: tuple(rest) for matrix, *rest in found} for _, found in answers]
         for number, matrix in enumerate(matrices):
-            sizes = [found[number][2] for found in every if number in found]
+            sizes = [found[number][2] for found, near in zip(every, self.near) if near and number in found]
             assert sum(sizes) == matrix.rows * matrix.columns, f"matrix {number}: parts of {sizes} elements"
         own = {part.matrix: part for part in parts}
         of = owners(matrices, self.size)
@@ -153,9 +170,10 @@ class WholeMatrices:
         owned = [found[number] if number < len(found) else None for found in of]
         mine = owned[self.rank]
         return Round(
-            sent=[None if matrix is None else own.get(matrix) for matrix in owned],
+            parts=[None if matrix is None else own.get(matrix) for matrix in owned],
             own=None if mine is None else self.matrices[mine],
-            received=[(0, 0, 0) if mine is None else found.get(mine, (0, 0, 0)) for found in every],  # type: ignore[misc]
+            held=[(0, 0, 0) if mine is None else found.get(mine, (0, 0, 0)) for found in every],  # type: ignore[misc]
+            near=self.near,
         )
 
     def map(
@@ -185,31 +203,30 @@ class WholeMatrices:
 
     def _gather(self, number: int, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Exchanged:
         step = self.rounds[number]
-        sent = torch.empty(sum(_sizes(step.sent)), dtype=dtype, device=self.device)
-        for part, place in zip(step.sent, sent.split(_sizes(step.sent)), strict=True):
-            if part is not None:
+        sent = torch.empty(sum(step.sent), dtype=dtype, device=self.device)
+        for part, place in zip(step.parts, sent.split(step.sent), strict=True):
+            if part is not None and len(place):
                 source = inputs[part.group]
                 assert source is not None
                 place.copy_(source.narrow(0, part.offset, part.size))
-        return self._exchange(sent, _sizes(step.sent), [size for _, _, size in step.received])
+        return self._exchange(sent, step.sent, step.received)
 
     def _compute(self, step: Round, received: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns the parts of the result in the order in which the ranks' inputs have come."""
+        """Returns the parts of the result, by the ranks that hold them."""
         matrix = step.own
         if matrix is None:
             return received
         shares = received.new_empty(matrix.shares, matrix.rows * matrix.columns // matrix.shares)
-        sizes = [size for _, _, size in step.received]
-        for (share, start, size), values in zip(step.received, received.split(sizes), strict=True):
-            shares[share, start : start + size] = values
+        for (share, start, _), values in zip(step.held, received.split(step.received), strict=True):
+            shares[share, start : start + len(values)] = values
         divided = matrix.divided(function(matrix.joined(shares)))
-        return torch.cat([divided[share, start : start + size] for share, start, size in step.received])
+        return torch.cat([divided[share, start : start + size] for share, start, size in step.held])
 
     def _scatter(self, step: Round, result: Tensor) -> Exchanged:
-        return self._exchange(result, [size for _, _, size in step.received], _sizes(step.sent))
+        return self._exchange(result, [size for _, _, size in step.held], _sizes(step.parts))
 
     def _use(self, step: Round, values: Tensor, use: Callable[[Matrix, Part, Tensor], None]) -> None:
-        for part, own in zip(step.sent, values.split(_sizes(step.sent)), strict=True):
+        for part, own in zip(step.parts, values.split(_sizes(step.parts)), strict=True):
             if part is not None:
                 use(self.matrices[part.matrix], part, own)
 

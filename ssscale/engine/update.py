@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, clip_factor
 from torch import Tensor
 
-from ssscale.engine.exchange import Exchange
+from ssscale.engine.exchange import Exchange, add_up
 from ssscale.optim.base import Optimizer
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import split_dim
@@ -131,12 +130,7 @@ class OnePassUpdate:
         adamw, optimizer = self._adamw or self._open(), self.optimizer
         gradients = self._gradients()
         total = adamw.sum_of_squares(gradients)
-        for group, size in (
-            (self.groups.replica_group, self.groups.replica_size),
-            (self.groups.tensor_group, self.groups.tensor_size),
-        ):
-            if size > 1:
-                dist.all_reduce(total, group=group)
+        add_up(total, self.groups)
         norm, factor = clip_factor(total, self.clip)
         adamw.update(gradients, self._settings(), factor)
         self._gather()

@@ -22,16 +22,16 @@ from ssscale.config.schema import Config
 from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.hf.code import exported_files
+from ssscale.hf.families import FAMILIES, check_exportable
+from ssscale.hf.folder import INDEX, WEIGHTS, check_folder
 from ssscale.hf.plain import (
-    FAMILIES,
-    LACKING,
-    check_exportable,
     family_config,
     from_family,
     native_tree,
     to_family,
 )
 from ssscale.hf.tokenizer import open_tokenizer, write_json, write_tokenizer
+from ssscale.json_object import read_json
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.flops import declared_weights
 from ssscale.names import is_plain, leads_out
@@ -76,7 +76,7 @@ def export_checkpoint(
 ) -> Exported:
     """Writes a checkpoint of any parallel layout as a folder for transformers.
 
-    form: `ssscale`, which takes every model and adds the code of the model; or a family of `ssscale.hf.plain`, whose code
+    form: `ssscale`, which takes every model and adds the code of the model; or a family of `ssscale.hf.families`, whose code
     is part of transformers. bos_id, eos_id: the tokens at the beginning and the end of a document. The exported tokenizer
     puts BOS before every text, as in training. Weights are read one at a time. The caller must have verified the
     checksums of the checkpoint (`reading`).
@@ -196,11 +196,9 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     or if `out` is not empty.
     """
     check_empty(out)
-    content = _read_json(folder / "config.json")
+    content = check_folder(folder)
     config = _native_config(content, out.name, folder / "config.json")
     tokenizer = folder / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise UserError(f"{folder} has no tokenizer.json")
     # In the cache of huggingface_hub, snapshots/REVISION links into blobs/, a sibling of snapshots/.
     _check_link(tokenizer, folder.parent.parent if folder.parent.name == "snapshots" else folder)
     open_tokenizer(tokenizer)
@@ -224,23 +222,9 @@ def _check_link(file: Path, folder: Path) -> None:
         raise UserError(f"{file} is a link that leads out of its folder: put the file in its place")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} does not hold a JSON object")
-    return content
-
-
 def _native_config(content: dict[str, Any], name: str, file: Path) -> Config:
-    kind = content.get("model_type")
-    if kind in FAMILIES:
+    if content["model_type"] in FAMILIES:
         return _imported_config(content, name, file)
-    if kind != "ssscale":
-        lacking = f": it has {LACKING[kind]}" if kind in LACKING else ""
-        raise UserError(f"{file} is of a model_type {kind!r}, not 'ssscale', {', '.join(map(repr, FAMILIES))}{lacking}")
     names = asdict(Config())["model"]
     model = {key: content[RENAMED.get(key, key)] for key in names if RENAMED.get(key, key) in content}
     if isinstance(model.get("mixer"), dict):
@@ -269,9 +253,7 @@ def _options(given: Any) -> Any:
 
 def _open_weights(folder: Path) -> dict[str, Any]:
     """Returns the open file of each weight."""
-    whole = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    names = [whole.name] if whole.is_file() else _weight_files(index)
+    names = [WEIGHTS] if (folder / WEIGHTS).is_file() else _weight_files(folder / INDEX)
     found: dict[str, Any] = {}
     for name in names:
         try:
@@ -284,7 +266,7 @@ def _open_weights(folder: Path) -> dict[str, Any]:
 
 def _weight_files(index: Path) -> list[str]:
     """Returns the files that an index names. Raises UserError for a wrong format or a name outside its folder."""
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise UserError(f"{index} has no `weight_map` of weights to files")
     for weight, name in names.items():

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ssscale.config.schema import ShardWithin
 from ssscale.errors import STALLED, Stop, UserError
 from ssscale.parallel.exchange import gather_json
+from ssscale.parallel.shards import Shards, make_shards
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Groups:
         read one microbatch.
     data: ranks that read different rows.
     replica: the data · context ranks that hold the same weights. Gradients are summed and ZeRO divides over this group.
+    shards: those of them among which ZeRO stage 1 divides the optimizer's state. All, unless `parallel.shard_within` says
+        otherwise.
     in_graph: whether exchanges inside of blocks are operators that a compiled graph contains
         (ssscale/parallel/operators.py). If not, the graph ends before each exchange and a new one begins after it.
     """
@@ -44,6 +48,7 @@ class Groups:
     ulysses_group: dist.ProcessGroup | None  # None: the group is this rank alone
     ring_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup
+    shards: Shards
     device: torch.device
     in_graph: bool = False
 
@@ -63,6 +68,7 @@ def initialize(
     distributed: bool = False,
     ulysses: int = 1,
     ring: int = 1,
+    shard_within: int | ShardWithin = ShardWithin.all,
 ) -> Groups:
     """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) and creates Megatron-core's process groups.
 
@@ -70,8 +76,9 @@ def initialize(
     timeout_minutes: how long a collective of these groups waits before it fails.
     distributed: whether torchrun or Slurm started the process, whose environment then names its peers. Otherwise the
         process is the only rank.
-    Raises UserError if the number of processes is not a multiple of tensor · ulysses · ring or if MASTER_PORT is in use,
-    and Stop if rank 0 cannot be reached.
+    shard_within: `parallel.shard_within`.
+    Raises UserError if the number of processes is not a multiple of tensor · ulysses · ring, if MASTER_PORT is in use or if
+    the ranks of a node cannot divide the optimizer's state, and Stop if rank 0 cannot be reached.
     """
     from megatron.core import parallel_state
 
@@ -82,24 +89,13 @@ def initialize(
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         _start("cpu:gloo,cuda:nccl" if cuda else "gloo", distributed, timeout)
-    world_size = dist.get_world_size()
-    context = ulysses * ring
-    if world_size % (tensor * context):
-        raise UserError(
-            f"parallel.tensor={tensor} × ulysses={ulysses} × ring={ring} does not divide the {world_size} processes that "
-            "were started"
-        )
-    if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor,
-            context_parallel_size=context,
-            distributed_timeout_minutes=math.ceil(timeout_minutes),
-        )
+    _start_megatron(tensor, ulysses, ring, timeout_minutes)
     context_rank = parallel_state.get_context_parallel_rank()
     ulysses_group, ring_group = _context_groups(ulysses, ring, timeout)
+    replica_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return Groups(
         rank=dist.get_rank(),
-        world_size=world_size,
+        world_size=dist.get_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=tensor,
         data_rank=parallel_state.get_data_parallel_rank(),
@@ -113,7 +109,8 @@ def initialize(
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         ulysses_group=ulysses_group,
         ring_group=ring_group,
-        replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        replica_group=replica_group,
+        shards=make_shards(shard_within, replica_group, tensor, timeout),
         device=device,
     )
 
@@ -127,6 +124,23 @@ def _start(backend: str, distributed: bool, timeout: datetime.timedelta) -> None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         atexit.register(shutdown)  # NCCL warns about groups that still exist at exit
+
+
+def _start_megatron(tensor: int, ulysses: int, ring: int, timeout_minutes: float) -> None:
+    from megatron.core import parallel_state
+
+    world_size = dist.get_world_size()
+    if world_size % (tensor * ulysses * ring):
+        raise UserError(
+            f"parallel.tensor={tensor} × ulysses={ulysses} × ring={ring} does not divide the {world_size} processes that "
+            "were started"
+        )
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=ulysses * ring,
+            distributed_timeout_minutes=math.ceil(timeout_minutes),
+        )
 
 
 def _unreachable(error: Exception, timeout: datetime.timedelta) -> Exception:

@@ -108,6 +108,9 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         groups.data_size,
         torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else "cpu",
     )
+    if groups.shards.copies > 1:
+        shards = groups.shards
+        logger.info("optimizer state divided over %d ranks of a node, on %d nodes", shards.size, shards.copies)
     one_pass = in_one_pass(config, dtype == torch.bfloat16)
     how = "clipping, step and rounding to bf16 in one pass" if one_pass else "DeepSpeed's own step"
     logger.info("optimizer %s: %s", config.optimizer.name, how)

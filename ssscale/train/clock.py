@@ -54,8 +54,10 @@ class Phases:
     """Measures the seconds per step of each phase, with the GPU's clock if there is a GPU.
 
     `communication` is the reduction after backward. What is reduced during backward (ZeRO 2 and 3, `parallel.overlap`) counts
-    as backward, and a wait for weights within the forward pass as forward. `data` is
-    the wait for the loader. `agreement` is the small reduction over all ranks with which a step begins.
+    as backward, and a wait for weights within the forward pass as forward. `agreement`
+    is the small reduction over all ranks with which a step begins. `data` is the wait for the batches of the next step,
+    as far as it outlasts the backward pass on a GPU. `hooks` is the rest until the next step: the GPU waits while the
+    host reads the loss and runs the hooks.
     """
 
     def __init__(self, cuda: bool, step: int) -> None:

@@ -7,7 +7,7 @@ share of the fp32 master weights and of the optimizer's states (`ssscale.optim.b
 
 from dataclasses import dataclass, fields, replace
 
-from ssscale.config.schema import Auto, Compile, Config, Fp8, Precision, Recompute
+from ssscale.config.schema import Auto, Compile, Config, Fp8, Precision, Recompute, ShardWithin
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.model.mixers.base import Sizes
@@ -54,12 +54,12 @@ class Estimate:
     days: float
 
 
-def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) -> Estimate:
+def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS, per_node: int | None = None) -> Estimate:
     """Estimates parameters, FLOPs, memory and duration of a run. `config` has passed `validate`.
 
     mfu: fraction of the peak at 6N + 12·L·d·S FLOPs per token, as most published figures count it. In bf16: with `train.fp8`
         the speed is higher by `fp8_speedup`.
-    peak: FLOP/s of one GPU in bf16.
+    peak: FLOP/s of one GPU in bf16. per_node: as for `memory_per_gpu`.
     """
     length = config.data.length
     flops = flops_per_token(config.model, length, causal_half=False)
@@ -71,7 +71,7 @@ def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS) ->
         parameters=count_parameters(config.model, length),
         flops_per_token=flops,
         flops_per_token_causal=flops_per_token(config.model, length, causal_half=True),
-        memory=memory_per_gpu(config, gpus),
+        memory=memory_per_gpu(config, gpus, per_node),
         tokens_per_second_per_gpu=rate,
         tokens_per_day=a_day,
         tokens=tokens,
@@ -95,11 +95,22 @@ def fp8_speedup(config: Config) -> float:
     return 1 / (1 - PRODUCTS_SHARE * share * (1 - 1 / FP8_GAIN[config.train.fp8]))
 
 
-def memory_per_gpu(config: Config, gpus: int) -> Memory:
+def shard_ranks(config: Config, gpus: int, per_node: int | None = None) -> int:
+    """Returns the number of ranks among which ZeRO divides the optimizer's state: D, or D of one node (`shard_within`).
+
+    per_node: GPUs of a node; None: all GPUs are of one node.
+    """
+    within = config.parallel.shard_within
+    node = (gpus if within is ShardWithin.all else per_node or gpus) if isinstance(within, ShardWithin) else within
+    return max(1, min(node, gpus) // config.parallel.tensor)
+
+
+def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Memory:
     """Estimates the bytes on one GPU at the end of a forward pass, when all activations are alive.
 
     N' = parameters of one tensor-parallel rank, D = data · context ranks, w = 2 bytes (bf16; 4 in fp32), o = bytes of
-    optimizer state per parameter (8 for AdamW; for Muon 4 or 2 of matrices, and 8 of other weights):
+    optimizer state per parameter (8 for AdamW; for Muon 4 or 2 of matrices, and 8 of other weights). per_node: GPUs of a
+    node, for `parallel.shard_within=node`, with which only D of one node count for ZeRO-1; None: all are of one node:
 
     | ZeRO | weights | gradients | optimizer |
     |---|---|---|---|
@@ -132,7 +143,7 @@ def memory_per_gpu(config: Config, gpus: int) -> Memory:
         weights=width * (n if stage < 3 else n / ranks + block)
         + FP8_COPIES * block * len(train.fp8_blocks(model.num_layers)),
         gradients=(width * n, summed, partitioned, partitioned)[stage],
-        optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / ranks,
+        optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / shard_ranks(config, gpus, per_node),
         activations=tokens * activation_bytes_per_token(config)
         + model.place.kept_bytes(model.num_heads / tensor / parallel.ulysses, config.data.length),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
@@ -148,7 +159,7 @@ def overlap_bucket(replicas: int) -> int:
     return max(2**25, 2**17 * replicas)
 
 
-def check_memory(config: Config, gpus: int, room: int) -> None:
+def check_memory(config: Config, gpus: int, room: int, per_node: int | None = None) -> None:
     """Raises UserError if a stage cannot be trained with `room` bytes on each of `gpus` GPUs (or processes on CPUs).
 
     The estimate is incomplete and can be slightly wrong. So it refuses only what certainly fails: more than `room` for
@@ -157,7 +168,7 @@ def check_memory(config: Config, gpus: int, room: int) -> None:
     for own in Plan(config).configs:
         if isinstance(own.train.microbatch, Auto):
             own = replace(own, train=replace(own.train, microbatch=1))  # the least that `auto` can choose
-        memory = memory_per_gpu(own, gpus)
+        memory = memory_per_gpu(own, gpus, per_node)
         kept = memory.weights + memory.gradients + memory.optimizer
         if kept > room or memory.total > 2 * room:
             part = "weights, gradients and optimizer" if kept > room else "activations and logits"

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on examples of prompt and answer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -92,7 +92,7 @@ class Examples:
             )
         self._order: tuple[int, list[int]] = (-1, [])
 
-    def steps(self, config: Config, part: Part, state: TrainState) -> Iterator[list[Batch]]:
+    def steps(self, config: Config, part: Part, state: TrainState) -> Generator[list[Batch]]:
         groups, rows = self.groups, config.train.microbatch_rows
         for step in range(state.step, min(part.last_step, self.plan.total_steps)):
             first = self.plan.next_sample(step, state.skipped)

@@ -4,9 +4,11 @@ A part consists of consecutive steps of one stage with one batch size (`ssscale.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from ssscale.data.batch import Batch
+from ssscale.data.stream import Ahead
 from ssscale.train.faults import Rollback
 from ssscale.train.run import Run
 from ssscale.train.step import agree, train_step
@@ -36,13 +38,20 @@ def _train(run: Run) -> None:
     while not run.finished:
         with run.watch.paused():
             run.enter(run.plan.at(run.state.step))
-        for batches in run.source.steps(run.config, run.part, run.state):
-            _advance(run, batches)
+        run.mark("data")
+        # Closed at once, whatever happens: the loader's workers ignore the signals with which Python would end them later.
+        with closing(run.source.steps(run.config, run.part, run.state)) as steps:
+            ahead = Ahead(steps)
+            for batches in ahead:
+                _advance(run, batches, ahead.prepare)
     run.saving.finish(run)
 
 
-def _advance(run: Run, batches: Sequence[Batch]) -> None:
-    """Trains one step. Before the step, calls `agreed` of every hook; after it, calls `act` of each hook that is due."""
+def _advance(run: Run, batches: Sequence[Batch], prepare: Callable[[], None]) -> None:
+    """Trains one step. Before the step, calls `agreed` of every hook; after it, calls `act` of each hook that is due.
+
+    prepare: reads the batches of the next step.
+    """
     run.mark("agreement")
     agreed = agree(run, batches)
     run.measure_memory()
@@ -50,7 +59,7 @@ def _advance(run: Run, batches: Sequence[Batch]) -> None:
         hook.agreed(run, agreed)
     if agreed.stop:
         run.stop()
-    done = train_step(run, batches, agreed.num_targets)
+    done = train_step(run, batches, agreed.num_targets, prepare)
     run.complete(done)
     for hook in run.hooks:
         if hook.is_due(run.state.step, run.plan.total_steps):

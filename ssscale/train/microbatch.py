@@ -25,10 +25,13 @@ MOST_TOKENS = 65_536  # per rank and forward pass, the largest value that was me
 MARGIN = 1.05  # the largest measured peak is 1.034 of its estimate (docs/results/training_speed.md)
 
 
-def with_microbatch(config: Config, batch_size: int, world_size: int, memory: float = H100_MEMORY) -> Config:
+def with_microbatch(
+    config: Config, batch_size: int, world_size: int, memory: float = H100_MEMORY, per_node: int | None = None
+) -> Config:
     """Returns the configuration of a stage with `auto` replaced by a number of rows.
 
     batch_size: rows per step over all ranks. memory: bytes of one GPU. `config` has passed `check_world`.
+    per_node: as for `memory_per_gpu`.
     The result is the largest divisor of the rows per data-parallel rank that gives at most MOST_TOKENS tokens and whose
     estimate fits into `memory`. If none fits, it is the smallest divisor. Raises UserError if sequence parallelism cannot
     divide the tokens of any divisor.
@@ -45,12 +48,12 @@ def with_microbatch(config: Config, batch_size: int, world_size: int, memory: fl
             "divides: set parallel.sequence=false, or use fewer processes"
         )
     small = (changed for changed in found if _tokens(changed) <= MOST_TOKENS)
-    return next((changed for changed in small if fits(changed, world_size, memory)), found[-1])
+    return next((changed for changed in small if fits(changed, world_size, memory, per_node)), found[-1])
 
 
-def fits(config: Config, world_size: int, memory: float = H100_MEMORY) -> bool:
+def fits(config: Config, world_size: int, memory: float = H100_MEMORY, per_node: int | None = None) -> bool:
     """Whether the estimated memory fits on a GPU of `memory` bytes. The microbatch must be a number."""
-    return MARGIN * memory_per_gpu(config, world_size).total + RESERVED <= memory
+    return MARGIN * memory_per_gpu(config, world_size, per_node).total + RESERVED <= memory
 
 
 def divides_tokens(config: Config) -> bool:
@@ -73,12 +76,13 @@ class StageConfigs:
 
     def __init__(self, plan: Plan, groups: "Groups") -> None:
         self.plan, self.world_size = plan, groups.world_size
+        self.per_node = groups.shards.size * groups.tensor_size
         self.memory = _smallest_gpu(groups)
         self._logged: set[tuple[int, int]] = set()
 
     def of(self, part: Part) -> Config:
         own = self.plan.configs[part.stage]
-        config = with_microbatch(own, part.batch_size, self.world_size, self.memory)
+        config = with_microbatch(own, part.batch_size, self.world_size, self.memory, self.per_node)
         if config is not own and (part.stage, part.batch_size) not in self._logged:
             self._logged.add((part.stage, part.batch_size))
             self._log(config, part)
@@ -87,7 +91,7 @@ class StageConfigs:
     def _log(self, config: Config, part: Part) -> None:
         parallel = config.parallel
         rows = part.batch_size // (self.world_size // (parallel.tensor * parallel.context))
-        total = memory_per_gpu(config, self.world_size).total
+        total = memory_per_gpu(config, self.world_size, self.per_node).total
         logger.info(
             "train.microbatch=auto: %d of the %d rows per rank and step; estimated memory %.1f of %.1f GiB",
             config.train.microbatch_rows,
@@ -95,7 +99,7 @@ class StageConfigs:
             total / GIB,
             self.memory / GIB,
         )
-        if not fits(config, self.world_size, self.memory):
+        if not fits(config, self.world_size, self.memory, self.per_node):
             logger.warning(
                 "the estimated memory does not fit: train.recompute=selective or full, parallel.zero_stage=2 or 3, or "
                 "parallel.tensor need less"

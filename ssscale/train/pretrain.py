@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from ssscale.config.schema import Config
 from ssscale.data.batch import Batch
@@ -35,7 +35,7 @@ class PackedRows:
             logger.warning("the data has changed since the checkpoint: going on at sample %d of it", state.samples)
         self.order = make_order(self.data, plan.mixes(data.path, state.skipped), data.shuffle_seed)
 
-    def steps(self, config: Config, part: Part, state: TrainState) -> Iterator[Sequence[Batch]]:
+    def steps(self, config: Config, part: Part, state: TrainState) -> Generator[Sequence[Batch]]:
         data = config.data
         return make_loader(
             self.data,

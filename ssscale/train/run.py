@@ -3,7 +3,7 @@
 import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +57,7 @@ class Source(Protocol):
     def vocab_size(self) -> int | None:
         """Number of entries of the tokenizer; None if it is not known."""
 
-    def steps(self, config: Config, part: Part, state: TrainState) -> Iterator[Sequence[Batch]]:
+    def steps(self, config: Config, part: Part, state: TrainState) -> Generator[Sequence[Batch]]:
         """Yields this rank's microbatches of each step of `part` that comes after `state`."""
 
     def divisor(self, num_targets: int) -> int:
@@ -181,7 +181,6 @@ class Run:
 
     def begin_step(self) -> None:
         self.watchdog.begin(self.state.step + 1)
-        self.mark("data")
 
     def enter(self, part: Part) -> None:
         """Prepares the run for a `Part` of its plan. A stage with another model is built from a checkpoint of the current one.

@@ -4,9 +4,10 @@ The step is modelled as the stack runs it now. Nothing of the exchange of gradie
 after the last backward pass DeepSpeed reduces all gradients in the dtype of the weights (bf16, although it accumulates in
 fp32), steps, and gathers the weights. With `parallel.overlap`, the last backward pass hides the reduction, which is in fp32,
 and the next forward pass hides the gather. Only the embedding's share stays in the open: its gradient comes last, and its
-weights are needed first. How much the exchanges slow down the computation beside them is not modelled. Tensor and context
-parallelism exchange between compiled pieces of a block, which the host launches one by one. Not modelled: waiting for data,
-ragged documents, noise between ranks, and a network that other jobs use.
+weights are needed first. With `parallel.shard_within=node`, a bucket's all-reduce between nodes runs beside the
+reduce-scatters of later buckets within them. How much the exchanges slow down the computation beside them is not modelled.
+Tensor and context parallelism exchange between compiled pieces of a block, which the host launches one by one. Not modelled:
+waiting for data, ragged documents, noise between ranks, and a network that other jobs use.
 """
 
 import math
@@ -14,31 +15,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ssscale.config.schema import Compile, Config, Recompute
+from ssscale.config.schema import Compile, Config, Recompute, ShardWithin
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
-from ssscale.train.estimate import REDUCE_BUCKET, Memory, fp8_speedup, memory_per_gpu, overlap_bucket, weight_bytes
+from ssscale.train.estimate import (
+    REDUCE_BUCKET,
+    Memory,
+    fp8_speedup,
+    memory_per_gpu,
+    overlap_bucket,
+    shard_ranks,
+    weight_bytes,
+)
+from ssscale.train.links import HOP, LATENCY, NVLINK, Cluster, Constant, Exchange, Traffic
 from ssscale.train.microbatch import MOST_TOKENS, fits
-from ssscale.validate_parallel import check_parallel
+from ssscale.validate_parallel import check_node, check_parallel
 
-
-class Constant(NamedTuple):
-    """A number of the model. measured: whether by a measurement of this quantity, which `source` names."""
-
-    value: float
-    measured: bool
-    source: str
-
-
-NVLINK = Constant(
-    391e9,
-    False,
-    "bytes/s of a copy between two H200s (docs/results/several_gpus.md); part=links is to measure collectives",
-)
-LATENCY = Constant(
-    110e-6, False, "s per collective: a gather of 50 MB in a TP2 step of 1b on two H200s took 235 µs; part=links"
-)
-HOP = Constant(15e-6, False, "s per node that a ring of ranks passes through: assumed; part=links on several nodes")
 OPTIMIZER = Constant(
     20e-12, True, "s per parameter and step: accumulation 1 beside 16, 1b and 3b (docs/results/training_speed.md)"
 )
@@ -89,30 +81,6 @@ LOWEST_MFU = min(rate.within_step for rate in RATES.values())
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """nodes of `gpus` GPUs each. network: bytes/s per GPU to other nodes, in each direction. memory: bytes per GPU."""
-
-    nodes: int
-    gpus: int
-    network: float
-    memory: float
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.gpus
-
-    def link(self, size: int, stride: int) -> tuple[float, int]:
-        """Returns (bytes/s, nodes) of a group of `size` ranks, every `stride`-th one.
-
-        Between nodes the members on one node send over the networks of as many GPUs, so that a ring over all of a node's
-        GPUs passes `gpus` times the bandwidth of one.
-        """
-        together = min(size, max(1, self.gpus // stride))  # members per node
-        nodes = size // together
-        return (NVLINK.value if nodes == 1 else min(NVLINK.value, together * self.network)), nodes
-
-
-@dataclass(frozen=True)
 class Prediction:
     """Seconds per step, by what they are spent on. exposed: exchanges during which nothing is computed."""
 
@@ -122,6 +90,7 @@ class Prediction:
     host: float  # the GPU waits for the host to launch the next piece of a block
     exposed: dict[str, float]
     memory: Memory
+    traffic: Traffic
 
     @property
     def seconds(self) -> float:
@@ -137,6 +106,9 @@ class Prediction:
         sizes = {"TP": parallel.tensor, "Ulysses": parallel.ulysses, "ring": parallel.ring}
         split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         zero = f"ZeRO-{parallel.zero_stage}{' with overlap' * parallel.overlap}{' in bf16' * parallel.overlap_bf16}"
+        if parallel.shard_within is not ShardWithin.all:
+            node = isinstance(parallel.shard_within, ShardWithin)
+            zero += " within nodes" if node else f" within {parallel.shard_within} ranks"
         return ", ".join([zero, *split, f"microbatch {train.microbatch}"])
 
 
@@ -154,8 +126,9 @@ def predict(config: Config, cluster: Cluster, mfu: float | None = None) -> Predi
     busy = compute + sum(seconds for _, seconds in within.values())
     ranks = cluster.size // parallel.tensor
     n = _parameters_per_rank(config)
-    split = ranks if parallel.zero_stage else 1
+    split = shard_ranks(config, cluster.size, cluster.gpus) if parallel.zero_stage else 1
     optimizer = OPTIMIZER.value * n * (1 - SPLIT.value + SPLIT.value / split)
+    exchanges = _replica_exchanges(config, cluster, n, accumulation)
     return Prediction(
         config=config,
         compute=accumulation * compute,
@@ -163,10 +136,32 @@ def predict(config: Config, cluster: Cluster, mfu: float | None = None) -> Predi
         host=accumulation * max(0.0, LAUNCH.value * count - busy),
         exposed={
             **{name: accumulation * seconds for name, (_, seconds) in within.items()},
-            **_in_the_open(config, _replica_exchanges(config, cluster, n, accumulation), compute),
+            **_in_the_open(config, {name: cluster.pipelined(found) for name, found in exchanges.items()}, compute),
         },
-        memory=memory_per_gpu(config, cluster.size),
+        memory=memory_per_gpu(config, cluster.size, cluster.gpus),
+        traffic=cluster.traffic(exchange for found in exchanges.values() for exchange in found),
     )
+
+
+def check_cluster(config: Config, cluster: Cluster) -> None:
+    """Raises UserError if the GPUs of a node cannot divide the optimizer's state among them (`parallel.shard_within=node`)."""
+    parallel = config.parallel
+    if parallel.shard_within is ShardWithin.node:
+        check_node(parallel.shard_within, cluster.gpus, parallel.tensor, cluster.size)
+
+
+def other_shards(config: Config, cluster: Cluster) -> Config | None:
+    """Returns `config` with the other value of `parallel.shard_within`, `all` or `node`. None if it would change nothing."""
+    parallel = config.parallel
+    if not parallel.overlap or cluster.nodes == 1:
+        return None
+    within = ShardWithin.node if parallel.shard_within is ShardWithin.all else ShardWithin.all
+    other = replace(config, parallel=replace(parallel, shard_within=within))
+    try:
+        check_cluster(other, cluster)
+    except UserError:
+        return None
+    return other
 
 
 def forward_mfu(config: Config) -> tuple[float, bool]:
@@ -180,10 +175,10 @@ def layouts(config: Config, cluster: Cluster, mfu: float | None = None) -> list[
 
     Recomputation, compilation and the batch are those of `config`.
     """
-    best: dict[tuple[int, ...], Prediction] = {}
+    best: dict[tuple[int | ShardWithin, ...], Prediction] = {}
     for changed in _candidates(config, cluster):
         parallel = changed.parallel
-        key = (parallel.tensor, parallel.ulysses, parallel.ring, parallel.zero_stage)
+        key = (parallel.tensor, parallel.ulysses, parallel.ring, parallel.zero_stage, parallel.shard_within)
         found = predict(changed, cluster, mfu)
         # Of two that the model takes for equally fast, the larger microbatch: it gives kernels more to do.
         if key not in best or found.tokens_per_second >= best[key].tokens_per_second:
@@ -199,8 +194,11 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
                 for stage in (1, 2, 3):
                     parallel = replace(config.parallel, tensor=tensor, ulysses=ulysses, ring=ring, zero_stage=stage)
                     if stage > 1:
-                        parallel = replace(parallel, overlap=False, overlap_bf16=False)
-                    yield from _with_microbatches(replace(config, parallel=parallel), cluster)
+                        within = ShardWithin.all
+                        parallel = replace(parallel, overlap=False, overlap_bf16=False, shard_within=within)
+                    found = replace(config, parallel=parallel)
+                    for changed in filter(None, (found, other_shards(found, cluster))):
+                        yield from _with_microbatches(changed, cluster)
 
 
 def _with_microbatches(config: Config, cluster: Cluster) -> Iterator[Config]:
@@ -214,9 +212,10 @@ def _with_microbatches(config: Config, cluster: Cluster) -> Iterator[Config]:
         changed = replace(config, train=replace(config.train, microbatch=microbatch))
         try:
             check_parallel(changed, gpu=True)
+            check_cluster(changed, cluster)
         except UserError:
             continue
-        if not fits(changed, cluster.size, cluster.memory):
+        if not fits(changed, cluster.size, cluster.memory, cluster.gpus):
             return
         yield changed
 
@@ -254,15 +253,15 @@ def _block_exchanges(config: Config, cluster: Cluster, tokens: int) -> dict[str,
         repeats = 0 if parallel.keep_gathered else 2 * layers + 1
         count, times = (8 * layers + 4 + repeats, 1) if parallel.sequence else (4 * layers + 2, 2)
         size = times * (t - 1) / t * model.hidden_size * tokens / (u * r) * width
-        found["tensor"] = count, _seconds(cluster, t, 1, count, count * size)
+        found["tensor"] = count, cluster.seconds(t, 1, count, count * size)
     if u > 1:  # one all-to-all of q, k and v, one of the outputs, and their gradients
         heads = 2 * (model.num_heads + model.kv_heads) * model.head_size / t
         size = 2 * layers * (u - 1) / u * heads * tokens / (u * r) * width
-        found["ulysses"] = 4 * layers, _seconds(cluster, u, t, 4 * layers, size)
+        found["ulysses"] = 4 * layers, cluster.seconds(u, t, 4 * layers, size)
     if r > 1:  # keys and values in both passes, their gradients in fp32; hidden behind attention as far as that lasts
         x = 2 * model.kv_heads * model.head_size / (t * u) * tokens / r
         count = layers * (3 * (r - 1) + 1)
-        seconds = _seconds(cluster, r, t * u, count, layers * x * (2 * (r - 1) * width + r * 4))
+        seconds = cluster.seconds(r, t * u, count, layers * x * (2 * (r - 1) * width + r * 4))
         attention = _attention_share(config) * tokens * _seconds_per_token(config, None) / (t * u * r)
         found["ring"] = count, max(0.0, seconds - attention) + attention / 3  # backward runs the forward ring again
     return found
@@ -274,13 +273,14 @@ def _attention_share(config: Config) -> float:
     return 1 - 6.0 * n / flops_per_token(model, length, causal_half=False)
 
 
-def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation: int) -> dict[str, float]:
-    """Returns the seconds per step that gradients and weights take. n: parameters of a tensor-parallel rank.
+def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation: int) -> dict[str, list[Exchange]]:
+    """Returns the exchanges of gradients and weights in a step. n: parameters of a tensor-parallel rank.
 
     | ZeRO | gradients | weights |
     |---|---|---|
     | 0 | all-reduce per step | |
     | 1 | all-reduce per step; with `overlap` reduce-scatter in fp32 or bf16 | gather per step |
+    | 1, `shard_within=node` | reduce-scatter within a node, all-reduce of the shards between nodes | gather within a node |
     | 2 | all-reduce per microbatch (of DeepSpeed's buckets) | gather per step |
     | 3 | reduce-scatter per microbatch | gather per pass of a microbatch |
     """
@@ -288,20 +288,30 @@ def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation:
     ranks = cluster.size // stride
     if ranks == 1:
         return {}
-    part = (ranks - 1) / ranks * n
-    share = part * weight_bytes(config)
     if config.parallel.overlap:
-        buckets = math.ceil(n / overlap_bucket(ranks))
-        sent = {"gradients": part * (2 if config.parallel.overlap_bf16 else 4), "weights": share}
-        return {name: _seconds(cluster, ranks, stride, buckets, size) for name, size in sent.items()}
+        return _overlapped(config, cluster, n, ranks)
+    share = (ranks - 1) / ranks * n * weight_bytes(config)
     buckets = math.ceil(n / REDUCE_BUCKET) if stage < 3 else 2 * config.model.num_layers
-
-    def seconds(passes: int) -> float:
-        return _seconds(cluster, ranks, stride, passes * buckets, passes * share)
-
     reduced = (2, 2, 2 * accumulation, accumulation)[stage]
     gathered = (0, 1, 1, 2 * accumulation)[stage]
-    return {"gradients": seconds(reduced), "weights": seconds(gathered)}
+    return {
+        name: [Exchange(ranks, stride, passes * buckets, passes * share)]
+        for name, passes in {"gradients": reduced, "weights": gathered}.items()
+    }
+
+
+def _overlapped(config: Config, cluster: Cluster, n: float, ranks: int) -> dict[str, list[Exchange]]:
+    """Returns the exchanges with `parallel.overlap`. ranks: that hold the same weights."""
+    parallel, stride = config.parallel, config.parallel.tensor
+    buckets = math.ceil(n / overlap_bucket(ranks))
+    shards = shard_ranks(config, cluster.size, cluster.gpus)
+    copies, part, width = ranks // shards, (shards - 1) / shards * n, 2 if parallel.overlap_bf16 else 4
+    gradients = [Exchange(shards, stride, buckets, part * width)]
+    if copies > 1:  # an all-reduce passes around the ring twice
+        sent = 2 * (copies - 1) / copies * n / shards * width
+        gradients.append(Exchange(copies, stride * shards, 2 * buckets, sent))
+    weights = [Exchange(shards, stride, buckets, part * weight_bytes(config))]
+    return {"gradients": gradients, "weights": weights}
 
 
 def _in_the_open(config: Config, exchanges: dict[str, float], compute: float) -> dict[str, float]:
@@ -313,9 +323,3 @@ def _in_the_open(config: Config, exchanges: dict[str, float], compute: float) ->
     forward = compute / (3 * RECOMPUTED[config.train.recompute].value)
     beside = {"gradients": compute - forward, "weights": forward}
     return {name: max(seconds * embedding, seconds - beside[name]) for name, seconds in exchanges.items()}
-
-
-def _seconds(cluster: Cluster, size: int, stride: int, count: int, sent: float) -> float:
-    """Returns the seconds of `count` collectives over a group, in which each rank sends `sent` bytes in total."""
-    rate, nodes = cluster.link(size, stride)
-    return count * (LATENCY.value + HOP.value * (nodes - 1)) + sent / rate

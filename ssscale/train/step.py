@@ -1,6 +1,6 @@
 """One training step: the ranks agree on what all of them must know, run their microbatches, and update the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ class Agreed:
     num_targets: int
     # Whether any rank was asked to stop.
     stop: bool
-    # Whether every rank is done with its part of the checkpoint that is being saved, successfully or not.
+    # Whether every rank has ended its attempt to write its part of the current checkpoint. An attempt may have failed.
     written: bool
     # Whether any rank has failed to write its part.
     failed: bool
@@ -40,7 +40,9 @@ class Done:
     num_targets: int  # over all ranks
     lr: float
     sums: Tensor  # losses and numbers of targets by source, of this rank (`sums_by_source`)
-    terms: dict[str, Tensor]  # the value of each of `Decoder.terms`, summed over this rank's tokens, float64
+    # By name (`Decoder.terms`): terms that are added to the cross entropy, such as the z-loss, and terms that are only
+    # logged. Each is a sum over this rank's tokens, in float64.
+    terms: dict[str, Tensor]
     loss: float  # Σ losses of this rank's tokens, in nats
     grad_norm: float | None
     skipped: bool  # whether the weights did not change because gradients had NaN or Inf
@@ -52,13 +54,14 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
     targets = sum(batch.num_targets for batch in batches)
     writer, loss = run.saving.writer, 0.0 if run.last is None else run.last.loss
     sums = torch.tensor([targets, asked, writer.done, writer.failed, loss], dtype=torch.float64)
-    dist.all_reduce(sums)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(sums)
     num_targets, stop, written, failed, loss = sums.tolist()
     groups = run.groups
     # The all-reduce counts some values several times. All ranks of a tensor-parallel or context-parallel group have read
     # the same rows, so each target is counted tensor_size · context_size times. Each loss is counted only
     # tensor_size times, because a context-parallel rank computes the losses of its own share of the tokens, not of the
-    # whole rows.
+    # whole rows. Only num_targets is corrected here.
     return Agreed(
         num_targets=max(int(num_targets) // (groups.tensor_size * groups.context_size), 1),
         stop=stop > 0,
@@ -68,10 +71,11 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
     )
 
 
-def train_step(run: "Run", batches: Sequence[Batch], num_targets: int) -> Done:
+def train_step(run: "Run", batches: Sequence[Batch], num_targets: int, prepare: Callable[[], None]) -> Done:
     """Runs forward and backward of this rank's microbatches, then one step of the optimizer.
 
-    batches: the microbatches. num_targets: tokens with a target in the batches of all ranks together.
+    batches: the microbatches. num_targets: tokens with a target in the batches of all ranks together. prepare: reads the
+    batches of the next step; it is called once, while a GPU is still computing.
     """
     groups, train = run.groups, run.config.train
     sums = torch.zeros(2, len(run.source.names), dtype=torch.float64, device=groups.device)
@@ -83,6 +87,9 @@ def train_step(run: "Run", batches: Sequence[Batch], num_targets: int) -> Done:
         sums += sums_by_source(passed.losses, batch, len(run.source.names))
         terms = {name: total + passed.terms[name] for name, total in terms.items()}
     lr = learning_rate(train.stages, run.given.train.batch_size, run.state.tokens + run.part.tokens_per_step)
+    run.mark("data")
+    prepare()  # before the update, for whose norm the host waits
     result = run.engine.step(lr)
+    run.mark("hooks")
     # float() waits until the GPU has finished the step.
     return Done(batches, num_targets, lr, sums, terms, float(sums[0].sum()), result.grad_norm, result.skipped)

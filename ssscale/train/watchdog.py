@@ -15,7 +15,6 @@ from ssscale.errors import STALLED
 
 logger = logging.getLogger("ssscale")
 
-PHASES = ("data", "agreement", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint")
 GATHER_S = 5.0  # seconds to wait for the files of other ranks
 
 

@@ -54,6 +54,22 @@ def test_zero_stages(stage, weights, gradients, optimizer):
     )
 
 
+def test_shards_within_nodes():
+    """Eight nodes of eight GPUs: each node holds all of the optimizer's state."""
+
+    def memory(*keys, per_node=8):
+        return memory_per_gpu(load_config(["config=3b_sb", "parallel.overlap=true", *keys]), 64, per_node)
+
+    everywhere, node = memory(), memory("parallel.shard_within=node")
+    assert (everywhere.optimizer, node.optimizer) == (12 * N / 64, 12 * N / 8)
+    assert node.total - everywhere.total == pytest.approx(12 * N * 7 / 64)
+    assert memory("parallel.shard_within=16", per_node=None).optimizer == 12 * N / 16
+    assert memory("parallel.shard_within=node", per_node=None) == everywhere  # one node
+    halves = memory("parallel.shard_within=node", "parallel.tensor=2")
+    vectors = 40 * 2 * 2304 + 2304
+    assert halves.optimizer == pytest.approx(12 * ((N - vectors) / 2 + vectors) / 4)
+
+
 def test_activations_and_logits():
     d, f = 2304, 9216
     config = load_config(["config=3b_sb"])

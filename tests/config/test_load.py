@@ -127,6 +127,7 @@ def test_round_trip_is_exact(tmp_path):
         ("train.stages.0.mix=[a]", "train.stages.0.mix must be a section of `name: number`, not ['a']"),
         ("train.stages.0.mix.web=much", "train.stages.0.mix.web must be a number, not 'much'"),
         ("--fast", "'--fast' is not of the form key=value: write fast=VALUE, without spaces or dashes"),
+        ("tiny_sb", "'tiny_sb' is not of the form key=value: write config=tiny_sb"),
         ("=3", "'=3' is not of the form key=value: write key=VALUE"),
         ("train.seed=", "train.seed= has no value: write train.seed=VALUE"),
         ("name=[a", "name=[a: the value is not valid YAML"),
@@ -164,8 +165,17 @@ def test_a_wrong_file_gives_a_sentence_with_its_name(configs, text, expected):
     assert expected.replace("{path}", "configs/bad.yaml") in sentence(["config=bad"])
 
 
+def test_a_run_file_of_another_name_is_refused_and_a_bare_one_is_corrected(tmp_path):
+    (tmp_path / "run.yml").write_text("include: [tiny_sb]")
+    assert f"config={tmp_path}/run.yml: the name of a configuration file ends in .yaml" in sentence(
+        [f"config={tmp_path}/run.yml"]
+    )
+    assert f"write config={tmp_path}/run.yml" in sentence([f"{tmp_path}/run.yml"])
+
+
 def test_a_missing_run_file_is_answered_with_the_nearest():
     assert "there is no configs/3b_bs.yaml; did you mean 3b_sb" in sentence(["config=3b_bs"])
     assert "config=a/b.yaml: there is no file a/b.yaml" in sentence(["config=a/b.yaml"])
+    assert "there is no configs/a/b.yaml; there are 162m_sb" in sentence(["config=a/b"])
     assert "config=NAME is missing: name one of 162m_sb" in sentence([])
     assert "config=NAME is missing" in sentence(["config="])

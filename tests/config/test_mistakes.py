@@ -30,6 +30,8 @@ CASES = [
     ("launch/pretrain.py config=tiny_sb model.num_heads=7", "model.num_heads=7 does not divide"),
     ("launch/pretrain.py config=tiny_sb processes=3", "train.batch_size=16 is not a multiple of the 24 rows"),
     ("launch/pretrain.py config=tiny_sb --processes 2", "'--processes' is not of the form key=value: write processes="),
+    ("launch/pretrain.py config=tiny_sb --prnt", "unknown argument '--prnt': did you mean --print?"),
+    ("launch/pretrain.py tiny_sb", "'tiny_sb' is not of the form key=value: write config=tiny_sb"),
     ("launch/evaluate.py checkpoint=nowhere", "checkpoint=nowhere: there is no such folder"),
     ("launch/evaluate.py checkpoint=RUN tasks=hellaswagg valid=false", "there is no such task; did you mean hellaswag"),
     ("launch/evaluate.py checkpoint=RUN suite=rulr", "suite must be stickbreaking_paper or ruler, not 'rulr'; did you"),
@@ -38,11 +40,19 @@ CASES = [
         "launch/evaluate.py checkpoint=RUN tasks=none data=nowhere",
         "data folder nowhere does not exist: name the folder",
     ),
+    (
+        "launch/evaluate.py checkpoint=RUN tasks=none valid=false tensor=2",
+        "tensor=2 does not divide the number of proc",
+    ),
     ("launch/estimate.py config=3b_sb gpus=3", "train.batch_size=1024 is not a multiple of the 6 rows"),
     ("slurm/submit.py config=3b_sb nods=2", "there is no key 'nods'; did you mean nodes?"),
     ("launch/report.py nowhere", "nowhere is not a run folder: it has no config.yaml"),
     ("launch/export.py checkpoint=RUN out=configs", "out=configs exists and is not empty"),
+    ("launch/export.py checkpoint=RUN out=new format=llama", "format=llama has no layers of stickbreaking"),
     ("launch/import_hf.py from=nowhere out=new", "from=nowhere: there is no config.json"),
+    ("launch/import_hf.py from=HF/bert out=new", "is of a model_type 'bert', not 'ssscale', 'llama'"),
+    ("launch/import_hf.py from=HF/bare out=new", "HF/bare has no tokenizer.json"),
+    ("launch/import_hf.py from=HF/bin out=new", "HF/bin has neither model.safetensors nor model.safetensors.index"),
     ("launch/finetune.py from=RUN questions=nowhere.json run_dir=new", "questions=nowhere.json: there is no such file"),
     ("launch/benchmark.py configs=1b_sbb data=configs", "there is no configs/1b_sbb.yaml; did you mean 1b_sb"),
     (
@@ -71,6 +81,18 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint.parents[1]
 
 
+@pytest.fixture(scope="module")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that are not models which can be imported: of another kind, without a tokenizer, without safetensors."""
+    root = tmp_path_factory.mktemp("hf")
+    for name, kind in (("bert", "bert"), ("bare", "llama"), ("bin", "llama")):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    (root / "bin" / "tokenizer.json").write_text("{}")
+    (root / "bin" / "pytorch_model.bin").write_text("")
+    return root
+
+
 def call(command: str) -> tuple[int, str, str, float]:
     """Exit code, output, errors and seconds of processor time. Only site-packages is on the path: no installation of ours."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(site.getsitepackages())}
@@ -84,8 +106,9 @@ def call(command: str) -> tuple[int, str, str, float]:
 
 
 @pytest.mark.parametrize(("command", "sentence"), CASES)
-def test_a_mistake_is_said_at_once(command: str, sentence: str, run_folder: Path) -> None:
-    code, output, errors, seconds = call(command.replace("RUN", str(run_folder)))
+def test_a_mistake_is_said_at_once(command: str, sentence: str, run_folder: Path, model_folders: Path) -> None:
+    code, output, errors, seconds = call(command.replace("RUN", str(run_folder)).replace("HF", str(model_folders)))
+    sentence = sentence.replace("HF", str(model_folders))
     assert (code, output) == (2, ""), errors
     assert errors.startswith("error: ")
     assert sentence in errors

@@ -12,18 +12,17 @@ from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters, flops_per_token
 from ssscale.train.estimate import memory_per_gpu
+from ssscale.train.links import HOP, LATENCY, NVLINK, Cluster
 from ssscale.train.scale import (
     BUCKETS,
-    HOP,
-    LATENCY,
     LAUNCH,
-    NVLINK,
     OPTIMIZER,
     RATES,
     SPLIT,
-    Cluster,
+    check_cluster,
     forward_mfu,
     layouts,
+    other_shards,
     predict,
 )
 from ssscale.validate import validate
@@ -111,6 +110,60 @@ def test_overlap_by_hand(network: int) -> None:
     assert "ZeRO-1 with overlap" in found.label
 
 
+@pytest.mark.parametrize("network", [2, 25])
+def test_shards_within_nodes_by_hand(network: int) -> None:
+    """3b on 64 nodes: reduce-scatters and gathers by NVLink, all-reduces of an eighth by each GPU's own network."""
+    config = load_config(["config=3b_sb", "parallel.overlap=true", "parallel.shard_within=node"])
+    found = predict(config, hosts(64, network=network))
+    within = 53 * LATENCY.value + 4 * N * 7 / 8 / NVLINK.value
+    between = 53 * 2 * (LATENCY.value + HOP.value * 63) + 2 * 4 * N / 8 * 63 / 64 / (1e9 * network)
+    gradients = max(within, between) + min(within, between) / 53
+    weights = 53 * LATENCY.value + 2 * N * 7 / 8 / NVLINK.value
+    embedding, computed = 50_257 * 2304 / N, found.compute / 3
+    assert found.exposed == {
+        "gradients": pytest.approx(max(embedding * gradients, gradients - 2 * computed), rel=0.01),
+        "weights": pytest.approx(max(embedding * weights, weights - computed), rel=0.01),
+    }
+    assert found.optimizer == pytest.approx(N * 20e-12 * (0.5 + 0.5 / 8))
+    assert found.traffic.within == pytest.approx(6 * N * 7 / 8)
+    assert found.traffic.between == pytest.approx(8 * N / 8 * 63 / 64)
+    assert found.memory == memory_per_gpu(config, 512, 8)
+    assert found.label == "ZeRO-1 with overlap within nodes, microbatch 2"
+    undivided = predict(other_shards(config, hosts(64)) or config, hosts(64, network=network))
+    assert sum(undivided.traffic) == pytest.approx(6 * N * 511 / 512)
+    assert undivided.traffic.between == pytest.approx(6 * N * 511 / 512 / 8)
+
+
+def test_shards_of_one_tensor_parallel_group_per_node() -> None:
+    """Each GPU holds all of its state. Nothing is exchanged within nodes but by tensor parallelism."""
+    config = load_config(["config=3b_sb", "parallel.overlap=true", "parallel.shard_within=node", "parallel.tensor=8"])
+    found = predict(config, hosts(4))
+    vectors = 40 * 2 * 2304 + 2304
+    n = (N - vectors) / 8 + vectors
+    assert found.traffic == (0.0, pytest.approx(8 * n * 3 / 4))
+    assert found.exposed["weights"] == 0
+    assert found.memory.optimizer == pytest.approx(12 * n)
+    with pytest.raises(UserError, match="tensor=8 does not divide its 4 ranks"):
+        check_cluster(config, hosts(8, gpus=4))
+
+
+def test_both_settings_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["config=3b_sb", "nodes=64", "gpus=8", "network=50", "parallel.overlap=true"]
+    command.main(keys)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "shard_within=node: ZeRO-1 with overlap" in out
+    assert "as configured: per step, each GPU sends 18.41 GB within its node and 2.63 GB to other nodes" in out
+    assert "shard_within=node: per step, each GPU sends 18.45 GB within its node and 3.46 GB to other nodes" in out
+    command.main([*keys, "parallel.shard_within=node"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "shard_within=all: per step, each GPU sends 18.41 GB within its node and 2.63 GB to other nodes" in out
+    config = load_config([keys[0], keys[-1]])
+    assert other_shards(config, hosts(1)) is None
+    assert other_shards(load_config(keys[:1]), hosts(8)) is None
+    labels = [row.label for row in layouts(config, hosts(8))]
+    assert sum(" within nodes" in label for label in labels) == sum(label.count("with overlap") for label in labels) / 2
+
+
 def test_links() -> None:
     cluster = hosts(4, 8, 25)
     assert cluster.link(8, 1) == (NVLINK.value, 1)
@@ -189,6 +242,7 @@ def test_the_command_predicts(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "expected"),
     [
         (["gpus=8", "network=50"], "network= needs nodes="),
+        (["parallel.overlap=true", "parallel.shard_within=node"], "parallel.shard_within=node needs nodes="),
         (["nodes=0"], "nodes must be at least 1, not 0"),
         (["nodes=2", "network=0"], "network must be above 0, not 0"),
         (["nodes=2", "gpu_memory=9"], "no layout of 3b_sb with train.recompute=none fits 16 GPUs of 9 GiB"),

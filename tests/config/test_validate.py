@@ -70,6 +70,9 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["parallel.zero_stage=0", "train.precision=bf16"], "parallel.zero_stage=0 cannot train in bf16"),
         (["parallel.overlap=true", "parallel.zero_stage=3"], "parallel.overlap=true needs parallel.zero_stage=1, not 3"),
         (["parallel.overlap_bf16=true"], "parallel.overlap_bf16=true has no effect without parallel.overlap=true"),
+        (["parallel.shard_within=node"], "parallel.shard_within=node needs parallel.overlap=true"),
+        (["parallel.shard_within=2", "parallel.zero_stage=2"], "parallel.shard_within=2 needs parallel.overlap=true"),
+        (["parallel.shard_within=0", "parallel.overlap=true"], "parallel.shard_within must be at least 1, not 0"),
         (["parallel.overlap=true", "train.compile=model"], "overlap=true does not go with train.compile=model"),
     ],
 )  # fmt: skip
@@ -94,7 +97,7 @@ def test_tiny_sb_refuses(overrides, expected):
         (["rope.scaling=ntk", "rope.factor=-2"], "model.position.rope.factor must be greater than 0, not -2.0"),
         (
             ["rope.scaling=dynamic_ntk"],
-            "which it does not have: set model.position.rope.train_length to the row length",
+            "so it must know this length: set model.position.rope.train_length to the row length",
         ),
         (
             ["rope.scaling=dynamic_ntk", "rope.train_length=0"],
@@ -136,7 +139,7 @@ def test_a_bias_needs_its_variant():
 
 
 def test_ntk_needs_a_second_pair():
-    assert "a head of 2 has no other: use linear" in refusal(
+    assert "a head of 2 dimensions has only one pair: use model.position.rope.scaling=linear" in refusal(
         "tiny_ssmax", "model.head_dim=2", "model.position.rope.scaling=ntk", "model.position.rope.factor=2"
     )
 
@@ -180,6 +183,20 @@ def test_zero_stage_0_trains_in_fp32_only():
     validate(config, 1, gpu=False)  # precision=auto is fp32 on a CPU
     with pytest.raises(UserError, match=r"returns no gradient norm; use parallel.zero_stage=1"):
         validate(config, 1, gpu=True)
+
+
+def test_ranks_of_nodes_that_do_not_divide() -> None:
+    keys = ["parallel.overlap=true", "parallel.shard_within=6"]
+    text = refusal("3b_sb", *keys, world_size=64)
+    assert "parallel.shard_within=6 does not divide the 64 ranks of this run into nodes of 6: use" in text
+    text = refusal("3b_sb", *keys, "parallel.tensor=4", "train.batch_size=30", world_size=24)
+    assert (
+        "parallel.tensor=4 does not divide its 6 ranks: use parallel.tensor=1, 2, 3 or 6, or parallel.shard_within=all"
+        in text
+    )
+    validate(load_config(["config=3b_sb", keys[0], "parallel.shard_within=8", "parallel.tensor=4"]), 64, gpu=True)
+    with pytest.raises(UserError, match="must be a whole number, all or node, not"):
+        load_config(["config=3b_sb", "parallel.shard_within=rack"])
 
 
 def test_world_size_must_fit_tensor_parallelism_and_batch():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ssscale.data import manifest as manifests
 from ssscale.data.shards import RowStore
-from ssscale.data.stream import PackedData, make_loader, valid_batches
+from ssscale.data.stream import Ahead, PackedData, make_loader, valid_batches
 from ssscale.errors import UserError
 from tests.data.conftest import LENGTH
 
@@ -33,6 +33,39 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 def load(data: PackedData, **changes: object) -> list[list]:
     arguments = {"mixes": MIXES, "seed": 5, "first_sample": 0, "num_samples": 480, "batch_size": BATCH, "microbatch": 4}
     return list(make_loader(data, **(arguments | changes)))
+
+
+def test_ahead_makes_one_item_early_and_raises_when_it_is_asked_for():
+    made = []
+
+    def items():
+        for number in range(3):
+            made.append(number)
+            yield number
+        raise UserError("shard 3 is broken")
+
+    ahead = Ahead(items())
+    assert next(ahead) == 0
+    ahead.prepare()
+    ahead.prepare()
+    assert made == [0, 1]
+    assert next(ahead) == 1
+    assert next(ahead) == 2
+    ahead.prepare()
+    with pytest.raises(UserError, match="shard 3"):
+        next(ahead)
+    assert list(ahead) == []
+
+
+@pytest.mark.gpu
+def test_pinned_batches_are_equal(folder: Path):
+    for batch in [batch for step in load(PackedData.open(str(folder)), num_workers=0) for batch in step][:4]:
+        pinned = batch.pin_memory()
+        assert pinned.tokens.is_pinned()
+        assert pinned.layout.positions.is_pinned()
+        for name in ("tokens", "labels", "sources"):
+            assert getattr(pinned, name).equal(getattr(batch, name))
+        assert pinned.layout.cu_seqlens.equal(batch.layout.cu_seqlens)
 
 
 def step_tokens(steps_of_ranks: list[list[list]]) -> list[list[bytes]]:

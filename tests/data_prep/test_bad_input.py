@@ -14,6 +14,7 @@ GOOD = json.dumps({"text": "some good text " * 30}) + "\n"
     ("line", "sentence"),
     [
         (b'{"text": "a\n', "a.jsonl line 2 is not a JSON record"),
+        (b'{"text": a}\n', "a.jsonl line 2 is not a JSON record: Expecting value at column 10"),
         (b'{"body": "a"}\n', "a.jsonl line 2 has no field 'text' (it has body)"),
         (b'{"text": 7}\n', "a.jsonl line 2: field 'text' is int, not text"),
         (b"[1]\n", "a.jsonl line 2 is not a JSON object but list"),
@@ -40,7 +41,16 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
         (["--source", "a={root}/nowhere"], "no input at {root}/nowhere"),
         (["--source", "a"], "--source a must be NAME=PATH"),
         (["--source", "a/b={root}/a.jsonl"], "source name 'a/b'"),
+        (["--source", "_a={root}/a.jsonl"], "a letter or digit first"),
+        (["--source", "a={root}/a.jsonl:valid"], "source 'a' has validation files only"),
         (["--source", "a={root}/empty.jsonl"], "source 'a' has 0 tokens"),
+        (
+            ["--source", "a={root}/a.jsonl", "--min-chars", "9999"],
+            "source 'a' has 0 tokens: not one row of 16 (documents dropped: 5 filtered)",
+        ),
+        (["--source", "a={root}/a.jsonl", "--min-chars", "-1"], "min_chars -1 must be at least 0"),
+        (["--source", "a={root}/a.jsonl", "--max-chars", "0"], "max_chars 0 must be at least 1"),
+        (["--source", "a={root}/a.jsonl", "--config", "{root}/buffer.yaml"], "buffer_tokens 0 must be at least 1"),
         (["--source", "a={root}/cut.jsonl.gz"], "cut.jsonl.gz is broken or cut off"),
         (["--source", "a={root}/a.jsonl", "--length", "1"], "length 1 must be at least 2"),
         (["--source", "a={root}/a.jsonl", "--tokenizer", "{root}/a.jsonl"], "a.jsonl is not a tokenizer"),
@@ -55,6 +65,11 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
         (["--source", "a={root}/a.jsonl", "--workers", "0"], "--workers 0"),
         (["--config", "{root}/typo.yaml"], "unknown key 'lenght', did you mean 'length'?"),
         (["--config", "{root}/type.yaml"], "seed='many' must be int"),
+        (["--config", "{root}/latin.yaml"], "latin.yaml is not valid UTF-8"),
+        (["--config", "{root}/cut.yaml"], "cut.yaml is not YAML in line 3"),
+        (["--config", "{root}/bound.yaml"], "where.a.n is {{'mim': 1}}: a range is {{min: NUMBER"),
+        (["--config", "{root}/word.yaml"], "where.a.n is {{'min': 'x'}}: a range is"),
+        (["--config", "{root}/none.yaml"], "where.a.n is {{}}: a range is"),
         ([], "no source"),
     ],
 )
@@ -64,6 +79,13 @@ def test_flags_and_files(flags, sentence, tokenizer, tmp_path, capsys):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 5)[:-12])
     (tmp_path / "typo.yaml").write_text("lenght: 3\n")
     (tmp_path / "type.yaml").write_text("seed: many\n")
+    (tmp_path / "latin.yaml").write_bytes(b"caf\xe9: 1\n")
+    (tmp_path / "cut.yaml").write_text("seed: 1\nsources: {a: b\n")
+    (tmp_path / "buffer.yaml").write_text("buffer_tokens: 0\n")
+    for name, condition in (("bound", "{mim: 1}"), ("word", "{min: x}"), ("none", "{}")):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"sources: {{a: {tmp_path}/a.jsonl}}\nwhere: {{a: {{n: {condition}}}}}\n"
+        )
     flags = [flag.format(root=tmp_path) for flag in flags]
     defaults = ["--out", str(tmp_path / "out"), "--tokenizer", tokenizer, "--length", "16", "--workers", "1"]
     assert main(["pack", *defaults, *flags]) == 2
@@ -86,6 +108,21 @@ def test_the_tokenizers_size_is_checked(tmp_path, capsys):
     assert main([*command, "5000"]) == 2
     assert "give more text" in capsys.readouterr().err
     assert not (tmp_path / "t.json").exists()
+
+
+def test_a_task_without_documents_says_so(tokenizer, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    command = ["pack", "--source", f"a={tmp_path}/a.jsonl", "--tokenizer", tokenizer, "--length", "16"]
+    said = []
+    for task in ("0/2", "1/2"):
+        assert main([*command, "--workers", "1", "--task", task, "--out", str(tmp_path / task[0])]) == 0
+        said.append("has no documents" in capsys.readouterr().out)
+    assert sorted(said) == [False, True]
+    empty = tmp_path / str(said.index(True))
+    assert main(["stats", str(empty), "--figure", str(tmp_path / "x.png")]) == 2
+    assert f"{empty} has no rows to draw" in capsys.readouterr().err
+    assert main(["stats", str(empty), "--figure", str(tmp_path / "none" / "x.png")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_errors_cross_processes(tokenizer, tmp_path, capsys):

@@ -158,7 +158,7 @@ def test_broken_and_foreign_inputs(tokenizer: str, tmp_path: Path, capsys: pytes
         "cut.parquet": "cut.parquet is no whole Parquet file",
         "junk.arrow": "junk.arrow is no whole Arrow file",
         "dict": "dict holds the splits of a data set: name the folder of one of them",
-        "ids/c_text_document": f"document {len(TEXTS) + 1} has token id 300, which the tokenizer's 300 entries do not",
+        "ids/c_text_document": f"document {len(TEXTS) + 1} has token id 300, but the tokenizer has ids 0 to 299",
         "cut/c_text_document": "it is cut off",
         "idx/c_text_document.bin": "is no index of a Megatron corpus, or cut off",
         "mds/mds": f"{shard.name} cannot be read: its sha1 is not the index's",

@@ -202,7 +202,7 @@ def test_a_run_goes_on_rather_than_over(tokenizer: str, tmp_path: Path, monkeypa
     assert main(command) == 2
     assert "a.jsonl line 51 is not a JSON record" in capsys.readouterr().err
     assert main([*command, "--length", "64"]) == 2
-    assert "out.partial holds an unfinished conversion with other settings" in capsys.readouterr().err
+    assert "out.partial holds an unfinished conversion whose settings differ" in capsys.readouterr().err
     seen = []
     whole = data_prep.prepare.encode_all
     monkeypatch.setattr(

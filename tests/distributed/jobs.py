@@ -11,7 +11,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
-from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
+from ssscale.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    ShardWithin,
+    TrainConfig,
+    optimizer_config,
+)
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import IGNORE, VOCAB_WEIGHTS, Decoder
@@ -43,14 +51,14 @@ def make_batch(rows: list[int]) -> tuple[torch.Tensor, PackedLayout, torch.Tenso
     return torch.cat([p[0] for p in parts]), layout, torch.cat([p[2] for p in parts])
 
 
-CURRENT: dict[tuple[int, int, int], Groups] = {}
+CURRENT: dict[tuple[int, int, int, int | ShardWithin], Groups] = {}
 
 
-def regroup(tensor: int, ulysses: int = 1, ring: int = 1) -> Groups:
+def regroup(tensor: int, ulysses: int = 1, ring: int = 1, shard_within: int | ShardWithin = ShardWithin.all) -> Groups:
     """Process groups for a layout. Those of the layout before are destroyed: a gloo group has a thread on each rank that
     wakes up 100 times per second, and the groups of all layouts (490 threads per rank) kept two cores busy with nothing.
     """
-    sizes = (tensor, ulysses, ring)
+    sizes = (tensor, ulysses, ring, shard_within)
     if sizes not in CURRENT:
         if dist.is_initialized():
             for group in set(distributed_c10d._world.pg_map) - {dist.group.WORLD}:
@@ -58,7 +66,8 @@ def regroup(tensor: int, ulysses: int = 1, ring: int = 1) -> Groups:
         CURRENT.clear()
         gc.collect()  # engines hold groups in cycles
         parallel_state.destroy_model_parallel()
-        CURRENT[sizes] = initialize(tensor, distributed=int(os.environ["WORLD_SIZE"]) > 1, ulysses=ulysses, ring=ring)
+        several = int(os.environ["WORLD_SIZE"]) > 1
+        CURRENT[sizes] = initialize(tensor, distributed=several, ulysses=ulysses, ring=ring, shard_within=shard_within)
     return CURRENT[sizes]
 
 

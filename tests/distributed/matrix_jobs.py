@@ -15,6 +15,7 @@ from ssscale.config.schema import (
     ModelConfig,
     ParallelConfig,
     Recompute,
+    ShardWithin,
     TrainConfig,
     mixer_config,
     optimizer_config,
@@ -84,9 +85,10 @@ def make_engine(
     overlap: bool = False,
     dtype: torch.dtype = torch.float32,
     in_bf16: bool = False,
+    within: int | ShardWithin = ShardWithin.all,
 ) -> tuple[DeepSpeedEngine, Groups]:
     ulysses, ring = CONTEXT[layout.context]
-    groups = regroup(layout.tensor, ulysses, ring)
+    groups = regroup(layout.tensor, ulysses, ring, within)
     config = Config(
         model=MODELS[layout.core][layout.variant],
         data=DataConfig(length=LENGTH),
@@ -101,6 +103,7 @@ def make_engine(
             zero_stage=layout.zero,
             overlap=overlap,
             overlap_bf16=in_bf16,
+            shard_within=within,
         ),
     )
     recompute = Recompute(layout.recompute)

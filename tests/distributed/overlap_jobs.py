@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from ssscale.config.schema import ShardWithin
 from ssscale.engine import exchange
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.model.decoder import Decoder
@@ -51,14 +52,26 @@ def late_all_gather(whole: Tensor, own: Tensor, group: Any) -> Late:
     return Late(partial(exchange_all_gather, whole, kept, group), whole)
 
 
+def late_all_reduce(own: Tensor, group: Any) -> Late:
+    kept = own.clone()
+
+    def run() -> Any:
+        own.copy_(kept)
+        return exchange_all_reduce(own, group)
+
+    return Late(run, own)
+
+
 exchange_reduce_scatter, exchange_all_gather = exchange.reduce_scatter, exchange.all_gather
+exchange_all_reduce = exchange.all_reduce
 
 
 def noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    def noting(first: Tensor, second: Tensor, group: Any) -> Any:
-        whole = max(first, second, key=len)
+    def noting(*arguments: Any) -> Any:
+        *tensors, _ = arguments
+        whole = max(tensors, key=len)
         EVENTS.append((name, len(whole), whole.element_size()))
-        return collective(first, second, group)
+        return collective(*arguments)
 
     return noting
 
@@ -66,12 +79,13 @@ def noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def exchanging(way: str) -> Iterator[None]:
     """way: `hidden`, as in runs; `late` (see `Late`); `open`, where each collective is waited for at once."""
-    reduce_scatter, all_gather = exchange_reduce_scatter, exchange_all_gather
+    reduce_scatter, all_reduce, all_gather = exchange_reduce_scatter, exchange_all_reduce, exchange_all_gather
     if way == "late":
-        reduce_scatter, all_gather = late_reduce_scatter, late_all_gather
+        reduce_scatter, all_reduce, all_gather = late_reduce_scatter, late_all_reduce, late_all_gather
     with ExitStack() as stack:
         for name, value in {
             "reduce_scatter": noted("reduce-scatter", reduce_scatter),
+            "all_reduce": noted("all-reduce", all_reduce),
             "all_gather": noted("all-gather", all_gather),
         }.items():
             stack.enter_context(patch.object(exchange, name, value))
@@ -121,13 +135,16 @@ def train(
     compiled: bool = False,
     load: str | None = None,
     save: str | None = None,
+    within: int | ShardWithin = ShardWithin.all,
 ) -> dict[str, Any]:
     """accumulations: microbatches of each step; (): those of the layout.
 
     unused: by step, the ranks on which a weight gets no gradient. nan: the step in which the last rank has a gradient of NaN.
     """
     with exchanging(way), patch.object(matrix_jobs, "DeepSpeedEngine", compile_first if compiled else DeepSpeedEngine):
-        engine, groups = make_engine(layout, load, overlap, torch.bfloat16 if bf16 else torch.float32, sums_bf16)
+        engine, groups = make_engine(
+            layout, load, overlap, torch.bfloat16 if bf16 else torch.float32, sums_bf16, within
+        )
         reduce = engine.engine.allreduce_gradients
 
         def end_of_backward() -> None:

@@ -43,21 +43,21 @@ ROWS: list[tuple[dict[str, Any], list[tuple[str, int]], list[str]]] = [
         {"tensor": 2, "zero": 0},
         [("norm.weight", 3), ("blocks.1.mlp.down.weight", 2)],
         [
-            "step 7: norm.weight differs on rank 3 from rank 0, 1, 2,",
-            "step 7: blocks.1.mlp.down.weight differs between rank 0, 2,",
+            "step 7: norm.weight on rank 3 differs from that on ranks 0, 1, 2:",
+            "step 7: blocks.1.mlp.down.weight differs between ranks 0, 2:",
         ],
     ),
     (
         {"context": "ring4", "zero": 1},
         [("embedding.weight", 1)],
-        ["step 7: embedding.weight differs on rank 1 from rank 0, 2, 3,"],
+        ["step 7: embedding.weight on rank 1 differs from that on ranks 0, 2, 3:"],
     ),
     (  # two halves of the norm, each on two ranks
         {"tensor": 2, "context": "ulysses2", "zero": 3},
         [("norm.weight", 1), ("blocks.0.attention_norm.weight", 2)],
         [
-            "step 7: norm.weight differs between rank 0, 1,",
-            "step 7: blocks.0.attention_norm.weight differs between rank 2, 3,",
+            "step 7: norm.weight differs between ranks 0, 1:",
+            "step 7: blocks.0.attention_norm.weight differs between ranks 2, 3:",
         ],
     ),
 ]

@@ -11,7 +11,7 @@ from ssscale.config import load_config
 from ssscale.config.schema import ModelConfig, WidthConfig, position_config
 from ssscale.errors import UserError
 from ssscale.hf.convert import export_checkpoint, import_checkpoint
-from ssscale.hf.plain import check_exportable
+from ssscale.hf.families import check_exportable
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.positions.rope import RopeScaling

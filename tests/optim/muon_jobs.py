@@ -9,7 +9,15 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
+from ssscale.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    ShardWithin,
+    TrainConfig,
+    optimizer_config,
+)
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.errors import UserError
 from ssscale.model.decoder import Decoder
@@ -19,6 +27,7 @@ from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import global_shape, local_part
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.hooks.guard import check_copies
 from ssscale.train.save import save_checkpoint
 from tests.distributed.jobs import regroup
 from tests.distributed.matrix_jobs import LENGTH, MODELS, ROWS, train_step
@@ -37,6 +46,7 @@ def make(
     ulysses: int = 1,
     ring: int = 1,
     overlap: bool = False,
+    within: int | ShardWithin = ShardWithin.all,
     accumulation: int = 1,
     dtype: torch.dtype = torch.float32,
     load: str | None = None,
@@ -44,7 +54,7 @@ def make(
     **options: Any,
 ) -> tuple[DeepSpeedEngine, Groups]:
     """options: of `optimizer.muon`. load: a folder of checkpoints, of which the newest is read."""
-    groups = regroup(tensor, ulysses, ring)
+    groups = regroup(tensor, ulysses, ring, within)
     config = Config(
         model=model,
         data=DataConfig(length=LENGTH),
@@ -52,7 +62,9 @@ def make(
         # No clipping: the norm is a sum in another order in every layout.
         optimizer=replace(optimizer_config(name, **{"eps": 1e-6} | options), clip=0.0, vector_lr_multiplier=3.0),
         train=TrainConfig(batch_size=ROWS, microbatch=ROWS // accumulation // groups.data_size),
-        parallel=ParallelConfig(tensor=tensor, sequence=tensor > 1, ulysses=ulysses, ring=ring, overlap=overlap),
+        parallel=ParallelConfig(
+            tensor=tensor, sequence=tensor > 1, ulysses=ulysses, ring=ring, overlap=overlap, shard_within=within
+        ),
     )
     decoder = Decoder(model, groups, LENGTH, dtype=dtype, sequence_parallel=tensor > 1)
     if load is None:
@@ -91,6 +103,7 @@ def given(save: str, **layout: Any) -> None:
                 flat = engine.optimizer.param_groups[mapping.param_group_index]["params"][0]
                 flat.grad[here.start : here.start + here.numel] = own[there.start : there.start + there.numel]
         engine.optimizer.step()
+    check_copies(engine, groups, STEPS)
     save_checkpoint(Path(save), engine, groups, TrainState(step=STEPS, applied_steps=STEPS))
 
 
@@ -134,6 +147,7 @@ def train(save: str | None = None, first: int = 0, steps: int = STEPS, **layout:
     """Losses and gradient norms of some steps, which end in a checkpoint."""
     engine, groups = make(MODEL, **layout)
     results = [train_step(engine, groups, step) for step in range(first, first + steps)]
+    check_copies(engine, groups, first + steps)
     if save is not None:
         save_checkpoint(Path(save), engine, groups, TrainState(step=first + steps, applied_steps=first + steps))
     return {"losses": [loss for loss, _ in results], "norms": [norm for _, norm in results]}

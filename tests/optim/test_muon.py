@@ -36,6 +36,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # processes, arguments
     "ulysses2": (2, {"ulysses": 2}),
     "ring2": (2, {"ring": 2}),
     "tp2dp2": (4, {"tensor": 2}),
+    "within2": (4, {"overlap": True, "within": 2}),  # each rank's part is on another node, too
+    "tp2within2": (4, {"tensor": 2, "overlap": True, "within": 2}),
 }
 PROJECTIONS = ("attention.qkv.weight", "attention.out.weight", "mlp.gate_up.weight", "mlp.down.weight")
 
@@ -136,7 +138,7 @@ def test_training_in_a_layout_differs_like_another_order_of_summation(
         assert distance(weights, expected) <= 1.25 * max(orders), (layout, orders)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2dp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2dp2", "within2"])
 def test_resuming_changes_no_bit(layout: str, pools: dict[int, Pool], tmp_path: Path) -> None:
     whole, half = str(tmp_path / "whole"), str(tmp_path / "half")
     options = {"momentum_dtype": "bf16"}
@@ -150,7 +152,7 @@ def test_resuming_changes_no_bit(layout: str, pools: dict[int, Pool], tmp_path: 
 def test_a_checkpoint_moves_to_other_layouts(pools: dict[int, Pool], tmp_path: Path) -> None:
     run(TRAIN, pools, "tp2dp2", save=str(tmp_path / "tp2dp2"))
     before = "tp2dp2"
-    for layout in ("dp2", "one", "overlap2", "tp2"):
+    for layout in ("dp2", "within2", "one", "overlap2", "tp2"):
         assert run(MOVE, pools, layout, load=str(tmp_path / before), save=str(tmp_path / layout)) == ""
         assert unequal(saved(tmp_path / before), saved(tmp_path / layout)) == [], layout
         before = layout

@@ -1,4 +1,4 @@
-"""The attention backend of stick-breaking, called as vLLM calls it, against Eqs. 5 and 13 of arXiv:2410.17980.
+"""The attention backend of stick-breaking, called as vLLM calls it, against Eqs. 1 and 13 of arXiv:2410.17980.
 
 Run by `make test-vllm`. The code for GPUs runs in Triton's interpreter (backend_interpreted.py).
 """

@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssscale.config.schema import Config, DataConfig, Fp8, ParallelConfig, Recompute, TrainConfig, optimizer_config
+from ssscale.config.schema import (
+    Config,
+    DataConfig,
+    Fp8,
+    ParallelConfig,
+    Recompute,
+    ShardWithin,
+    TrainConfig,
+    optimizer_config,
+)
 from ssscale.engine import casts
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.model.decoder import Decoder
@@ -39,14 +48,17 @@ def make_engine(
     recompute: str,
     compiled: bool,
     load: str | None,
+    within: int | ShardWithin,
 ) -> tuple[DeepSpeedEngine, Any]:
-    groups = replace(regroup(tensor), in_graph=True)
+    groups = replace(regroup(tensor, shard_within=within), in_graph=True)
     config = Config(
         model=MODEL,
         data=DataConfig(length=LENGTH),
         optimizer=optimizer_config(),
         train=TrainConfig(batch_size=ROWS, microbatch=microbatch, fp8=Fp8(recipe)),
-        parallel=ParallelConfig(tensor=tensor, sequence=sequence, zero_stage=zero, overlap=overlap),
+        parallel=ParallelConfig(
+            tensor=tensor, sequence=sequence, zero_stage=zero, overlap=overlap, shard_within=within
+        ),
     )
     blocks = config.train.fp8_blocks(MODEL.num_layers)
     options = {
@@ -98,6 +110,7 @@ def train(
     load: str | None = None,
     save: str | None = None,
     again: bool = False,
+    within: int | ShardWithin = ShardWithin.all,
 ) -> dict[str, Any]:
     """cache: `once`, as in runs; `always`, where each pass casts the weights; `stale`, where casts are kept for ever.
 
@@ -106,7 +119,9 @@ def train(
     """
     seen: list[Tensor] = []
     with exchanging(way), counted(seen):
-        engine, groups = make_engine(recipe, tensor, sequence, zero, microbatch, overlap, recompute, compiled, load)
+        engine, groups = make_engine(
+            recipe, tensor, sequence, zero, microbatch, overlap, recompute, compiled, load, within
+        )
         layers = [] if engine.casts is None else list(engine.casts.layers.values())
         if compiled:
             engine.casts._cast = casts.cast_weight  # else Inductor compiles it

@@ -1,13 +1,15 @@
 """A mistake ends in one sentence that names what to mend, and leaves the run folder as it was."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch.pretrain import main
+from launch.pretrain import checked, main
+from launch.training import check_writable
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from tests.promises import promises
@@ -102,6 +104,27 @@ def test_a_folder_without_permission(mode: int, corpus: Path, tmp_path: Path) ->
     assert f"error: run_dir={shut / 'run'} cannot be " in ranks.output()
     assert "Permission denied" in ranks.output()
     assert "Traceback" not in ranks.output()
+
+
+def test_a_folder_without_permission_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+    let_others_in(tmp_path)
+    (tmp_path / "shut").mkdir(mode=0o555)
+    sentence = f"run_dir={tmp_path}/shut/a/run cannot be written: Permission denied ({tmp_path}/shut)"
+    check_writable(str(tmp_path / "new" / "run"))
+    root = os.geteuid() == 0
+    if root:
+        as_nobody()  # root may write everywhere
+    try:
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            check_writable(f"{tmp_path}/shut/a/run")
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            checked(
+                ["config=tiny_sb", "data.path=s3://a/b", "data.cache=auto", f"run_dir={tmp_path}/shut/a/run"], 1, False
+            )
+    finally:
+        if root:
+            os.seteuid(0)
+            os.setegid(0)
 
 
 def test_under_torchrun_the_sentence_comes_without_a_traceback_of_ours() -> None:

@@ -118,6 +118,13 @@ def test_the_hidden_exchange_is_waited_for_before_weights_are_cast(compiled: boo
         assert one["state"] == other["state"]
 
 
+def test_shards_within_nodes_are_waited_for_before_weights_are_cast(pool4: Pool) -> None:
+    wanted, late = (pool4.run(TRAIN, overlap=True, way=way, within=2) for way in ("open", "late"))
+    assert late == wanted
+    undivided = pool4.run(TRAIN, overlap=True)
+    assert late[0]["losses"] == pytest.approx(undivided[0]["losses"], rel=1e-3)
+
+
 # Settings.
 
 

@@ -96,6 +96,7 @@ def test_weights_of_a_hugging_face_folder(tmp_path: Path, groups: Groups) -> Non
     config = {"model_type": "ssscale", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 1}
     config |= {"intermediate_size": 32, "vocab_size": 300, "max_position_embeddings": 32}
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").write_text("{}")
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret.json")
     arguments = [f"from={folder}", f"out={tmp_path / 'run'}"]
     with pytest.raises(UserError, match="a link that leads out"):

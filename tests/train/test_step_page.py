@@ -50,7 +50,7 @@ class Calls:
         if code.co_qualname == "Run.mark":
             self.ignored += 1 if event == "call" else -1
         file = code.co_filename
-        if event == "return" or self.ignored or not file.startswith(f"{ROOT}/") or "/.venv" in file:
+        if event == "return" or self.ignored or not file.startswith(f"{ROOT}/") or "/.venv" in file or file == __file__:
             return
         path = Path(file).relative_to(ROOT).as_posix()
         path = "kernels/" if path.startswith("kernels/") else path
@@ -80,9 +80,10 @@ def called(
     def recorded_steps(*arguments: Any) -> Iterator[Any]:
         batches = iter(steps(*arguments))
         while True:
+            before = sys.getprofile()  # that of the step, if it prepares the next one
             sys.setprofile(inside if run.state.step else None)
             batch = next(batches, None)
-            sys.setprofile(None)
+            sys.setprofile(before)
             if batch is None:
                 return
             yield batch
@@ -94,10 +95,10 @@ def called(
         finally:
             sys.setprofile(outside if run.state.step else None)
 
-    def recorded_advance(run: Run, batches: Any) -> None:
+    def recorded_advance(run: Run, *arguments: Any) -> None:
         sys.setprofile(outside if run.state.step else None)
         try:
-            advance(run, batches)
+            advance(run, *arguments)
         finally:
             sys.setprofile(None)
 

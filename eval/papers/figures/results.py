@@ -1,10 +1,10 @@
 """Finds and reads the result files for figures. Errors name the command that makes a missing file."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
 
 # kind of results → the command that makes them
 COMMANDS = {
@@ -14,17 +14,6 @@ COMMANDS = {
     "needle": "python -m eval.papers.needle RUN --texts FILE.jsonl",
     "needle_scores": "python -m eval.papers.needle RUN --texts FILE.jsonl --scores",
 }
-
-
-def read(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises UserError if the file does not contain one."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file} is not a JSON object")
-    return found
 
 
 def of_runs(paths: list[Path], kind: str) -> list[dict[str, Any]]:
@@ -42,7 +31,7 @@ def of_runs(paths: list[Path], kind: str) -> list[dict[str, Any]]:
         if not files:
             raise UserError(f"{path} has no {kind.replace('_', ' ')} results: make them with `{command}`")
         for file in files:
-            found = read(file)
+            found = read_json(file)
             if found.get("kind") != kind:
                 raise UserError(f"{file} is not what `{command}` makes")
             results.append(found)
@@ -61,7 +50,7 @@ def of_mqrar(folder: Path, pattern: str, command: str) -> list[dict[str, Any]]:
     files = sorted(folder.glob(pattern))
     if not files:
         raise UserError(f"{folder} has no {pattern}: make them with `{command}`")
-    return [read(file) for file in files]
+    return [read_json(file) for file in files]
 
 
 def label(result: dict[str, Any]) -> str:

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from eval.checkpoint.chance import Z
 from eval.checkpoint.drawing import COLOURS, MARKERS, axes_of
 from eval.checkpoint.ruler import TASKS
-from eval.papers.figures.results import read
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
 
 Cell = tuple[float, float | None]  # score from 0 to 1, standard error
 PANELS = {
@@ -59,7 +59,7 @@ def results_of(paths: list[Path]) -> dict[str, dict[str, Cell]]:
         files = [path] if path.is_file() else sorted((path / "eval").rglob("step-*.json"))
         named = {}
         for file in files:
-            if cells := cells_of(read(file)):
+            if cells := cells_of(read_json(file)):
                 settings = "" if path.is_file() or file.parent == path / "eval" else f" ({file.parent.name})"
                 named[f"{path.resolve().stem}{settings}"] = cells
         if not named:

@@ -12,8 +12,8 @@ from matplotlib.ticker import EngFormatter
 
 from eval.checkpoint.drawing import BASELINE, COLOURS, MARKERS, STYLES, axes_of
 from eval.papers.figures.length import smoothed
-from eval.papers.figures.results import read
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
 
 Result = dict[str, Any]
 Results = dict[str, list[Result]]  # job → one result per seed
@@ -47,7 +47,7 @@ def load(folder: Path, key: str) -> Results:
     """
     found: Results = {}
     for file in sorted(folder.glob("*-s*.json")):
-        result = read(file)
+        result = read_json(file)
         if result.get("kind") == "study" and key in result:
             found.setdefault(result["job"], []).append(result)
     if not found:
@@ -282,4 +282,4 @@ FIGURES: dict[str, dict[str, tuple[str, Callable[[Path], Figure]]]] = {
 
 def has(folder: Path, key: str) -> bool:
     """Return whether a study has results with `key`."""
-    return any(key in read(file) for file in folder.glob("*-s*.json"))
+    return any(key in read_json(file) for file in folder.glob("*-s*.json"))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.papers.figures.results import read
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
 
 TRAIN_GIB = 27.0  # of a microbatch of 65,536 tokens at 50m, by launch/estimate.py, and CUDA's context
 AGAIN = 0.5  # minutes to start, to load and to compile once more
@@ -49,7 +49,7 @@ class Step:
     @property
     def before(self) -> dict[str, float]:
         """The seconds that earlier calls took, and the minutes of work alone on a GPU that they did."""
-        return dict(read(self.paused)) if self.paused.is_file() else {"seconds": 0.0, "work": 0.0}
+        return dict(read_json(self.paused)) if self.paused.is_file() else {"seconds": 0.0, "work": 0.0}
 
     @property
     def left(self) -> float:
@@ -149,7 +149,7 @@ class Job:
         """Return whether the JSON file exists. Raises UserError if other commands made it."""
         if not self.file.is_file():
             return False
-        before = read(self.file)
+        before = read_json(self.file)
         identity = json.loads(json.dumps(self.identity(place)))
         other = [key for key, value in identity.items() if before.get(key) != value]
         if other:
@@ -160,4 +160,4 @@ class Job:
 def text_key(text: Path) -> str | None:
     """Return the SHA-256 of the split, or None if the study reads no text."""
     file = text / "split.json"
-    return str(read(file)["sha256"]) if file.is_file() else None
+    return str(read_json(file)["sha256"]) if file.is_file() else None

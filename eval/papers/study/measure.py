@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from eval.papers.figures.results import of_runs, read
+from eval.papers.figures.results import of_runs
 from eval.papers.figures.ruler import cells_of
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
 from ssscale.train.records import read_metrics
 
 CAP = 3.0  # times the median step
@@ -90,7 +91,7 @@ def tables(run: Path) -> dict[str, dict[str, Any]]:
     """Return {task: metrics, 95 % interval of the printed one, chance, items} of the results of launch/evaluate.py."""
     found = {}
     for file in sorted((run / "eval").rglob("step-*.json")):
-        for task, result in read(file).get("tasks", {}).items():
+        for task, result in read_json(file).get("tasks", {}).items():
             metrics = {key: round(value, 5) for key, value in result["metrics"].items() if _number(value)}
             entry = {"metrics": metrics, "items": result["items"], "chance": result["chance"]}
             found[task] = entry | {"metric": result["metric"], "value": round(result["value"], 5)}
@@ -107,7 +108,7 @@ def ruler(run: Path) -> dict[str, list[float | None]]:
     """Return {TASK@LENGTH: [score, standard error]}."""
     found: dict[str, list[float | None]] = {}
     for file in sorted((run / "eval").rglob("step-*.json")):
-        found |= {name: list(cell) for name, cell in cells_of(read(file)).items()}
+        found |= {name: list(cell) for name, cell in cells_of(read_json(file)).items()}
     if not found:
         raise UserError(f"{run} has no results of RULER")
     return found
@@ -115,7 +116,7 @@ def ruler(run: Path) -> dict[str, list[float | None]]:
 
 def skipping(run: Path) -> dict[str, Any]:
     """Return {length: seconds of an evaluation and bits per byte, with and without skipping}."""
-    return dict(read(sorted((run / "eval").glob("skipping-*.json"))[-1])["lengths"])
+    return dict(read_json(sorted((run / "eval").glob("skipping-*.json"))[-1])["lengths"])
 
 
 def cells(run: Path) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def seconds(markers: list[Path]) -> dict[str, Any]:
 
 def mqrar(file: Path) -> dict[str, Any]:
     """Return accuracy and loss by step of one result of eval.papers.mqrar."""
-    found = read(file)
+    found = read_json(file)
     solved = next((entry["step"] for entry in found["history"] if max(entry["accuracy"]) >= 0.99), None)
     keys = ("core", "pairs", "batch", "steps", "lrs", "trained_steps", "best", "best_lr", "seconds")
     history = [

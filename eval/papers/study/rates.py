@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.checkpoint.command import write
-from eval.papers.figures.results import read
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
 
 FILE = "rates.json"
 FEWEST = 3  # learning rates per method
@@ -19,14 +19,14 @@ FEWEST = 3  # learning rates per method
 def chosen(folder: Path) -> dict[str, float]:
     """Return {method: learning rate} of rates.json, or {} without the file."""
     file = folder / FILE
-    return {method: float(entry["rate"]) for method, entry in read(file).items()} if file.is_file() else {}
+    return {method: float(entry["rate"]) for method, entry in read_json(file).items()} if file.is_file() else {}
 
 
 def tried(folder: Path) -> dict[str, dict[float, float | None]]:
     """Return {method: {learning rate: validation loss}} of the rate jobs that have ended."""
     found: dict[str, dict[float, float | None]] = {}
     for file in sorted((folder / "rates").glob("*.json")):
-        result = read(file)
+        result = read_json(file)
         for rate, loss in result["losses"].items():
             found.setdefault(result["method"], {})[float(rate)] = loss
     return found
@@ -37,7 +37,7 @@ def choose(folder: Path) -> list[str]:
 
     A choice that is on file stays, because tests may have used it. Raises UserError without any tried rate.
     """
-    before = read(folder / FILE) if (folder / FILE).is_file() else {}
+    before = read_json(folder / FILE) if (folder / FILE).is_file() else {}
     result: dict[str, Any] = dict(before)
     lines = []
     for method, losses in tried(folder).items():

@@ -5,12 +5,12 @@ from typing import Any
 
 from eval.checkpoint.drawing import save
 from eval.papers.figures.cores import FIGURES as OF_CORES
-from eval.papers.figures.results import read
 from eval.papers.figures.studies import FIGURES, Results, has
 from eval.papers.study.claims import CLAIMS, Claim
 from eval.papers.study.cores_report import claims, summary
 from eval.papers.study.rates import FILE
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
 
 EVERY = FIGURES | {"cores": OF_CORES}
 
@@ -24,7 +24,7 @@ def results_of(folder: Path) -> Results:
     """Return all results of a study by job. Raises UserError if there are none."""
     found: Results = {}
     for file in sorted(folder.glob("*-s*.json")):
-        result = read(file)
+        result = read_json(file)
         found.setdefault(result["job"], []).append(result)
     if not found:
         raise UserError(f"{folder} has no results: make them with `python -m eval.papers.study {folder.name}`")
@@ -61,7 +61,7 @@ def rates(folder: Path) -> str:
     if not file.is_file():
         return ""
     lines = ["| method | validation loss by learning rate |", "|---|---|"]
-    for method, entry in read(file).items():
+    for method, entry in read_json(file).items():
         cells = []
         for rate, loss in entry["losses"].items():
             cell = f"{rate}: {'NaN' if loss is None else format(loss, '.4f')}"

@@ -202,10 +202,10 @@ class Runner:
         step.folder.mkdir(parents=True, exist_ok=True)
         # With several threads, torch's small copies wait for cores that other jobs use (docs/log/2026-11-24-cpu-threads.md).
         threads = os.environ.get("OMP_NUM_THREADS", "1")
-        place = {"CUDA_VISIBLE_DEVICES": running.gpu.name, "OMP_NUM_THREADS": threads} if running.gpu.name else {}
+        environment = {"CUDA_VISIBLE_DEVICES": running.gpu.name, "OMP_NUM_THREADS": threads} if running.gpu.name else {}
         running.log = file.open("a", encoding="utf-8")
         running.step, running.began, running.together, running.done = step, time.monotonic(), len(busy) + 1, 0.0
-        running.process = self.start(step.command, place, running.log)
+        running.process = self.start(step.command, environment, running.log)
         self.say(f"{running.job.label}: {step.name} on GPU {running.gpu.name}")
 
     def _collect(self) -> None:

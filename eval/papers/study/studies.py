@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.papers.figures.results import read
 from eval.papers.study import measure, steps
 from eval.papers.study.jobs import READ_GIB, TRAIN_GIB, Job, Place, Step
 from eval.papers.study.rates import FILE, chosen
 from eval.papers.study.sizes import Size, Training
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
 
 # ssmax_after follows softmax, whose model it takes.
 SSMAX = ("softmax", "ssmax_after", "ssmax", "ssmax_bias", "ssmax_fixed", "ssmax_during", "ssmax_pn")
@@ -130,7 +130,12 @@ def _ssmax_job(study: Study, method: str, seed: int) -> Job:
         file = run / "pn.json"
         every.append(Step("fit", ("-m", "eval.papers.pn_fit", str(run), "--json", str(file)), 0.3, run))
         return study.job(
-            method, seed, every, lambda: {"training": measure.training(run), "pn": read(file)}, rate=rate, method=tried
+            method,
+            seed,
+            every,
+            lambda: {"training": measure.training(run), "pn": read_json(file)},
+            rate=rate,
+            method=tried,
         )
     every += [
         steps.positions(place, size, run),

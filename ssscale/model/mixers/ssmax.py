@@ -38,7 +38,7 @@ class Variant(StrEnum):
 def ssmax_base(batch: Batch, model: SSScaleForCausalLM) -> Tensor:
     """Returns ln n of each token, or p_n under the variant `pn`: [B, T] float32.
 
-    n beyond the training length gets the last p_n.
+    Under `pn`, tokens with an n beyond the training length get the last p_n.
     """
     window = model.config.position["window"]
     n = batch.i + 1 if window is None else (batch.i + 1).clamp(max=window)
@@ -72,10 +72,8 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = (
-        1.0  # first s of a new model, or of a stage that switches to SSMax and sets this. `fixed`: the constant s
-    )
-    bias: float = 0.0  # first b of a new model, or of a stage that switches to SSMax and sets this
+    scale: float = 1.0  # initial s; `fixed`: the constant s. If a later stage sets this key, it replaces the trained s
+    bias: float = 0.0  # initial b. If a later stage sets this key, it replaces the trained b
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:
@@ -100,8 +98,8 @@ class SSMax(Softmax):
     def kept_bytes(self, sizes: Sizes) -> float:
         """Returns the bytes kept for the backward pass.
 
-        They include copies of q and k, as for softmax with RoPE: the operator that scales q also rotates, and it copies
-        both even if it has nothing to rotate. Under context parallelism, q in fp32 and the factor of q are kept as well.
+        They include copies of q and k, as for softmax with RoPE: the operator that scales q also applies RoPE, and it copies
+        q and k even without RoPE. Under context parallelism, q in fp32 and the factor of q are kept as well.
         """
         kept = super().kept_bytes(replace(sizes, rotated=True))
         shared = sizes.ulysses * sizes.ring > 1
@@ -120,7 +118,7 @@ class SSMax(Softmax):
         return replace(self, scale=scale, bias=0.0)
 
     def prepare(self, layout: PackedLayout, window: int | None, shared: Weights | None) -> Tensor:
-        """Returns ln n of each token (Eq. 2), or p_n (Eq. 3): [T] float32. n beyond the training length gets the last p_n."""
+        """Returns ln n of each token (Eq. 2), or p_n (Eq. 3): [T] float32. Beyond the training length it is the last p_n."""
         n = layout.num_visible_keys(window)
         if shared is None:
             return n.float().log()  # bf16 would round ln 1000 and ln 1010 to the same value

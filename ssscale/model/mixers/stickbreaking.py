@@ -13,7 +13,7 @@ from ssscale.errors import UserError
 from ssscale.model.mixers.base import Export, Mixer, Sizes
 
 # The functions from `mix_stickbreaking` to `break_stick` run only in exported models. `ssscale.hf.code` copies their source
-# into the modeling file, and this file defines the names that they use.
+# into the modeling file, which defines the names imported below.
 if TYPE_CHECKING:
     import torch
     import torch.nn.functional as F
@@ -31,12 +31,14 @@ BLOCK = 1024  # queries per pass of `live_tiles`, so that 16,384 tokens need 256
 
 
 def mix_stickbreaking(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAttention) -> Tensor:
-    """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = σ(scale · q·k), over strictly earlier keys   (arXiv:2410.17980, Eq. 5)
+    """A_ij = β_ij Π_{i<m<j} (1 − β_mj), β_ij = σ(scale · q_j·k_i)   (arXiv:2410.17980, Eq. 1)
 
-    i: key, j: query. The unspent stick, Π_{k<j} (1 − β_kj), is the share of the attention weight that no key took. With
-    `remainder` it goes to the query's own value (Eq. 13).
+    Query j gives each earlier key i the weight A_ij; m counts the keys between them. The unspent stick, Π_{m<j} (1 −
+    β_mj), is the share of the attention weight that no key took. With `remainder` it goes to the query's own value (Eq.
+    13).
     """
-    # Weights are asked for with values of another size than keys. Packing reads the batch, which a compiled pass cannot.
+    # Besides wide heads and mixed dtypes, plain torch runs in two cases. `output_attentions` passes unit vectors as v,
+    # whose size is not that of k. And under torch.compile, the values of the batch that packing needs cannot be read.
     if not torch.compiler.is_compiling() and v.shape[-1] == k.shape[-1] <= 128 and q.dtype == k.dtype == v.dtype:
         kernels = gpu_function("ssscale_kernels.stickbreaking", "stickbreaking_attention", q.device)
         if kernels is not None:
@@ -47,7 +49,7 @@ def mix_stickbreaking(q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: Expo
 def break_stick_in_kernels(
     kernels: Any, q: Tensor, k: Tensor, v: Tensor, batch: Batch, layer: ExportedAttention
 ) -> Tensor:
-    """Calls `ssscale_kernels.stickbreaking.stickbreaking_attention`. Padding gets zeros."""
+    """Calls `ssscale_kernels.stickbreaking.stickbreaking_attention`. The output is 0 at padding positions."""
     rows, _, new, _ = q.shape
     keys = k.shape[2]
     real = None if batch.real is None else batch.real[:, keys - new :]
@@ -93,10 +95,11 @@ def break_stick(
 @MIXERS.register("stickbreaking")
 @dataclass(frozen=True)
 class StickBreaking(Mixer):
-    """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = sigmoid(q·k / sqrt(H)), over strictly earlier keys   (Eq. 5)
+    """A_ij = β_ij Π_{i<m<j} (1 − β_mj), β_ij = sigmoid(q_j·k_i / sqrt(H))   (arXiv:2410.17980, Eq. 1)
 
-    i: key, j: query. The unspent stick, Π_{k<j} (1 − β_kj), is the share of the attention weight that no key took. With
-    `remainder` it goes to the query's own value: o_j += Π_{k<j} (1 − β_kj) v_j (Eq. 13).
+    Query j gives each earlier key i the weight A_ij; m counts the keys between them. The unspent stick, Π_{m<j} (1 −
+    β_mj), is the share of the attention weight that no key took. With `remainder` it goes to the query's own value: o_j
+    += Π_{m<j} (1 − β_mj) v_j (Eq. 13).
     """
 
     positions_reason = "it takes the nearest keys first, which tells positions apart"
@@ -109,7 +112,9 @@ class StickBreaking(Mixer):
     observes = ("stick_unspent", "stick_live_tiles")
 
     remainder: bool = False  # the unspent stick goes to the query's own value (Eq. 13)
-    skip_below: float = 2.0**-12  # on a GPU, a tile of queries stops once all of them have less stick left; 0: exact
+    skip_below: float = (  # on a GPU, a tile of queries skips all farther keys once each query has less than this
+        2.0**-12  # share of its stick left; 0: nothing is skipped
+    )
 
     def check(self, model: ModelConfig) -> None:
         if not 0 <= self.skip_below < 1:

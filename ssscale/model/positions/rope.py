@@ -73,7 +73,7 @@ class RoPE(Position):
     base: float = 10_000.0  # base of the angles base^(−2k/H)
     scaling: RopeScaling = RopeScaling.none  # for rows longer than those of training (docs/guide/model.md)
     factor: float = (
-        1.0  # linear: 1 / the scale of positions; ntk: α; dynamic_ntk: f; llama3: divisor of slow frequencies
+        1.0  # linear: divides positions; ntk: α, dynamic_ntk: f (docs/guide/model.md); llama3: divides slow frequencies
     )
     train_length: int | None = None  # tokens; L of dynamic_ntk and llama3
     low_freq_factor: float = 1.0  # llama3: frequencies with fewer turns in train_length tokens are divided by `factor`
@@ -94,8 +94,8 @@ class RoPE(Position):
             )
         if scaling in (RopeScaling.ntk, RopeScaling.dynamic_ntk) and model.head_size < 4:
             raise UserError(
-                f"{key}.scaling={scaling.value} stretches all but the fastest pair of dimensions, and a head of "
-                f"{model.head_size} has no other: use linear"
+                f"{key}.scaling={scaling.value} slows down the rotation of all pairs of dimensions but the first, and "
+                f"a head of {model.head_size} dimensions has only one pair: use {key}.scaling=linear"
             )
         if scaling is RopeScaling.none and self.factor != 1.0:
             raise UserError(
@@ -106,8 +106,8 @@ class RoPE(Position):
             raise UserError(f"{key}.scaling={scaling.value} with factor=1 changes nothing: set {key}.factor")
         if scaling is RopeScaling.dynamic_ntk and self.train_length is None:
             raise UserError(
-                f"{key}.scaling=dynamic_ntk stretches what is longer than the training length, which it does not have: "
-                f"set {key}.train_length to the row length of the training"
+                f"{key}.scaling=dynamic_ntk changes only documents longer than the training length, so it must know "
+                f"this length: set {key}.train_length to the row length of the training"
             )
         self._check_llama3(key)
 
@@ -142,7 +142,7 @@ class RoPE(Position):
         return rope_tables(positions, theta)
 
     def scaled_base(self, head_size: int, layout: PackedLayout) -> float | Tensor:
-        """Returns the base θ of `rope_tables`, a number or, for dynamic_ntk, [T, 1] float32.
+        """Returns the base that `frequencies` takes: a number or, for dynamic_ntk, a tensor [T, 1] in float32.
 
         linear, llama3: the base is unchanged; positions or frequencies are divided instead (arXiv:2306.15595).
         ntk: base' = base · α^(H / (H − 2)) with α = factor, so that the slowest pair rotates α times slower.
@@ -165,7 +165,8 @@ class RoPE(Position):
         final = counts if layout.final_lengths is None else layout.final_lengths
         lengths = torch.repeat_interleave(final, counts, output_size=len(layout.positions)).double()
         excess = (lengths / self.train_length).clamp(min=1.0) - 1
-        # In float64: the float32 power of a number depends on its index in a vector.
+        # In float64, because torch's float32 power may round the same number differently at another place of the
+        # vector.
         return (self.base * (self.factor * excess[:, None] + 1) ** power).float()
 
     def table_bytes(self, head_size: int, length: int) -> int:

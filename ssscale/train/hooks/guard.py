@@ -1,4 +1,4 @@
-"""Checks that must hold in every parallel layout: copies of a weight are equal, and gradients reach all weights."""
+"""Checks that all copies of a weight are equal, however the model is divided, and that gradients reach all weights."""
 
 import logging
 from collections import Counter
@@ -28,7 +28,10 @@ class Reached(Hook):
 
     def act(self, run: "Run", done: "Done") -> None:
         if not done.skipped and (names := without_gradient(run.engine, run.groups)):
-            logger.warning("no gradient has reached %s: these weights will not be trained", listed(names))
+            logger.warning(
+                "the gradients of %s were exactly 0 in the first step: check that these weights influence the loss",
+                listed(names),
+            )
 
 
 class Guard(Hook):
@@ -44,8 +47,8 @@ class Guard(Hook):
 def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     """Raises Stop on all ranks, naming a weight and the ranks, if copies of a weight differ.
 
-    Each rank reads its weights once and adds up the memory of each tensor as 64-bit integers. Only these sums are sent
-    and compared. A single flipped bit always changes the sum. Several differences could cancel each other.
+    Each rank reads its weights once and adds up the memory of each tensor as 64-bit integers. These sums are compared, and
+    the weights are not sent. A single flipped bit always changes the sum. Several differences could cancel each other.
     """
     names, sums, owners = [], [], []
     for name, weight, owner in engine.copies():
@@ -58,7 +61,8 @@ def check_copies(engine: Engine, groups: Groups, step: int) -> None:
     every = [torch.empty_like(mine) for _ in range(groups.world_size)]
     dist.all_gather(every, mine)
     for number, name in enumerate(names):
-        found: dict[int, dict[int, int]] = {}  # rank → sum, for each group of ranks that hold copies of the same tensor
+        # owner → rank → sum. Ranks with the same owner hold copies of the same part of the weight (`Engine.copies`).
+        found: dict[int, dict[int, int]] = {}
         for rank, (theirs, theirs_of) in enumerate(torch.stack(every)[:, :, number].tolist()):
             found.setdefault(theirs_of, {})[rank] = theirs
         for copies in found.values():
@@ -75,7 +79,7 @@ def bit_sum(weight: Tensor) -> Tensor:
 
 
 def without_gradient(engine: Engine, groups: Groups) -> list[str]:
-    """Returns the weights whose gradients have been exactly 0 on all ranks so far, as the optimizer's momentum tells."""
+    """Returns the names of the weights whose gradients have been exactly 0 on all ranks so far: their momentum is 0."""
     names = [name for name, _ in engine.module.named_parameters()]
     largest = torch.zeros(len(names), device=groups.device)
     places = {name: largest[place] for place, name in enumerate(names)}
@@ -92,14 +96,18 @@ def _sentence(name: str, copies: dict[int, int]) -> str:
     agree = [rank for rank, value in copies.items() if value == usual]
     others = [rank for rank in copies if rank not in agree]
     if 2 * count > len(copies):
-        who, suspects = f"on rank {listed(others)} from rank {listed(agree)}", others
+        suspects, what = others, f"{name} on {_ranks(others)} differs from that on {_ranks(agree)}"
     else:
-        who, suspects = f"between rank {listed(list(copies))}", list(copies)
-    machine = "the machine of rank" if len(suspects) == 1 else "one of the machines of rank"
+        suspects = list(copies)
+        what = f"{name} differs between {_ranks(suspects)}"
     return (
-        f"{name} differs {who}, which must hold the same bits: the same command continues from the last checkpoint; if it "
-        f"happens again, exclude {machine} {listed(suspects)}"
+        f"{what}: run the same command again to continue from the last checkpoint; if it happens again, exclude the machine "
+        f"of {_ranks(suspects)}{', one at a time to find the faulty one' if len(suspects) > 1 else ''}"
     )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}"
 
 
 def listed(things: Sequence[object]) -> str:

@@ -304,6 +304,10 @@ def test_mistakes(run, own, tmp_path, monkeypatch) -> None:
     (tmp_path / "two" / "no_shots.yaml").write_text(
         LAST.replace("my_last_word", "no_shots").replace("fewshot_split: shots\n", "")
     )
+    for name, old, new in (("split", "test_split: ", "test_split: x"), ("metric", "metric: acc", "metric: accc")):
+        changed = (own / "capitals.yaml").read_text().replace("task: my_capitals", f"task: bad_{name}")
+        assert old in changed
+        (tmp_path / "two" / f"bad_{name}.yaml").write_text(changed.replace(old, new, 1))
     two = f"include={tmp_path / 'two'}"
     for arguments, words in [
         (["include=nowhere", "tasks=x"], "include=nowhere: there is no such folder"),
@@ -315,6 +319,8 @@ def test_mistakes(run, own, tmp_path, monkeypatch) -> None:
         ([f"tasks={tmp_path / 'two/no_task.yaml'}"], "defines no task: it has neither task: nor group:"),
         ([two, "tasks=my_capitals"], r"capitals\.yaml and .*copy\.yaml both define it"),
         ([two, "tasks=away"], r"away\.yaml: its data gone/questions\.jsonl is neither in .*two nor in"),
+        ([two, "tasks=bad_split"], r"bad_split\.yaml: test_split is 'x.*', but data_files has "),
+        ([two, "tasks=bad_metric"], r"bad_metric\.yaml: lm-eval has no metric 'accc'; did you mean acc"),
         ([two, "tasks=no_shots", "num_fewshot=1"], "no documents for examples other than the scored ones"),
         ([two, "tasks=my_last_word", "num_fewshot=7"], "num_fewshot=7: the task has only 6 documents for examples"),
         ([two, "tasks=my_group,my_last_word"], "both define it|my_group and my_last_word both contain the task"),

@@ -34,7 +34,7 @@ def turn(x: Tensor, base: float) -> Tensor:
 
 
 def stick(z: Tensor) -> Tensor:
-    """A_ij = β_ij Π_{i<k<j} (1 − β_kj) for logits z [N, T, T]. arXiv:2410.17980, Eq. 5"""
+    """A_ij = β_ij Π_{i<m<j} (1 − β_mj) for query j and key i, from logits z [N, T, T]. arXiv:2410.17980, Eq. 1"""
     columns = []
     left = torch.ones_like(z[..., 0])
     for i in range(z.shape[-1] - 1, -1, -1):

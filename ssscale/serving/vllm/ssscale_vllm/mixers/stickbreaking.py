@@ -11,13 +11,14 @@ from ..mixer import Backend, Mixer
 
 @dataclass(frozen=True)
 class StickBreaking(Mixer):
-    """A_ij = β_ij Π_{i<k<j} (1 − β_kj), β = σ(scale · q·k), over strictly earlier keys   (Eq. 5)
+    """A_ij = β_ij Π_{i<m<j} (1 − β_mj), β_ij = σ(scale · q_j·k_i)   (Eq. 1)
 
-    i: key, j: query. With `remainder`, the unspent stick goes to the query's own value (Eq. 13).
+    Query j gives each earlier key i the weight A_ij; m counts the keys between them. With `remainder`, the unspent
+    stick goes to the query's own value (Eq. 13).
     """
 
     remainder: bool
-    skip_below: float  # as in training: a GPU skips keys once a tile of queries has less of its stick left
+    skip_below: float  # as in training: a GPU skips keys once all queries of a tile have less of their stick left
 
     backend = Backend(
         name="SSSCALE_STICKBREAKING",

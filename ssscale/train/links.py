@@ -1,0 +1,95 @@
+"""A model of the links between GPUs: how long collectives take on a cluster, and what each GPU sends.
+
+`ssscale.train.scale` predicts a step with it. Needs no torch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Constant(NamedTuple):
+    """A number of the model. measured: whether by a measurement of this quantity, which `source` names."""
+
+    value: float
+    measured: bool
+    source: str
+
+
+NVLINK = Constant(
+    391e9,
+    False,
+    "bytes/s of a copy between two H200s (docs/results/several_gpus.md); part=links is to measure collectives",
+)
+LATENCY = Constant(
+    110e-6, False, "s per collective: a gather of 50 MB in a TP2 step of 1b on two H200s took 235 µs; part=links"
+)
+HOP = Constant(15e-6, False, "s per node that a ring of ranks passes through: assumed; part=links on several nodes")
+
+
+class Exchange(NamedTuple):
+    """`number` collectives over groups of `size` ranks, every `stride`-th one. sent: bytes that a rank sends in all of them."""
+
+    size: int
+    stride: int
+    number: int
+    sent: float
+
+
+class Traffic(NamedTuple):
+    """Bytes of gradients and weights that one GPU sends per step, to GPUs of its node and through its own network."""
+
+    within: float
+    between: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """nodes of `gpus` GPUs each. network: bytes/s per GPU to other nodes, in each direction. memory: bytes per GPU."""
+
+    nodes: int
+    gpus: int
+    network: float
+    memory: float
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.gpus
+
+    def together(self, size: int, stride: int) -> int:
+        """Returns how many members of such a group (`link`) are on one node."""
+        return min(size, max(1, self.gpus // stride))
+
+    def link(self, size: int, stride: int) -> tuple[float, int]:
+        """Returns (bytes/s, nodes) of a group of `size` ranks, every `stride`-th one.
+
+        Between nodes the members on one node send over the networks of as many GPUs, so that a ring over all of a node's
+        GPUs passes `gpus` times the bandwidth of one.
+        """
+        together = self.together(size, stride)
+        nodes = size // together
+        return (NVLINK.value if nodes == 1 else min(NVLINK.value, together * self.network)), nodes
+
+    def seconds(self, size: int, stride: int, number: int, sent: float) -> float:
+        """Returns the seconds of an `Exchange`."""
+        if size == 1:
+            return 0.0
+        rate, nodes = self.link(size, stride)
+        return number * (LATENCY.value + HOP.value * (nodes - 1)) + sent / rate
+
+    def pipelined(self, exchanges: Sequence[Exchange]) -> float:
+        """Returns the seconds of exchanges that follow each other bucket by bucket: the slowest, and a bucket of the others."""
+        *others, slowest = sorted(self.seconds(*exchange) for exchange in exchanges)
+        return slowest + sum(others) / max(1, exchanges[0].number)
+
+    def traffic(self, exchanges: Iterable[Exchange]) -> Traffic:
+        """Returns what one GPU sends.
+
+        A ring passes from node to node once per node. What goes there is divided over the networks of its members there.
+        """
+        within = between = 0.0
+        for exchange in exchanges:
+            together = self.together(exchange.size, exchange.stride)
+            across = exchange.sent / together if exchange.size > together else 0.0
+            within, between = within + exchange.sent - across, between + across
+        return Traffic(within, between)
