@@ -227,7 +227,7 @@ def test_the_guard_compares_copies_of_shards(name: str, rank: int, pair: str, po
     """Their last bits need not show in the weights that forward reads, and moments never do until the next step."""
     for found in pool4.run(f"{HERE}:verdict", name=name, rank=rank):
         assert len(found) == 1
-        assert found[0].startswith(f"step 7: {name} differs between rank {pair},")
+        assert found[0].startswith(f"step 7: {name} differs between ranks {pair}:")
 
 
 def test_a_killed_run_ends_bit_identical(corpus: Path, tmp_path: Path) -> None:
