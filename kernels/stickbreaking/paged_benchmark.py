@@ -71,6 +71,8 @@ CANDIDATES = {
     "twice the splits": Candidate(splits=2.0),
     "2 stages": Candidate(config=Config(16, 64, 1, 2)),
     "2 stages, twice the splits": Candidate(config=Config(16, 64, 1, 2), splits=2.0),
+    "2 stages, half the splits": Candidate(config=Config(16, 64, 1, 2), splits=0.5),
+    "2 stages, 2/3 of the splits": Candidate(config=Config(16, 64, 1, 2), splits=0.67),
     "4 stages": Candidate(config=Config(16, 64, 1, 4), splits=0.67),
     "168 registers": Candidate(config=Config(16, 64, 1, 3, 168)),
 }
