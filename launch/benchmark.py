@@ -53,6 +53,7 @@ COMMAND = Command(
     ),
     keys=EVERY_KEY,
 )
+SIZES = ("model.", "data.length=")  # keys that plain torch takes as well
 BACKENDS = ("auto", "cudnn", "flash")
 DAY, NODE = 86_400, 8  # seconds; the GPUs of the papers' throughput
 COLUMNS = ("tokens_per_second", "mfu", "mfu_causal", "memory_gib", "first_step_s")
@@ -102,7 +103,9 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
     return result | {"first_step_s": float(first[0].split()[3])}
 
 
-def run_plain(name: str, microbatch: int, accumulation: int, steps: int, masters: bool = False) -> dict[str, float]:
+def run_plain(
+    name: str, microbatch: int, accumulation: int, steps: int, keys: list[str], masters: bool = False
+) -> dict[str, float]:
     command = [
         sys.executable,
         "-m",
@@ -112,6 +115,7 @@ def run_plain(name: str, microbatch: int, accumulation: int, steps: int, masters
         str(accumulation),
         str(steps),
         *(["masters"] if masters else []),
+        *keys,
     ]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -170,14 +174,17 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"| {found['run']} | {found['kernel']} | {found['accumulation']} | {cells} |", flush=True)
 
 
-def run_peers(name: str, accumulation: int, steps: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of plain torch, the first of which the ratios are to."""
+def run_peers(
+    name: str, accumulation: int, steps: int, options: dict[str, Any], extra: list[str]
+) -> list[dict[str, Any]]:
+    """Returns the rows of plain torch, the first of which the ratios are to. Of `extra` it takes the sizes of the model."""
+    keys = [key for key in extra if key.startswith(SIZES)]
     shape, arguments = name.split("_")[0], (options["microbatch"], accumulation, min(steps, 15))
     config = name.split("+")[0]
-    found = run_plain(config, *arguments)
+    found = run_plain(config, *arguments, keys)
     rows = [row(f"plain torch {shape}", "cudnn", accumulation, found, 1, 1.0)]
     if options["masters"]:
-        masters = run_plain(config, *arguments, masters=True)
+        masters = run_plain(config, *arguments, keys, masters=True)
         label = f"plain torch {shape}, fp32 masters, clipping"
         rows.append(row(label, "cudnn", accumulation, masters, 1, ratio(masters, found)))
     return rows
@@ -199,7 +206,7 @@ def main(argv: list[str]) -> None:
         shape = name.split("_")[0]
         for accumulation, count in zip(accumulations, steps):
             if (shape, accumulation) not in plain and options.get("plain", gpus == 1):
-                peers = run_peers(name, accumulation, count, options)
+                peers = run_peers(name, accumulation, count, options, extra)
                 plain[shape, accumulation] = peers[0] if "tokens_per_second" in peers[0] else {}
                 rows += peers
             peer = plain.get((shape, accumulation), {})

@@ -2,14 +2,15 @@
 
 It has bf16 weights and optimizer state, torch.compile of the whole model, cuDNN attention and fused AdamW, but no
 DeepSpeed, no Megatron-core and no data loading. `python -m eval.benchmarks.plain_torch CONFIG MICROBATCH ACCUMULATION
-STEPS [masters]` prints one JSON line. With `masters`, gradients are clipped, and master weights and optimizer state are
-fp32.
+STEPS [masters] [key=value ...]` prints one JSON line. With `masters`, gradients are clipped, and master weights and
+optimizer state are fp32.
 """
 
 import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -79,13 +80,15 @@ def update_masters(weights: list[Tensor], masters: list[Tensor], optimizer: torc
         torch._foreach_copy_(weights, masters)
 
 
-def measure(name: str, microbatch: int, accumulation: int, steps: int, masters: bool = False) -> dict[str, float]:
-    """Time training steps of a config. masters: whether to clip and to keep fp32 master weights.
+def measure(
+    name: str, microbatch: int, accumulation: int, steps: int, keys: Sequence[str] = (), masters: bool = False
+) -> dict[str, float]:
+    """Times training steps of a run file with further keys. masters: whether to clip and to keep fp32 master weights.
 
     Returns tokens per second (median of the steps after the second), MFU with all and with only causal attention FLOPs,
     peak memory in GiB, and seconds until the first step has ended.
     """
-    config = load_config([f"config={name}"])
+    config = load_config([f"config={name}", *keys])
     model, length = config.model, config.data.length
     began = time.perf_counter()
     decoder = PlainDecoder(model).cuda().bfloat16()
@@ -125,8 +128,12 @@ def measure(name: str, microbatch: int, accumulation: int, steps: int, masters: 
 
 if __name__ == "__main__":
     if len(sys.argv) < 5:
-        print("error: usage: plain_torch.py CONFIG MICROBATCH ACCUMULATION STEPS [masters]", file=sys.stderr)
+        print(
+            "error: usage: plain_torch.py CONFIG MICROBATCH ACCUMULATION STEPS [masters] [key=value ...]",
+            file=sys.stderr,
+        )
         sys.exit(2)
     name, *numbers = sys.argv[1:5]
     microbatch, accumulation, steps = map(int, numbers)
-    print(json.dumps(measure(name, microbatch, accumulation, steps, masters="masters" in sys.argv[5:])))
+    keys = [argument for argument in sys.argv[5:] if "=" in argument]
+    print(json.dumps(measure(name, microbatch, accumulation, steps, keys, masters="masters" in sys.argv[5:])))

@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = ("encyclopedic", "textbooks", "dialog_qa", "law_gov")  # the text of the width study and of the README's path
 BOOKS = "valid.books.jsonl.zst"
+VOCABULARY = "model.vocab_size=50304"  # of 1b's run files, for GPT-2's tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def pack(name: str, length: int, sources: tuple[str, ...]) -> Job:
 def run_file(config: str, steps: int, minutes: float, data: str = "rows4096", suffix: str = "") -> Job:
     """Trains a 1b or 3b run file as shipped, except for batch, warmup and vocabulary (docs/results/width.md)."""
     command = (
-        f'python launch/pretrain.py config={config} run_dir="$HERE/run" data.path="$WORK/{data}" model.vocab_size=50304 '
+        f'python launch/pretrain.py config={config} run_dir="$HERE/run" data.path="$WORK/{data}" {VOCABULARY} '
         "train.batch_size=16 train.microbatch=4 train.stages.0.schedule.warmup_tokens=3300000 train.stages.0.mix=null "
         f"train.stages.1.mix=null train.max_steps={steps} train.log_every=1 train.eval_every=0 train.save_every=0"
     )
@@ -157,14 +158,16 @@ def trained() -> list[Job]:
 def steps() -> list[Job]:
     """Returns whole training steps beside plain torch, and on two GPUs."""
     alone = "python launch/benchmark.py masters=true steps="
-    parallel = 'python launch/benchmark_parallel.py gpus=2 data="$WORK/rows4096" data.one_document=true part='
+    parallel = (
+        f'python launch/benchmark_parallel.py gpus=2 data="$WORK/rows4096" {VOCABULARY} data.one_document=true part='
+    )
     tensor = (
         f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor_{config}_{rows}" '
         f'only="DP2,TP2,TP2 whole" | tee "$HERE/{config}_{rows}.txt"'
         for config, rows in (("1b_sb", 4), ("1b_sb", 8), ("1b_softmax", 8))
     )
     exchange = f'{parallel}exchange config=1b_softmax steps=24 folder="$WORK/exchange" | tee "$HERE/exchange.txt"'
-    of_1b = f'{alone}60,8 accumulation=1,16 configs=1b_softmax data="$WORK/rows4096" out="$HERE/1b.json"'
+    of_1b = f'{alone}60,8 accumulation=1,16 configs=1b_softmax data="$WORK/rows4096" {VOCABULARY} out="$HERE/1b.json"'
     of_162m = f'{alone}60 accumulation=4 microbatch=64 configs=162m_softmax data="$WORK/rows1024" out="$HERE/162m.json"'
     page, several = "docs/results/training_speed.md", "docs/results/several_gpus.md"
     return [
@@ -180,7 +183,7 @@ def options() -> list[Job]:
     bits = 'python -m eval.benchmarks.deterministic gpus=2 data="$WORK/rows1024" folder="$HERE/runs"'
     clean = 'find "$HERE/runs" -name checkpoints -type d -prune -exec rm -rf {} +'
     bars = (
-        'python launch/benchmark.py data="$WORK/rows4096" accumulation=16 steps=8 plain=false '
+        f'python launch/benchmark.py data="$WORK/rows4096" {VOCABULARY} accumulation=16 steps=8 plain=false '
         "train.stages.0.schedule.kind=constant train.stages.0.schedule.lr=3e-4 train.stages.0.schedule.warmup_tokens=160000 "
     )
     fp8 = tuple(
@@ -195,8 +198,8 @@ def options() -> list[Job]:
         'plain=false out="$HERE/muon.json" configs=50m_softmax,50m_softmax+optimizer.name=muon',
     )
     zero = tuple(
-        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" config={config} rows=16 steps=24 '
-        f'train.microbatch=4 data.one_document=true folder="$WORK/zero_{config}" | tee "$HERE/{config}.txt"'
+        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" {VOCABULARY} config={config} '
+        f'rows=16 steps=24 train.microbatch=4 data.one_document=true folder="$WORK/zero_{config}" | tee "$HERE/{config}.txt"'
         for config in ("1b_softmax", "1b_sb")
     )
     return [

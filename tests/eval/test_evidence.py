@@ -22,6 +22,9 @@ NOTE = (
 )
 
 
+GPT2 = 50257  # entries of the tokenizer of TEXT
+
+
 def job(name, gpus=1, gib=None, after=(), commands=(NOTE,), minutes=0.01):
     return Job(name, "a page", tuple(commands), minutes, gpus, gib, tuple(after))
 
@@ -118,6 +121,18 @@ def test_readmes_commands_are_run_to_the_letter():
     ]  # fmt: skip
 
 
+def keys_of(line):
+    """Yields the keys of each run that a command starts."""
+    if not re.match(r"python launch/(pretrain|benchmark|benchmark_parallel)\.py", line):
+        return
+    words = [word for word in shlex.split(line.split("|")[0])[2:] if "=" in word]
+    keys = [word for word in words if word.split("=")[0].partition(".")[0] in ("model", "train", "optimizer", "data")]
+    keys = [key for key in keys if not key.startswith("data=")]
+    for name in next(word for word in words if re.match("configs?=", word)).partition("=")[2].split(","):
+        config, *own = name.split("+")
+        yield [f"config={config}", *keys, *own]
+
+
 @pytest.mark.parametrize("one", jobs().values(), ids=jobs())
 def test_every_command_exists(one):
     script = "\n".join(one.commands)
@@ -129,8 +144,8 @@ def test_every_command_exists(one):
     for config in re.findall(r"config=(\w+)", script.replace("config=$c", "")):
         assert (ROOT / "configs" / f"{config}.yaml").is_file(), config
     for line in one.commands:
-        if line.startswith("python launch/pretrain.py"):
-            load_config(shlex.split(line)[2:])
+        for keys in keys_of(line):
+            assert load_config(keys).model.vocab_size >= GPT2, "TEXT has ids that the model has no rows for"
     page = re.search(r"docs/\S+\.md|README\.md", one.page)
     assert page is None or (ROOT / page[0]).is_file()
 
