@@ -23,7 +23,7 @@ import torch
 import triton
 from ssscale_kernels.stickbreaking import paged_launch
 from ssscale_kernels.stickbreaking.benchmark import graph_ms, starts
-from ssscale_kernels.stickbreaking.decode import decode, split_config
+from ssscale_kernels.stickbreaking.decode import decode
 from ssscale_kernels.stickbreaking.forward import forward
 from ssscale_kernels.stickbreaking.paged import paged_stickbreaking
 from ssscale_kernels.stickbreaking.paged_launch import Form, paged
@@ -67,14 +67,10 @@ CANDIDATES = {
     "first chunk of 4": Candidate(Form(first_chunk=4)),
     "merge after splits": Candidate(Form(early=False)),
     "half the splits": Candidate(splits=0.5),
-    "2/3 of the splits": Candidate(splits=0.67),
+    "4/3 of the splits": Candidate(splits=1.33),
     "twice the splits": Candidate(splits=2.0),
-    "2 stages": Candidate(config=Config(16, 64, 1, 2)),
-    "2 stages, twice the splits": Candidate(config=Config(16, 64, 1, 2), splits=2.0),
-    "2 stages, half the splits": Candidate(config=Config(16, 64, 1, 2), splits=0.5),
-    "2 stages, 2/3 of the splits": Candidate(config=Config(16, 64, 1, 2), splits=0.67),
-    "4 stages": Candidate(config=Config(16, 64, 1, 4), splits=0.67),
-    "168 registers": Candidate(config=Config(16, 64, 1, 3, 168)),
+    "3 stages": Candidate(config=Config(16, 64, 1, 3)),
+    "3 stages, twice the splits": Candidate(config=Config(16, 64, 1, 3), splits=2.0),
 }
 PREFILLS = {
     "2 stages": Config(64, 64, 4, 2, 160),
@@ -272,7 +268,7 @@ def other_decodes(call: "partial[Results]", batch: int, length: int) -> Calls:
     """Returns decodes with the settings of CANDIDATES."""
     found: Calls = {}
     for name, x in CANDIDATES.items():
-        config = x.config or split_config(16, HEAD_DIM, torch.bfloat16)
+        config = x.config or paged_launch.split_config(16, HEAD_DIM, torch.bfloat16)
         splits = paged_launch.default_splits(length, NUM_KV_HEADS * batch, config)
         splits = max(1, min(round(x.splits * splits), triton.cdiv(length, config.key_block)))
         found[name] = (splits, partial(call, form=x.form, split=x.config, num_splits=splits))

@@ -85,17 +85,24 @@ def paged(
     if max_seqlen_q > split_queries:
         _prefill(inputs, o, log_rest, *settings, prefill or forward_config(head_dim, q.dtype), max_seqlen_k)
     if split_queries:
-        split = split or decode.split_config(rows, head_dim, q.dtype)
+        split = split or split_config(rows, head_dim, q.dtype)
         num_splits = num_splits or default_splits(max_seqlen_k, k_cache.shape[2] * seq_lens.shape[0], split)
         _split(inputs, o, log_rest, *settings, split, num_splits, min(max_seqlen_q, split_queries), form)
     return o, log_rest
 
 
+def split_config(rows: int, head_dim: int, dtype: torch.dtype) -> Config:
+    """Returns launch settings of split_kernel: those of contiguous decoding, but for a shorter pipeline where it was faster."""
+    config = decode.split_config(rows, head_dim, dtype)
+    return config._replace(num_stages=2) if config[:3] == (16, 64, 1) else config
+
+
 def default_splits(max_seqlen_k: int, num_heads: int, config: Config) -> int:
-    """Returns as many splits as run at once, but at most one per tile. num_heads: key heads of all sequences."""
-    # Further splits would wait for others to end, and then start with an empty pipeline.
-    at_once = MULTIPROCESSORS * (6 if config.row_block <= 16 else 2) // num_heads
-    return max(1, min(at_once, triton.cdiv(max_seqlen_k, config.key_block)))
+    """Returns the number of splits, at most one per tile. num_heads: key heads of all sequences."""
+    # More splits than run at once would wait for others to end, and then start with an empty pipeline. Of 16 rows, six would
+    # run at once on a multiprocessor. Three reach the same bandwidth, and leave less to merge.
+    wanted = triton.cdiv(MULTIPROCESSORS * (3 if config.row_block <= 16 else 2), num_heads)
+    return max(1, min(wanted, triton.cdiv(max_seqlen_k, config.key_block)))
 
 
 def shape_constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, config: Config) -> dict[str, int | bool]:

@@ -61,7 +61,8 @@ def test_a_run_shows_its_parts_its_sticks_and_a_profile(corpus: Path, tmp_path: 
         phases = [event["name"] for event in events if event["name"].startswith("phase/")]
         # Four rows on two ranks: two microbatches.
         assert phases == [
-            f"phase/{phase}" for phase in ("start", *("forward", "backward", "communication") * 2, "optimizer")
+            f"phase/{phase}"
+            for phase in ("start", *("forward", "backward", "communication") * 2, "data", "optimizer", "hooks")
         ]
 
 
