@@ -42,7 +42,7 @@ def _dkv_run(
         rest = carry[:, None] - nearer
         if DIVIDE:
             rest = tl.maximum(rest, tile.LEAST)
-        p = tile.factors(w, after, rest, None, EXACT)
+        p = tile.factors(w, after, rest, None, EXACT, k.dtype == tl.float32)
         a = tile.weigh(t_, p, EXACT)
         # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
         # of the weights would not fit the registers beside dO·v.

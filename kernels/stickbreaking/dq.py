@@ -35,7 +35,7 @@ def _dq_tiles(
         # One lane of a row stores the carry, and another one the sum.
         scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + (local + lane * scratch_rows)
         tl.store(scratch, tl.where(lane == 0, entering, behind), mask=lane < 2)
-        p = tile.factors(w, after, entering - nearer, dz_scale if HALF else None, EXACT)
+        p = tile.factors(w, after, entering - nearer, dz_scale if HALF else None, EXACT, k.dtype == tl.float32)
         da = tile.take_apart(tile.dot(do, tl.trans(v)), ROWS)
         dz, total_gradient = tile.logit_gradients(u, t_, w, p, da, behind, EXACT)
         behind += total_gradient

@@ -59,7 +59,7 @@ def walk_tiles(
         rest = carry.to(tl.float32) - nearer
         if HALF:
             rest += half.FORWARD_SHIFT
-        a = tile.weigh(t_, tile.factors(w, after, rest, None, EXACT), EXACT)
+        a = tile.weigh(t_, tile.factors(w, after, rest, None, EXACT, v.dtype == tl.float32), EXACT)
         carry -= total
         acc = tile.multiply(tile.put_together(a, ROWS), v, acc, False, PARTS)
     return acc, carry, row_carry, row_tile, worst

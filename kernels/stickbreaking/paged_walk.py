@@ -141,7 +141,7 @@ def walk_tiles(
         _, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
         worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
         nearer, total = tile.lane_sums(spent, True)
-        weights = tile.weigh(t_, tile.factors(w, after, carry - nearer, None, EXACT), EXACT)
+        weights = tile.weigh(t_, tile.factors(w, after, carry - nearer, None, EXACT, WIDE), EXACT)
         carry -= total
         acc = multiply(tile.put_together(weights, ROWS), v, acc)
     return acc, carry, worst

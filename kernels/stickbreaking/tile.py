@@ -226,14 +226,22 @@ def _spend_capped(z):
 
 
 @triton.jit
-def factors(w, after, rest, scale, EXACT: tl.constexpr):
+def factors(w, after, rest, scale, EXACT: tl.constexpr, WIDE: tl.constexpr):
     """Returns p of each chain: its weights are t p. rest [ROWS, 4]: log2 of the stick left after the nearer lanes.
 
     scale: a power of two by which p is multiplied, or None. Added to `rest`, it would change how `rest` is rounded.
+    WIDE: the results are float32. If 16 keys spend 64 bits, their logarithm is off by 2^-19, and so would be the weight of the
+    nearest one. Division is off by 2^-23.
     """
     p = ()
-    for n in tl.static_range(len(after)):
-        p = p + (exp2(rest - after[n]),)
+    if WIDE and not EXACT:
+        if len(w) == 2:
+            p = (exp2(rest) * reciprocal(1.0 + ((w[1] * w[0] + w[1]) + w[0])),)
+        else:
+            p = (exp2(rest) * reciprocal(1.0 + w[0]),)
+    else:
+        for n in tl.static_range(len(after)):
+            p = p + (exp2(rest - after[n]),)
     if scale is not None:
         scaled = ()
         for n in tl.static_range(len(after)):
