@@ -20,23 +20,32 @@ DEVICE = "cuda"
 LENGTHS = [1, 700, 323, 1024]
 
 
-def gradients(core: str, groups: Groups, compiled: bool, recompute: Recompute) -> dict[str, torch.Tensor]:
-    """Of the second pass, which finds memory that the first one has used. With the losses."""
+def gradients(
+    core: str, groups: Groups, compiled: bool, recompute: Recompute, device: str = DEVICE
+) -> dict[str, torch.Tensor]:
+    """Of the second pass, which finds memory that the first one has used. With the losses.
+
+    On a GPU the model is bf16. On the CPU it has the same weights and computes in float32.
+    """
     config = replace(make_model(core, 3), hidden_size=256, ffn_hidden_size=768, vocab_size=500)
     torch._dynamo.reset()
     with torch.device(DEVICE):
         decoder = Decoder(config, groups, sum(LENGTHS), dtype=torch.bfloat16, recompute=recompute)
         initialize_weights(decoder, config, groups, seed=1)
-        tokens = torch.arange(sum(LENGTHS)) % config.vocab_size
+    if device == "cpu":
+        rounded = {name: weight.float().cpu() for name, weight in decoder.state_dict().items()}
+        decoder = Decoder(config, groups, sum(LENGTHS), dtype=torch.float32, recompute=recompute)
+        decoder.load_state_dict(rounded)
+    tokens = torch.arange(sum(LENGTHS), device=device) % config.vocab_size
     if compiled:
         decoder.compile_parts()
-    layout = PackedLayout.from_lengths(LENGTHS).to(DEVICE)
+    layout = PackedLayout.from_lengths(LENGTHS).to(device)
     for _ in range(2):
         decoder.zero_grad()
         losses = decoder(tokens, layout, (7 * tokens + 3) % config.vocab_size)
         losses.mean().backward()
-    found = {name: p.grad.float() for name, p in decoder.named_parameters() if p.grad is not None}
-    return found | {"losses": losses.detach().float()}
+    found = {name: p.grad.float().cpu() for name, p in decoder.named_parameters() if p.grad is not None}
+    return found | {"losses": losses.detach().float().cpu()}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -45,8 +54,14 @@ def gradients(core: str, groups: Groups, compiled: bool, recompute: Recompute) -
 def test_compiling_and_recomputing_change_no_gradient(
     core: str, recompute: Recompute, compiled: bool, groups: Groups
 ) -> None:
+    """Compiled code fuses, and so rounds to bf16 in other places. Its errors are about those of what is not compiled.
+
+    Where SSMax sharpens the attention of normalized q and k, bf16 alone changes gradients by several percent.
+    """
+    exact = gradients(core, groups, False, Recompute.none, "cpu")
     plain = gradients(core, groups, False, Recompute.none)
     other = gradients(core, groups, compiled, recompute)
-    assert plain.keys() == other.keys()
-    for name, expected in plain.items():
-        assert (other[name] - expected).norm() <= 0.02 * expected.norm(), name  # bf16, fused in other places
+    assert exact.keys() == plain.keys() == other.keys()
+    for name, expected in exact.items():
+        error, usual = (other[name] - expected).norm(), (plain[name] - expected).norm()
+        assert error <= 1.5 * usual + 0.005 * expected.norm(), (name, error / usual)
