@@ -6,7 +6,8 @@ part=long     the same for the layouts with context parallelism only; use it wit
 part=weak     tokens/s per GPU on one GPU and on all, with ZeRO-1, accumulation 1 and rows / gpus on each GPU
 part=tensor   data parallelism, and tensor parallelism with blocks in pieces, whole, and with the options of gathers
 part=zero     the ZeRO stages, each with its default compilation, and stage 3 with compiled blocks
-part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off, on and in bf16
+part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off, on, with 8
+              multiprocessors left free, and in bf16
 part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
 Figures are medians over the steps after the fourth. Each run prints a line when it ends and writes its output to
@@ -42,6 +43,7 @@ TRANSPORTS = {
     "through host memory": (("NCCL_P2P_DISABLE", "1"),),
     "through sockets": (("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")),
 }
+BESIDE = (" with 8 free", "parallel.free_multiprocessors=8")
 COMMAND = Command(
     about=__doc__,
     usage="python launch/benchmark_parallel.py part=PART gpus=N data=FOLDER [key=value ...]",
@@ -129,13 +131,15 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
             label=f"{whole.label} overlap_gathers", keys=(*whole.keys, "parallel.overlap_gathers=true")
         )
         both = kept._replace(label=f"{kept.label} overlap_gathers", keys=(*kept.keys, overlapped.keys[-1]))
-        return [every[0], tensor, whole, kept, overlapped, both]
+        beside = both._replace(label=f"{both.label}{BESIDE[0]}", keys=(*both.keys, BESIDE[1]))
+        return [every[0], tensor, whole, kept, overlapped, both, beside]
     if part == "zero":
         stages = [every[0]._replace(label=f"ZeRO-{i}", keys=(f"parallel.zero_stage={i}",)) for i in (1, 2, 3)]
         compiled = (*stages[-1].keys, "train.compile=block")
         return [*stages, stages[-1]._replace(label="ZeRO-3 compiled", keys=compiled)]
     if part == "exchange":
         ways = {"": (), " overlap": ("parallel.overlap=true",)}
+        ways[f" overlap{BESIDE[0]}"] = (*ways[" overlap"], BESIDE[1])
         ways[" overlap in bf16"] = (*ways[" overlap"], "parallel.overlap_bf16=true")
         return [
             Run("DP1", 1),

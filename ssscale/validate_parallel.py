@@ -34,6 +34,17 @@ def check_parallel(config: Config, gpu: bool) -> None:
         )
     _check_compile(config)
     check_fp8(config)
+    _check_overlap(config)
+    bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
+    if parallel.zero_stage == 0 and bf16:
+        raise UserError(
+            "parallel.zero_stage=0 cannot train in bf16: DeepSpeed refuses to accumulate its gradients in fp32 and "
+            "returns no gradient norm; use parallel.zero_stage=1 or train.precision=fp32"
+        )
+
+
+def _check_overlap(config: Config) -> None:
+    train, parallel = config.train, config.parallel
     if parallel.overlap_bf16 and not parallel.overlap:
         raise UserError(
             "parallel.overlap_bf16=true has no effect without parallel.overlap=true: set both, or leave it out (without "
@@ -54,11 +65,11 @@ def check_parallel(config: Config, gpu: bool) -> None:
             "parallel.overlap=true does not go with train.compile=model, whose one graph returns all gradients at its end: "
             "use train.compile=block"
         )
-    bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
-    if parallel.zero_stage == 0 and bf16:
+    beside = parallel.overlap or parallel.overlap_gathers or config.gathers_blocks
+    if parallel.free_multiprocessors and not beside:
         raise UserError(
-            "parallel.zero_stage=0 cannot train in bf16: DeepSpeed refuses to accumulate its gradients in fp32 and "
-            "returns no gradient norm; use parallel.zero_stage=1 or train.precision=fp32"
+            f"parallel.free_multiprocessors={parallel.free_multiprocessors} only slows a run whose exchanges do not run beside "
+            "computation: set parallel.overlap=true or parallel.overlap_gathers=true too, or leave it out"
         )
 
 
