@@ -2,8 +2,9 @@
 
 Each row of the table is a run of launch/pretrain.py (real data, streaming, Megatron layers, DeepSpeed, metrics) or of
 eval/benchmarks/plain_torch.py, which takes one GPU. Ratios are to plain torch with the same accumulation. Figures are
-medians over the steps after the first four, or over the last ones; tokens/s are those of one GPU. Billions of tokens per
-day are for 8 GPUs at that rate, as a paper states its own. A run file may have keys of its own, to compare runs:
+medians over the steps after the first four, or over the last ones. Runs of 50 steps or more log every tenth, as run files
+do, so theirs are over the steps after the first ten. tokens/s are those of one GPU. Billions of tokens per day are for 8
+GPUs at that rate, as a paper states its own. A run file may have keys of its own, to compare runs:
 configs=NAME,NAME+KEY=VALUE+KEY=VALUE.
 """
 
@@ -53,6 +54,7 @@ COMMAND = Command(
     ),
     keys=EVERY_KEY,
 )
+LONG, LOG_EVERY = 50, 10  # runs of so many steps log as the run files do
 SIZES = ("model.", "data.length=")  # keys that plain torch takes as well
 BACKENDS = ("auto", "cudnn", "flash")
 DAY, NODE = 86_400, 8  # seconds; the GPUs of the papers' throughput
@@ -71,7 +73,10 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
     config, *own = name.split("+")
     folder = folder_of(name, options, accumulation)
     shutil.rmtree(folder, ignore_errors=True)
-    microbatch = options["microbatch"]
+    microbatch, log_every = (
+        options["microbatch"],
+        LOG_EVERY if steps >= LONG else 1,
+    )  # a record takes the host milliseconds
     keys = {
         "config": config,
         "run_dir": folder,
@@ -80,7 +85,7 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
         "train.microbatch": microbatch,
         "train.batch_size": microbatch * accumulation * options.get("gpus", 1),
         "train.max_steps": steps,
-        "train.log_every": 1,
+        "train.log_every": log_every,
         "train.eval_every": 0,
         "train.save_every": 0,
     }
@@ -98,7 +103,8 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
     first = [line for line in process.stderr.splitlines() if line.startswith("first step after")]
     records = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
     print(f"# loss {records[0]['loss']:.3f} -> {records[-1]['loss']:.3f} in {len(records)} steps", flush=True)
-    settled = records[-options["last"] :] if options["last"] else records[4:] or records
+    dropped = 4 if log_every == 1 else 1
+    settled = records[-max(1, options["last"] // log_every) :] if options["last"] else records[dropped:] or records
     result = {key: statistics.median(record[key] for record in settled) for key in COLUMNS[:-1] if key in settled[0]}
     return result | {"first_step_s": float(first[0].split()[3])}
 

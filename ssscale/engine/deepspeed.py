@@ -6,6 +6,7 @@ Only this folder imports DeepSpeed.
 import contextlib
 import io
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -215,6 +216,9 @@ class DeepSpeedEngine:
             self.engine.zero_grad()
             return StepResult(None, skipped=True)
         self.engine.step()
+        if self.update is not None:
+            norm = self.update.read()
+            return StepResult(norm, skipped=math.isinf(norm))
         norm = self.engine.get_global_grad_norm()
         skipped = not self.engine.was_step_applied()
         return StepResult(None if norm is None else float(norm), skipped)

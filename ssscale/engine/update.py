@@ -62,6 +62,7 @@ class OnePassUpdate:
         self._taken: dict[tuple[int, int], Tensor] = {}  # the gradients of this step, if direct
         self._adamw: FlatAdamW | None = None  # created at the first step, as torch's states are
         self._steps: list[int] = []  # updates so far, by group
+        self._norm = torch.zeros(())  # of the last step's gradients
 
     def set_accumulation(self, microbatches: int) -> None:
         """Sets the number of microbatches per step. Called between steps."""
@@ -124,22 +125,26 @@ class OnePassUpdate:
     def step(self) -> None:
         """Updates this rank's partition from reduced gradients, and gathers the bf16 weights.
 
-        The host waits for the GPU once, at the end, when it reads the norm. If that is not finite, the kernel has changed
-        nothing, and `optimizer.overflow` says so.
+        The host does not wait for the GPU: `read` does, once DeepSpeed has done the rest of its step. If the norm is not
+        finite, the kernel changes nothing.
         """
         adamw, optimizer = self._adamw or self._open(), self.optimizer
         gradients = self._gradients()
         total = adamw.sum_of_squares(gradients)
         add_up(total, self.groups)
-        norm, factor = clip_factor(total, self.clip)
+        self._norm, factor = clip_factor(total, self.clip)
         adamw.update(gradients, self._settings(), factor)
         self._gather()
-        value = float(norm)
-        optimizer.overflow = not math.isfinite(value)
-        optimizer._global_grad_norm = math.inf if optimizer.overflow else value
-        if not optimizer.overflow:
-            self._steps = [steps + 1 for steps in self._steps]
-            torch._foreach_add_([optimizer.state[flat]["step"] for flat in optimizer.fp32_groups_flat_partition], 1)
+        counters = [optimizer.state[flat]["step"] for flat in optimizer.fp32_groups_flat_partition]
+        torch._foreach_add_(counters, self._norm.isfinite().to(counters[0].dtype))
+
+    def read(self) -> float:
+        """Waits until the norm of the last step is known, and returns it. It is infinite if the step changed nothing."""
+        norm = float(self._norm)
+        if not math.isfinite(norm):
+            return math.inf
+        self._steps = [steps + 1 for steps in self._steps]
+        return norm
 
     def clear(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step."""

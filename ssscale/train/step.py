@@ -86,10 +86,10 @@ def train_step(run: "Run", batches: Sequence[Batch], num_targets: int, prepare: 
         passed = run.engine.forward_backward(batch.tokens, batch.layout, batch.labels, divisor, batch.rows)
         sums += sums_by_source(passed.losses, batch, len(run.source.names))
         terms = {name: total + passed.terms[name] for name, total in terms.items()}
+    loss = sums[0].sum()
     lr = learning_rate(train.stages, run.given.train.batch_size, run.state.tokens + run.part.tokens_per_step)
     run.mark("data")
     prepare()  # before the update, for whose norm the host waits
     result = run.engine.step(lr)
     run.mark("hooks")
-    # float() waits until the GPU has finished the step.
-    return Done(batches, num_targets, lr, sums, terms, float(sums[0].sum()), result.grad_norm, result.skipped)
+    return Done(batches, num_targets, lr, sums, terms, float(loss), result.grad_norm, result.skipped)
