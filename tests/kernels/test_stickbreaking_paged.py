@@ -3,7 +3,6 @@
 import pytest
 import torch
 from ssscale_kernels.stickbreaking import paged_benchmark, paged_kernels, paged_launch
-from ssscale_kernels.stickbreaking.decode import split_config
 from ssscale_kernels.stickbreaking.forward import forward_config
 from ssscale_kernels.stickbreaking.paged import paged_op, paged_stickbreaking
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
@@ -71,7 +70,7 @@ def compiled(
     if which == "prefill":
         config = config or forward_config(head_dim, dtype)
     else:
-        config = split_config(rows, head_dim, dtype)
+        config = paged_launch.split_config(rows, head_dim, dtype)
     cache = torch.empty(3, block_size, 8, 2 * head_dim, dtype=dtype)
     q = torch.empty(1, 24, head_dim, dtype=dtype)
     constants = paged_launch.shape_constants(q, *cache.split(head_dim, -1), config)
