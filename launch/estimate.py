@@ -159,6 +159,7 @@ def origin(config: Config, mfu: float | None) -> str:
     )
     return (
         f"MFU of forward and backward on one GPU: {mfu or rate:.3f}, {source}. Exposed: exchanges that nothing hides. "
+        "Links within a node are as measured between two GPUs. "
         f"Not measured by micro-benchmarks yet: {', '.join(UNMEASURED)} (ssscale/train/scale.py has their sources)."
     )
 

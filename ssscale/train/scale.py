@@ -5,9 +5,13 @@ after the last backward pass DeepSpeed reduces all gradients in the dtype of the
 fp32), steps, and gathers the weights. With `parallel.overlap`, the last backward pass hides the reduction, which is in fp32,
 and the next forward pass hides the gather. Only the embedding's share stays in the open: its gradient comes last, and its
 weights are needed first. With `parallel.shard_within=node`, a bucket's all-reduce between nodes runs beside the
-reduce-scatters of later buckets within them. How much the exchanges slow down the computation beside them is not modelled.
-Tensor and context parallelism exchange between compiled pieces of a block, which the host launches one by one. Not modelled:
-waiting for data, ragged documents, noise between ranks, and a network that other jobs use.
+reduce-scatters of later buckets within them. Tensor and context parallelism exchange between compiled pieces of a block, or,
+with `train.compile_exchanges`, within whole blocks, which the host launches in less time.
+
+Not modelled: how much exchanges slow down the computation beside them (with `parallel.overlap` on two H200s, a backward pass
+of 1b takes 0.228 s in place of 0.197 s, docs/log/2026-11-25-two-gpus.md), exchanges that whole blocks hide, DeepSpeed's hooks
+under ZeRO-3, for which the GPU waits, waiting for data, ragged documents, noise between ranks, and a network that other jobs
+use.
 """
 
 import math
@@ -18,6 +22,7 @@ from typing import NamedTuple
 from ssscale.config.schema import Compile, Config, Recompute, ShardWithin
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
+from ssscale.optim.base import in_one_pass
 from ssscale.train.estimate import (
     REDUCE_BUCKET,
     Memory,
@@ -27,21 +32,47 @@ from ssscale.train.estimate import (
     shard_ranks,
     weight_bytes,
 )
-from ssscale.train.links import HOP, LATENCY, NVLINK, Cluster, Constant, Exchange, Traffic
+from ssscale.train.links import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    HOP,
+    REDUCE_SCATTER,
+    SEND,
+    Cluster,
+    Constant,
+    Exchange,
+    Traffic,
+)
 from ssscale.train.microbatch import MOST_TOKENS, fits
 from ssscale.validate_parallel import check_node, check_parallel
 
 OPTIMIZER = Constant(
-    20e-12, True, "s per parameter and step: accumulation 1 beside 16, 1b and 3b (docs/results/training_speed.md)"
+    6e-12,
+    True,
+    "s per parameter of this rank's partition, norm and update in one pass: accumulation 1 beside 16, 1b_softmax at 942a5df "
+    "(docs/results/training_speed.md)",
 )
-# OPTIMIZER, SPLIT and BUCKETS are of DeepSpeed's own step, with which RATES were measured. The update in one pass
-# (`ssscale.optim.base.in_one_pass`) should need less, but is counted the same until whole steps are measured.
-SPLIT = Constant(0.5, False, "share of OPTIMIZER that ZeRO divides: by the bytes that its kernels move")
+SUMS = Constant(
+    10 / 4.1e12,
+    False,
+    "s per parameter and microbatch that is summed in fp32: 10 bytes, at the update kernel's 4.1 TB/s",
+)
 BUCKETS = Constant(8e-12, False, "s per parameter: DeepSpeed moves 32 bytes in and out of its buckets, at 4 TB/s")
-# Of blocks in pieces. Those that train.compile_exchanges compiles whole should need less, but are counted the same until
-# they are measured.
+DIRECT_BUCKETS = Constant(3e-12, False, "the same where it reduces the bf16 gradients themselves: 12 bytes")
+# Of stages and optimizers without the update in one pass. BUCKETS are in it, as DeepSpeed moves them on one GPU as well.
+OWN_STEP = Constant(
+    20e-12, True, "s per parameter of DeepSpeed's own step: accumulation 1 beside 16, 1b and 3b, recorded in 4addd06"
+)
+SPLIT = Constant(0.5, False, "share of OWN_STEP that ZeRO divides: by the bytes that its kernels move")
 LAUNCH = Constant(
     0.72e-3, True, "s of the host per exchange within a block: 57,000 tokens/s (docs/log/2026-11-23-tp2-alone.md)"
+)
+WHOLE = Constant(
+    235e-3 / 40,
+    False,
+    "s of the host per whole block, both passes: 90 and 145 ms of 40 layers under the tracer, which slows the host, so an "
+    "upper bound (docs/log/2026-11-25-scale.md)",
 )
 UNCOMPILED = Constant(
     0.85, False, "speed without compiled blocks: between 0.81 and 0.95 (docs/log/2026-11-22-several-gpus.md)"
@@ -51,11 +82,18 @@ RECOMPUTED = {
     Recompute.selective: Constant(1.05, False, "times the computation: assumed"),
     Recompute.full: Constant(4 / 3, False, "times the computation: the forward pass twice"),
 }
-UNMEASURED = {"NVLINK": NVLINK, "LATENCY": LATENCY, "HOP": HOP, "SPLIT": SPLIT, "BUCKETS": BUCKETS}
+UNMEASURED = {
+    "HOP": HOP,
+    "SUMS": SUMS,
+    "BUCKETS": BUCKETS,
+    "DIRECT_BUCKETS": DIRECT_BUCKETS,
+    "SPLIT": SPLIT,
+    "WHOLE": WHOLE,
+}
 
 
 class Rate(NamedTuple):
-    """A measurement of one GPU at 4,096 tokens per row. step: tokens per step. mfu: at 6N + 12·L·d·S."""
+    """A measurement of one GPU with microbatches of 4 rows of 4,096 tokens. step: tokens per step. mfu: at 6N + 12·L·d·S."""
 
     tokens_per_second: float
     mfu: float
@@ -64,17 +102,19 @@ class Rate(NamedTuple):
 
     @property
     def within_step(self) -> float:
-        """The MFU of forward and backward alone, without the optimizer's time."""
-        return self.mfu / (1 - OPTIMIZER.value * self.parameters * self.tokens_per_second / self.step)
+        """The MFU of forward and backward alone, without the time of the fp32 sums and the optimizer."""
+        spent = (OPTIMIZER.value + SUMS.value * self.step / 16_384) * self.parameters
+        return self.mfu / (1 - spent * self.tokens_per_second / self.step)
 
 
-# By run file: medians over 120 steps on one H200 (docs/results/width.md), 3b_ssmax from docs/results/training_speed.md.
+# By run file: medians over 120 steps on one H200 at 46bdec8 (docs/results/width.md). 3b_ssmax is from
+# docs/results/training_speed.md, with DeepSpeed's own step, whose time makes this rate 0.4 % too low.
 RATES = {
-    "1b_sb": Rate(62_216, 0.647, 65_536, 1.21e9),
-    "1b_sb_rem": Rate(63_011, 0.655, 65_536, 1.21e9),
-    "1b_ssmax": Rate(55_259, 0.574, 65_536, 1.21e9),
-    "1b_softmax": Rate(55_568, 0.578, 65_536, 1.21e9),
-    "3b_sb": Rate(24_686, 0.639, 65_536, 3.51e9),
+    "1b_sb": Rate(64_319, 0.668, 65_536, 1.21e9),
+    "1b_sb_rem": Rate(64_744, 0.673, 65_536, 1.21e9),
+    "1b_ssmax": Rate(56_342, 0.586, 65_536, 1.21e9),
+    "1b_softmax": Rate(57_049, 0.593, 65_536, 1.21e9),
+    "3b_sb": Rate(25_664, 0.665, 65_536, 3.51e9),
     "3b_ssmax": Rate(22_234, 0.576, 262_144, 3.51e9),
 }
 LOWEST_MFU = min(rate.within_step for rate in RATES.values())
@@ -86,8 +126,8 @@ class Prediction:
 
     config: Config
     compute: float
-    optimizer: float
-    host: float  # the GPU waits for the host to launch the next piece of a block
+    optimizer: float  # with the fp32 sums of gradients and the copies of DeepSpeed's buckets
+    host: float  # the GPU waits for the host to launch the next piece of a block, or the next whole one
     exposed: dict[str, float]
     memory: Memory
     traffic: Traffic
@@ -122,18 +162,14 @@ def predict(config: Config, cluster: Cluster, mfu: float | None = None) -> Predi
     tokens = train.microbatch_rows * config.data.length
     within = _block_exchanges(config, cluster, tokens)
     compute = tokens * _seconds_per_token(config, mfu) / (parallel.tensor * parallel.context * fp8_speedup(config))
-    count = sum(number for number, _ in within.values())
     busy = compute + sum(seconds for _, seconds in within.values())
-    ranks = cluster.size // parallel.tensor
     n = _parameters_per_rank(config)
-    split = shard_ranks(config, cluster.size, cluster.gpus) if parallel.zero_stage else 1
-    optimizer = OPTIMIZER.value * n * (1 - SPLIT.value + SPLIT.value / split)
     exchanges = _replica_exchanges(config, cluster, n, accumulation)
     return Prediction(
         config=config,
         compute=accumulation * compute,
-        optimizer=optimizer + (BUCKETS.value * n if ranks > 1 and not parallel.overlap else 0.0),
-        host=accumulation * max(0.0, LAUNCH.value * count - busy),
+        optimizer=n * _update(config, cluster, accumulation),
+        host=accumulation * max(0.0, _launch(config, sum(number for number, _ in within.values())) - busy),
         exposed={
             **{name: accumulation * seconds for name, (_, seconds) in within.items()},
             **_in_the_open(config, {name: cluster.pipelined(found) for name, found in exchanges.items()}, compute),
@@ -238,6 +274,23 @@ def _parameters_per_rank(config: Config) -> float:
     return (parts["embedding"] + parts["matrices"]) / config.parallel.tensor + parts["vectors"]
 
 
+def _update(config: Config, cluster: Cluster, accumulation: int) -> float:
+    """Returns the seconds per parameter for fp32 sums of gradients, DeepSpeed's buckets, norm and update in a step."""
+    overlap, ranks = config.parallel.overlap, cluster.size // config.parallel.tensor
+    split = shard_ranks(config, cluster.size, cluster.gpus) if config.parallel.zero_stage else 1
+    if not in_one_pass(config, weight_bytes(config) == 2):
+        return SUMS.value * accumulation + OWN_STEP.value * (1 - SPLIT.value + SPLIT.value / split)
+    direct = accumulation == 1 and (ranks == 1 or not overlap)  # gradients stay in bf16 (`ssscale.engine.update`)
+    buckets = 0.0 if ranks == 1 or overlap else (DIRECT_BUCKETS if direct else BUCKETS).value
+    return (0.0 if direct else SUMS.value * accumulation) + buckets + OPTIMIZER.value / split
+
+
+def _launch(config: Config, count: int) -> float:
+    """Returns the seconds of the host for a microbatch whose blocks make `count` exchanges. Without any, it is never late."""
+    whole = count and config.compile_on_gpu is not Compile.none and not config.breaks_in_blocks
+    return WHOLE.value * config.model.num_layers if whole else LAUNCH.value * count
+
+
 def _block_exchanges(config: Config, cluster: Cluster, tokens: int) -> dict[str, tuple[int, float]]:
     """Returns (number, exposed seconds) of the exchanges of one microbatch (docs/reference/parallelism.md).
 
@@ -250,18 +303,24 @@ def _block_exchanges(config: Config, cluster: Cluster, tokens: int) -> dict[str,
     if (
         t > 1
     ):  # per layer 6 gathers and 4 scatters, at the ends 3 and 2; or 4 and 2 all-reduces, each of twice the bytes
-        repeats = 0 if parallel.keep_gathered else 2 * layers + 1
-        count, times = (8 * layers + 4 + repeats, 1) if parallel.sequence else (4 * layers + 2, 2)
-        size = times * (t - 1) / t * model.hidden_size * tokens / (u * r) * width
-        found["tensor"] = count, cluster.seconds(t, 1, count, count * size)
+        size, times = (t - 1) / t * model.hidden_size * tokens / (u * r) * width, 2 * layers + 1
+        gathers, scatters = (2 if parallel.keep_gathered else 3) * times, 2 * times
+        each = [
+            Exchange(ALL_GATHER, t, 1, gathers, gathers * size),
+            Exchange(REDUCE_SCATTER, t, 1, scatters, scatters * size),
+        ]
+        if not parallel.sequence:
+            each = [Exchange(ALL_REDUCE, t, 1, 2 * times, 2 * times * 2 * size)]
+        found["tensor"] = sum(exchange.number for exchange in each), sum(map(cluster.seconds, each))
     if u > 1:  # one all-to-all of q, k and v, one of the outputs, and their gradients
         heads = 2 * (model.num_heads + model.kv_heads) * model.head_size / t
         size = 2 * layers * (u - 1) / u * heads * tokens / (u * r) * width
-        found["ulysses"] = 4 * layers, cluster.seconds(u, t, 4 * layers, size)
+        found["ulysses"] = 4 * layers, cluster.seconds(Exchange(ALL_TO_ALL, u, t, 4 * layers, size))
     if r > 1:  # keys and values in both passes, their gradients in fp32; hidden behind attention as far as that lasts
         x = 2 * model.kv_heads * model.head_size / (t * u) * tokens / r
         count = layers * (3 * (r - 1) + 1)
-        seconds = cluster.seconds(r, t * u, count, layers * x * (2 * (r - 1) * width + r * 4))
+        sent = layers * x * (2 * (r - 1) * width + r * 4)
+        seconds = cluster.seconds(Exchange(SEND, r, t * u, count, sent))
         attention = _attention_share(config) * tokens * _seconds_per_token(config, None) / (t * u * r)
         found["ring"] = count, max(0.0, seconds - attention) + attention / 3  # backward runs the forward ring again
     return found
@@ -292,11 +351,11 @@ def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation:
         return _overlapped(config, cluster, n, ranks)
     share = (ranks - 1) / ranks * n * weight_bytes(config)
     buckets = math.ceil(n / REDUCE_BUCKET) if stage < 3 else 2 * config.model.num_layers
-    reduced = (2, 2, 2 * accumulation, accumulation)[stage]
-    gathered = (0, 1, 1, 2 * accumulation)[stage]
+    gradients, weights = ((1, 0), (1, 1), (accumulation, 1), (accumulation, 2 * accumulation))[stage]
+    reduction = REDUCE_SCATTER if stage == 3 else ALL_REDUCE
     return {
-        name: [Exchange(ranks, stride, passes * buckets, passes * share)]
-        for name, passes in {"gradients": reduced, "weights": gathered}.items()
+        "gradients": [Exchange(reduction, ranks, stride, gradients * buckets, reduction.rounds * gradients * share)],
+        "weights": [Exchange(ALL_GATHER, ranks, stride, weights * buckets, weights * share)],
     }
 
 
@@ -306,11 +365,11 @@ def _overlapped(config: Config, cluster: Cluster, n: float, ranks: int) -> dict[
     buckets = math.ceil(n / overlap_bucket(ranks))
     shards = shard_ranks(config, cluster.size, cluster.gpus)
     copies, part, width = ranks // shards, (shards - 1) / shards * n, 2 if parallel.overlap_bf16 else 4
-    gradients = [Exchange(shards, stride, buckets, part * width)]
+    gradients = [Exchange(REDUCE_SCATTER, shards, stride, buckets, part * width)]
     if copies > 1:  # an all-reduce passes around the ring twice
         sent = 2 * (copies - 1) / copies * n / shards * width
-        gradients.append(Exchange(copies, stride * shards, 2 * buckets, sent))
-    weights = [Exchange(shards, stride, buckets, part * weight_bytes(config))]
+        gradients.append(Exchange(ALL_REDUCE, copies, stride * shards, buckets, sent))
+    weights = [Exchange(ALL_GATHER, shards, stride, buckets, part * weight_bytes(config))]
     return {"gradients": gradients, "weights": weights}
 
 
