@@ -394,5 +394,5 @@ def token_losses(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
     """
     if groups.tensor_size == 1:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-    losses = vocabulary_cross_entropy(logits, labels.clamp(min=0))
+    losses = vocabulary_cross_entropy(logits, labels.clamp(min=0), groups)
     return losses * (labels != IGNORE)

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from ssscale.parallel import fp8, megatron_patches
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.operators import column_product, row_product, sum_gradient, sum_over_ranks, uncompiled
+from ssscale.parallel.operators import (
+    column_product,
+    cross_entropy,
+    row_product,
+    sum_gradient,
+    sum_over_ranks,
+    uncompiled,
+)
 
 
 def _leave_uninitialized(weight: Tensor) -> None:
@@ -222,11 +229,15 @@ def vocabulary_embedding(vocab_size: int, hidden_size: int, config: MegatronConf
     return layer
 
 
-def vocabulary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
     """Returns −ln softmax(logits)[labels] in nats, [T] float32, equal on all tensor-parallel ranks.
 
-    logits: [T, V / tensor_size] float32, overwritten. labels: [T] int64.
+    logits: [T, V / tensor_size] float32, overwritten unless `groups.in_graph`. labels: [T] int64.
     """
+    if groups.in_graph:
+        first = groups.tensor_rank * logits.shape[1]
+        found: Tensor = cross_entropy(logits, labels, first, groups.tensor_group.group_name)
+        return found
     losses: Tensor = uncompiled(tensor_parallel.vocab_parallel_cross_entropy, logits, labels)
     return losses
 

@@ -168,6 +168,30 @@ class _SumGradient(torch.autograd.Function):
         return _wait(_start_sum(gradient, ctx.group)), None
 
 
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: str) -> Tensor:
+        largest = _wait(_collectives.all_reduce(logits.amax(-1), "max", group))
+        shifted = logits - largest[:, None]
+        column = labels - first
+        here = (column >= 0) & (column < logits.shape[1])
+        own = shifted.gather(1, torch.where(here, column, 0)[:, None]).squeeze(1)
+        own, total = _wait(
+            _start_sum(torch.stack([torch.where(here, own, 0.0), shifted.exp().sum(-1)]), group)
+        ).unbind()
+        ctx.save_for_backward(logits, labels, largest, total)
+        ctx.first = first
+        return total.log() - own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, largest, total = ctx.saved_tensors
+        column = torch.arange(ctx.first, ctx.first + logits.shape[1], device=logits.device)
+        probability = (logits - largest[:, None]).exp() / total[:, None]
+        of_label = (column == labels[:, None]).to(logits.dtype)
+        return (probability - of_label) * gradient[:, None], None, None, None
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
@@ -189,4 +213,8 @@ row_product = _register(
 )
 sum_over_ranks = _register("sum_over_ranks(Tensor part, str group) -> Tensor", _Sum.apply)
 sum_gradient = _register("sum_gradient(Tensor(a) weight, str group) -> Tensor(a)", _SumGradient.apply)
+# −ln softmax(logits)[label] in nats, [T], for logits [T, V] of the columns from `first` on.
+cross_entropy = _register(
+    "cross_entropy(Tensor logits, Tensor labels, int first, str group) -> Tensor", _CrossEntropy.apply
+)
 all_to_all = _register("all_to_all(Tensor x, int ranks, str group) -> Tensor", _AllToAll.apply)

@@ -85,12 +85,18 @@ def test_compiled_ranks_find_the_gradients_of_those_that_are_not(
 
 
 def whole_differences(
-    core: str, tensor: int, ulysses: int, backend: str | None, planted: str | None = None, **options: Any
+    core: str,
+    tensor: int,
+    ulysses: int,
+    backend: str | None,
+    planted: str | None = None,
+    read_out: bool = False,
+    **options: Any,
 ) -> tuple[dict[str, float], int, int]:
     """Blocks that hold their exchanges, compiled by `backend` or not, beside Megatron-core's layers without torch.compile.
 
-    planted: the operator whose gradient is set to zero. Returns the differences, and the numbers of graphs of all blocks
-    and of breaks within them. A job for the pool.
+    planted: the operator whose gradient is set to zero. read_out: whether `Decoder.read_out` is compiled too. Returns the
+    differences, and the numbers of graphs and of breaks within them. A job for the pool.
     """
     groups = regroup(tensor, ulysses)
     counters = torch._dynamo.utils.counters
@@ -100,6 +106,8 @@ def whole_differences(
         for block in decoder.blocks:
             if backend is not None:
                 block.compile(backend=backend)
+        if read_out:
+            decoder.read_out = torch.compile(decoder.read_out, backend=backend)  # type: ignore[method-assign]
 
     sequence = options.pop("sequence", False)
     plain = gradients(core, groups, leave, sequence_parallel=sequence)
@@ -171,7 +179,18 @@ def test_a_block_that_holds_its_exchanges_is_one_graph_with_all_gradients(
             assert error <= 1e-5, name
 
 
-@pytest.mark.parametrize("planted", ["_ColumnProduct", "_SumGradient"])
+@pytest.mark.parametrize("backend", [BACKEND, PARTITIONED])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_loss_over_a_divided_vocabulary_is_one_graph(backend: str, sequence: bool, pool2: Pool) -> None:
+    for found, graphs, breaks in pool2.run(
+        WHOLE, core="softmax", tensor=2, ulysses=1, backend=backend, read_out=True, sequence=sequence
+    ):
+        assert (graphs, breaks) == (2, 0)  # one of both blocks, one of the norm, the head and the loss
+        for name, error in found.items():
+            assert error <= 1e-5, name
+
+
+@pytest.mark.parametrize("planted", ["_ColumnProduct", "_SumGradient", "_CrossEntropy"])
 def test_a_gradient_that_an_operator_drops_is_noticed(planted: str, pool2: Pool) -> None:
     layout = {"tensor": 2, "ulysses": 1, "sequence": True, "backend": "aot_eager"}  # without torch's cache of graphs
     for found, *_ in pool2.run(WHOLE, core="ssmax", planted=planted, **layout):
