@@ -161,20 +161,38 @@ def steps() -> list[Job]:
     parallel = (
         f'python launch/benchmark_parallel.py gpus=2 data="$WORK/rows4096" {VOCABULARY} data.one_document=true part='
     )
+    best = ",TP2 whole keep_gathered overlap_gathers"
+    layouts = {
+        ("1b_sb", 8): f"DP2,TP2 whole{best}{best} with 8 free",
+        ("1b_sb", 4): f"DP2{best}",
+        ("1b_softmax", 8): f"DP2{best}",
+    }
     tensor = (
         f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor_{config}_{rows}" '
-        f'only="DP2,TP2,TP2 whole" | tee "$HERE/{config}_{rows}.txt"'
-        for config, rows in (("1b_sb", 4), ("1b_sb", 8), ("1b_softmax", 8))
+        f'only="{only}" | tee "$HERE/{config}_{rows}.txt"'
+        for (config, rows), only in layouts.items()
     )
-    exchange = f'{parallel}exchange config=1b_softmax steps=24 folder="$WORK/exchange" | tee "$HERE/exchange.txt"'
+    ways = {
+        "by NVLink": ("", " overlap", " overlap with 8 free"),
+        "through host memory": (" overlap", " overlap with 8 free"),
+    }
+    ways["through sockets"] = (" overlap with 8 free", " overlap in bf16")
+    only = ",".join(["DP1", *(f"DP2{way} {transport}" for transport, some in ways.items() for way in some)])
+    exchange = f'{parallel}exchange config=1b_softmax steps=20 only="{only}" folder="$WORK/exchange" | tee "$HERE/exchange.txt"'
+    environments = ("", "NCCL_P2P_DISABLE=1", "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1")
+    links = tuple(
+        f'env {environment} python launch/benchmark_links.py gpus=2 largest=256 | tee -a "$HERE/links.txt"'
+        for environment in environments
+    )
     of_1b = f'{alone}60,8 accumulation=1,16 configs=1b_softmax data="$WORK/rows4096" {VOCABULARY} out="$HERE/1b.json"'
     of_162m = f'{alone}60 accumulation=4 microbatch=64 configs=162m_softmax data="$WORK/rows1024" out="$HERE/162m.json"'
     page, several = "docs/results/training_speed.md", "docs/results/several_gpus.md"
     return [
         Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
         Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
-        Job("exchange", several, (exchange,), 8.0, gpus=2, after=("rows4096",)),
-        Job("tensor", several, tuple(tensor), 9.0, gpus=2, after=("rows4096",)),
+        Job("links", "docs/results/predicted_scaling.md", links, 1.2, gpus=2),
+        Job("exchange", several, (exchange,), 7.0, gpus=2, after=("rows4096",)),
+        Job("tensor", several, tuple(tensor), 8.0, gpus=2, after=("rows4096",)),
     ]
 
 
@@ -199,11 +217,12 @@ def options() -> list[Job]:
     )
     zero = tuple(
         f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" {VOCABULARY} config={config} '
-        f'rows=16 steps=24 train.microbatch=4 data.one_document=true folder="$WORK/zero_{config}" | tee "$HERE/{config}.txt"'
+        f'rows=16 steps=12 train.microbatch=4 data.one_document=true folder="$WORK/zero_{config}" '
+        f'only="ZeRO-1,ZeRO-3 compiled" | tee "$HERE/{config}.txt"'
         for config in ("1b_softmax", "1b_sb")
     )
     return [
-        Job("zero", "docs/results/several_gpus.md", zero, 9.0, gpus=2, after=("rows4096",)),
+        Job("zero", "docs/results/several_gpus.md", zero, 3.8, gpus=2, after=("rows4096",)),
         Job("deterministic", "train.deterministic", (bits, clean), 8.0, gpus=2, after=("rows1024",)),
         Job("fp8", "train.fp8", fp8, 15.0, after=("rows4096",)),
         Job("muon", "optimizer.name=muon", muon, 8.0, after=("rows1024",)),
