@@ -52,7 +52,7 @@ def test_bad_input_is_one_sentence(
 
 @promises(
     "Files and disks",
-    "resuming with a changed model or seed",
+    "resuming with a changed model, optimizer or seed",
     seen="`… holds a run with another configuration: model.hidden_size was 128 and is now 64`",
     code="2",
     identical="nothing is changed",
@@ -65,6 +65,7 @@ def test_a_run_folder_is_never_overwritten(corpus: Path, tmp_path: Path) -> None
     before = snapshot(run_dir)
     for wrong, sentence in (
         ("model.hidden_size=64", "model.hidden_size was 128 and is now 64"),
+        ("optimizer.name=muon", "optimizer.name was adamw and is now muon"),
         ("data.shuffle_seed=5", "data.shuffle_seed was 0 and is now 5"),
     ):
         with pytest.raises(UserError, match=sentence):
