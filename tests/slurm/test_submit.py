@@ -49,6 +49,7 @@ def test_an_evaluation_follows_as_one_job_or_several(capsys, tmp_path) -> None:
     [
         (["evaluate=suit=stickbreaking_paper"], "unknown argument 'suit=stickbreaking_paper': did you mean suite="),
         (["evaluate=limit=many tasks=piqa"], "limit must be a whole number"),
+        (["evaluate=tasks=none valid=false"], "evaluate=tasks=none valid=false: there is nothing to evaluate"),
         (["evaluate=piqa", "evaluate_jobs=0"], "evaluate_jobs must be at least 1, not 0"),
         (["evaluate_jobs=2"], "evaluate_jobs=2 is of the job that evaluate= adds"),
         (["evaluate_gpus=2"], "evaluate_gpus=2 is of the job that evaluate= adds"),
