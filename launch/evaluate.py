@@ -193,7 +193,9 @@ def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
     valid = options.get("valid", suite is None)
     if not (names or ruler or valid):
         left_out = "valid=false" if "valid" in options else f"suite={suite}"
-        raise UserError(f"there is nothing to evaluate: tasks={tasks} names no task, and {left_out} leaves out the loss")
+        raise UserError(
+            f"there is nothing to evaluate: tasks={tasks} names no task, and {left_out} leaves out the loss"
+        )
     if not ruler and (options.get("lengths") or options.get("stand_in")):
         raise UserError("lengths and stand_in are for RULER's tasks: name some in tasks=, or all with suite=ruler")
     return Settings(
