@@ -25,7 +25,10 @@ def test_without_a_file_nothing_is_drawn() -> None:
 def test_the_named_file_is_drawn(tmp_path: Path) -> None:
     kernel_chart.main([f"out={tmp_path}/chart.png"])
     assert (tmp_path / "chart.png").read_bytes().startswith(PNG)
-    for out, sentence in (("chart.txt", r"chart.txt must end in \.png"), ("none/chart.png", "there is no folder .*none")):
+    for out, sentence in (
+        ("chart.txt", r"chart.txt must end in \.png"),
+        ("none/chart.png", "there is no folder .*none"),
+    ):
         with pytest.raises(UserError, match=sentence):
             kernel_chart.main([f"out={tmp_path}/{out}"])
     assert [path.name for path in tmp_path.iterdir()] == ["chart.png"]
