@@ -51,18 +51,19 @@ def check_data(config: Config, path: str | None = None, split: str = "train", hi
     manifest = manifests.open_checked(folder, Path(folder), config.model.vocab_size, data.length, hint)
     sources = manifests.sources(manifest, folder, split, hint)
     for source in sources:
-        _check_writable(Path(folder) / split / source)
+        _check_writable(Path(folder) / split / source, split)
     return sources
 
 
-def _check_writable(shards: Path) -> None:
+def _check_writable(shards: Path, split: str) -> None:
     """Raises UserError if shards cannot be decompressed in their folder, because this process may not write there."""
     reason = refusal(shards) if shards.is_dir() else None
     if reason is None:
         return
     locks = list(shards.glob(".*.lock"))  # if it may write to these, all shards may be decompressed already
     if not (locks and all(may(lock, os.R_OK | os.W_OK) for lock in locks)):
+        training = "data.cache must name another folder for them, or auto for this node's own disk"
+        remedy = training if split == "train" else "name a copy of the data that can be written with data=FOLDER"
         raise UserError(
-            f"{shards} cannot be written ({reason}), and shards are decompressed beside their files: data.cache must name "
-            "another folder for them, or auto for this node's own disk"
+            f"{shards} cannot be written ({reason}), and shards are decompressed beside their files: {remedy}"
         )

@@ -16,8 +16,10 @@ import pytest
 
 from launch.pretrain import checked, main
 from launch.training import check_writable
+from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
+from ssscale.train.early import check_data
 from ssscale.train.lock import RunLock
 from tests.promises import promises
 from tests.train.commands import let_others_in
@@ -168,16 +170,16 @@ def test_data_that_cannot_be_written_is_found_before_torch_is_imported(corpus: P
     let_others_in(tmp_path)
     data = Path(copytree(corpus, tmp_path / "data", ignore=ignore_patterns("*.lock", "*.mds")))
     sources = [path for path in data.glob("train/*") if path.is_dir()]
-    for path in (*sources, tmp_path):
+    for path in (*sources, *(path for path in data.glob("valid/*") if path.is_dir()), tmp_path):
         path.chmod(0o777 if path == tmp_path else 0o555)
     arguments = [*TINY, f"data.path={data}", f"run_dir={tmp_path}/run"]
-    sentence = re.escape(
-        " cannot be written (Permission denied), and shards are decompressed beside their files: data.cac"
-    )
+    sentence = re.escape(" cannot be written (Permission denied), and shards are decompressed beside their files: ")
     with without_permission():
-        with pytest.raises(UserError, match=rf"{data}/train/\w+{sentence}"):
+        with pytest.raises(UserError, match=rf"{data}/train/\w+{sentence}data.cache must name"):
             checked(arguments, 1, False)
         checked([*arguments, f"data.cache={tmp_path}/cache"], 1, False)
+        with pytest.raises(UserError, match=rf"{data}/valid/\w+{sentence}name a copy .* with data=FOLDER"):
+            check_data(load_config(arguments), str(data), "valid")  # as launch/evaluate.py does
     for source in sources:  # another user has decompressed the shards, and lets others take their locks
         lock = source / ".shard.00000.mds.lock"
         source.chmod(0o755)
