@@ -23,13 +23,10 @@ def train_tokenizer(settings: Settings, vocab_size: int, out: Path, progress: Pr
     """
     if vocab_size < SMALLEST:
         raise DataError(f"a vocabulary of {vocab_size} is too small: 256 bytes and {BOUNDARY} make {SMALLEST}")
+    if out.is_dir():
+        raise DataError(f"{out} is a folder: --out names the file to write")
     if os.path.lexists(out):  # data may have been packed with it
-        kind = (
-            "is a folder: --out names the file to write"
-            if out.is_dir()
-            else "exists: choose another --out or remove it"
-        )
-        raise DataError(f"{out} {kind}")
+        raise DataError(f"{out} exists: choose another --out or remove it")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

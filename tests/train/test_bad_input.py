@@ -123,7 +123,8 @@ def test_a_folder_without_permission(mode: int, corpus: Path, tmp_path: Path) ->
     shut.mkdir(mode=mode)
     log = tmp_path / "log"
     log.touch(0o666)
-    ranks = Ranks([*TINY, f"data.path={corpus}"], shut / "run", size=1, plant=as_nobody, small=False, log=log)
+    keys = [*TINY, f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}"]
+    ranks = Ranks(keys, shut / "run", size=1, plant=as_nobody, small=False, log=log)
     assert ranks.wait() == [2]
     assert f"error: run_dir={shut / 'run'} cannot be " in ranks.output()
     assert "Permission denied" in ranks.output()
