@@ -1,5 +1,6 @@
 """The command `train-tokenizer`, which trains a byte-level BPE of a given size. It is lossless on any text."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +19,14 @@ SMALLEST = 257  # 256 bytes and the boundary token
 def train_tokenizer(settings: Settings, vocab_size: int, out: Path, progress: Progress) -> None:
     """Trains on the training texts of the sources (never on validation documents) and writes tokenizer.json.
 
-    Raises DataError if the vocabulary is too small, or too large for the text.
+    Raises DataError if `out` exists, or if the vocabulary is too small, or too large for the text.
     """
     if vocab_size < SMALLEST:
         raise DataError(f"a vocabulary of {vocab_size} is too small: 256 bytes and {BOUNDARY} make {SMALLEST}")
+    if out.is_dir():
+        raise DataError(f"{out} is a folder: --out names the file to write")
+    if os.path.lexists(out):  # data may have been packed with it
+        raise DataError(f"{out} exists: choose another --out or remove it")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from ssscale_kernels.flex import ScoreMod, biased_attention, document_mask, linear_bias, mlp_bias, table_bias
+from ssscale_kernels.gpu import require_gpu
 from ssscale_kernels.softmax import softmax_attention
 from torch import Tensor
 
@@ -77,6 +78,7 @@ def cases(inputs: list[Tensor], length: int, each: int) -> dict[str, tuple[Calla
 
 
 def main(shape: tuple[int, ...]) -> None:
+    require_gpu()
     batch, heads, length, head_dim = shape
     # Every case is a graph of its own. Beyond the limit it would run uncompiled.
     torch._dynamo.config.recompile_limit = 64

@@ -190,13 +190,19 @@ def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
     ruler = list(TASKS) if "ruler" in names else [name for name in names if name in TASKS]
     names = [name for name in names if name not in (*ruler, "ruler")]
     index, count = parse_part(options["part"])
+    valid = options.get("valid", suite is None)
+    if not (names or ruler or valid):
+        left_out = "valid=false" if "valid" in options else f"suite={suite}"
+        raise UserError(
+            f"there is nothing to evaluate: tasks={tasks} names no task, and {left_out} leaves out the loss"
+        )
     if not ruler and (options.get("lengths") or options.get("stand_in")):
         raise UserError("lengths and stand_in are for RULER's tasks: name some in tasks=, or all with suite=ruler")
     return Settings(
         names=names[index::count],
         ruler=ruler if len(names) % count == index else [],
         suite=suite,
-        valid=index == 0 and options.get("valid", suite is None),
+        valid=index == 0 and valid,
         baseline=options.get("baseline"),
         samples=options.get("samples", False),
         missing=options.get("missing", False),

@@ -16,6 +16,7 @@ from launch.process import follow_launcher
 from launch.training import check_writable, train_on_ranks
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
+from ssscale.train.lock import check_unused
 from ssscale.train.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]
     for file in options["questions"].split(","):
         if not Path(file).is_file():
             raise UserError(f"questions={file}: there is no such file")
+    check_unused(Path(options["run_dir"]))
     check_writable(options["run_dir"])
     return checkpoint, config
 

@@ -10,6 +10,12 @@ imported) never load this file.
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    commands = [f"launch/{file.name}" for file in files if "run(COMMAND, main)\n" in file.read_text(encoding="utf-8")]
+    print(f"error: launch/launch.py is not a command: use {', '.join(commands)}", file=sys.stderr)
+    sys.exit(2)
+
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 del sys.modules["launch"]
 import launch  # noqa: E402, F401 - the package replaces this module

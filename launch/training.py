@@ -1,12 +1,12 @@
 """The part that all training commands share."""
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssscale.errors import UserError
+from ssscale.train.files import refusal
 
 if TYPE_CHECKING:
     from ssscale.config.schema import Config
@@ -19,9 +19,8 @@ def check_writable(folder: str) -> None:
     path = Path(folder).absolute()
     while not os.path.exists(path) and path != path.parent:  # also False where a folder above may not be read
         path = path.parent
-    if path.is_dir() and not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        read_only = os.statvfs(path).f_flag & os.ST_RDONLY
-        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
+    reason = refusal(path) if path.is_dir() else None
+    if reason is not None:
         raise UserError(f"run_dir={folder} cannot be written: {reason} ({path})")
 
 

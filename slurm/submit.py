@@ -188,10 +188,11 @@ def evaluation(text: str) -> list[str]:
     if "=" not in text:
         return [f"tasks={text}"]
     from launch.evaluate import COMMAND as EVALUATE
+    from launch.evaluate import settings_of
 
     arguments = split_flags("evaluate", text)
     try:
-        EVALUATE.parse([*arguments, "checkpoint=RUN"])
+        settings_of(*EVALUATE.parse([*arguments, "checkpoint=RUN"]))
     except UserError as error:
         raise UserError(f"evaluate={text}: {error}") from None
     return arguments

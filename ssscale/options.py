@@ -135,8 +135,8 @@ class Command:
         if bare in self.names and (bare != name or not equals):
             return False  # --gpus=8, or gpus 8
         flags = [option.name for option in self.options if option.is_flag]
-        if difflib.get_close_matches(argument, flags, n=1, cutoff=0.7):
-            return False  # --prnt
+        if difflib.get_close_matches(name, flags, n=1, cutoff=0.7):
+            return False  # --prnt, or print=true
         if self.words and (not equals or Path(argument).exists()):
             return not argument.startswith("-")
         return name.startswith(self.keys) if self.keys else False

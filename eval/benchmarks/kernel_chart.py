@@ -1,11 +1,22 @@
-"""python -m eval.benchmarks.kernel_chart: draws kernels/speed.png from the tables that hold the measurements.
+"""Draws the figure of kernels/README.md from the tables that hold the measurements.
 
 These are the tables "Measured" of kernels/stickbreaking/README.md and "decoding" of docs/results/attention_speed.md.
 """
 
 import re
+import sys
 from pathlib import Path
 
+from eval.checkpoint.command import sentences
+from ssscale.errors import UserError
+from ssscale.options import Command, Option
+
+COMMAND = Command(
+    about=__doc__,
+    usage="python -m eval.benchmarks.kernel_chart out=FILE",
+    example="python -m eval.benchmarks.kernel_chart out=kernels/speed.png",
+    options=(Option("out", str, "the .png to write", metavar="FILE", required=True),),
+)
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ROOT / "kernels" / "stickbreaking" / "README.md"
 DECODING = ROOT / "docs" / "results" / "attention_speed.md"
@@ -70,5 +81,16 @@ def draw(file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
+def main(argv: list[str]) -> None:
+    options, _ = COMMAND.parse(argv)
+    file = Path(options["out"])
+    if file.suffix != ".png":
+        raise UserError(f"out={file} must end in .png")
+    if not file.parent.is_dir():
+        raise UserError(f"out={file}: there is no folder {file.parent}")
+    draw(file)
+
+
 if __name__ == "__main__":
-    draw(ROOT / "kernels" / "speed.png")
+    with sentences(COMMAND):
+        main(sys.argv[1:])

@@ -18,6 +18,7 @@ from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, adamw_reference,
 from ssscale_kernels.adamw.bounds import exact_and_bounds, share_of_bounds
 from ssscale_kernels.adamw.launch import Tiling, TritonPath
 from ssscale_kernels.adamw.torch_path import fused_adamw
+from ssscale_kernels.gpu import require_gpu
 from torch import Tensor
 
 DEVICE = torch.device("cuda", 0)
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument("--tilings", action="store_true", help="also time other launch settings")
     parser.add_argument("--check", action="store_true", help="only check")
     options = parser.parse_args()
+    require_gpu()
     found = [check(dtype, offset) for dtype in (torch.float32, torch.bfloat16) for offset in (0, 1)]
     if not (all(found) and check_far()):
         raise SystemExit(1)

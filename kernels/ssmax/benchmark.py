@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 from ssscale_kernels.buckets import bucket
+from ssscale_kernels.gpu import require_gpu
 from ssscale_kernels.softmax import backends, choose_backend, softmax_attention
 from ssscale_kernels.softmax.documents import Documents
 from ssscale_kernels.ssmax import query_factor, rotary, rotary_attention, rotary_attention_reference, rotate
@@ -341,6 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flex", action="store_true", help="also time FlexAttention with ALiBi")
     arguments = parser.parse_args()
+    require_gpu()
     versions = f"torch {torch.__version__}, Triton {triton.__version__}, cuDNN {torch.backends.cudnn.version()}"
     print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}; ms, forward / backward")
     print("checks passed" if check() else "CHECKS FAILED", flush=True)

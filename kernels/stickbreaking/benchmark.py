@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from ssscale_kernels.gpu import require_gpu
 from ssscale_kernels.stickbreaking import accuracy, stickbreaking_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("--decode", action="store_true", help="also time decoding")
     parser.add_argument("--reference", help="folder of the authors' kernels, patched as README.md says: timed last")
     arguments = parser.parse_args()
+    require_gpu()
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}; ms, forward / backward")
     check()

@@ -17,6 +17,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import torch
+from ssscale_kernels.gpu import require_gpu
 from ssscale_kernels.stickbreaking import accuracy
 from ssscale_kernels.stickbreaking.accuracy import Case
 
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    require_gpu()
     if arguments.job is None:
         jobs = [
             subprocess.Popen(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from ssscale_kernels.gpu import require_gpu
 from ssscale_kernels.stickbreaking import accuracy, stickbreaking_attention
 from ssscale_kernels.stickbreaking import backward as backward_module
 from ssscale_kernels.stickbreaking import forward as forward_module
@@ -327,6 +328,7 @@ def main() -> int:
     parser.add_argument("--warm", help=argparse.SUPPRESS)  # which of how many processes compiles
     parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    require_gpu()
     if arguments.warm:
         warm(arguments.warm, arguments.before)
         return 0

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from ssscale_kernels.gpu import require_gpu
 from ssscale_kernels.stickbreaking import paged_launch
 from ssscale_kernels.stickbreaking.benchmark import graph_ms, starts
 from ssscale_kernels.stickbreaking.decode import decode
@@ -325,6 +326,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="processes that compile and check (8)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there, as JSON")
     arguments = parser.parse_args()
+    require_gpu()
     began = time.perf_counter()
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
     print(f"{date.today()}, {torch.cuda.get_device_name()}, {versions}", flush=True)

@@ -1,6 +1,7 @@
 """The keys of configuration sections and their annotations, including the options of registered classes."""
 
 import dataclasses
+import enum
 import types
 import typing
 from collections.abc import Iterator
@@ -48,3 +49,16 @@ def is_leaf(kind: Any) -> bool:
 
 def join(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
+
+
+def spelled(value: object) -> str:
+    """Returns a value as it is written in a run file, such as `false`, `null` or `[softmax, ssmax]`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(spelled, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {spelled(entry)}' for name, entry in value.items())}}}"
+    return str(value)

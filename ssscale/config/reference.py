@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ssscale.config.kinds import hints, join, strip_none
+from ssscale.config.kinds import hints, join, spelled, strip_none
 from ssscale.config.schema import Config, ModelChanges
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/config.md"
@@ -49,7 +49,7 @@ def _keys(kind: Any, default: Any, key: str) -> Iterator[tuple[str, str, str, st
             item: Any = typing.get_args(inner)[0]
             yield from _keys(item, item(), f"{join(key, name)}.[]")
         else:
-            yield join(key, name), _type(hint), f"`{_shown(value)}`", comments.get(name, "").replace("|", "\\|")
+            yield join(key, name), _type(hint), f"`{spelled(value)}`", comments.get(name, "").replace("|", "\\|")
 
 
 def _comments(kind: type) -> dict[str, str]:
@@ -88,16 +88,6 @@ def _type(hint: Any) -> str:
 
 def _of_dict(hint: Any) -> str:
     return f"mapping of names to {_type(typing.get_args(hint)[1])}s"
-
-
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_shown, value))}]"
-    return "{}" if isinstance(value, dict) else str(value)
 
 
 if __name__ == "__main__":

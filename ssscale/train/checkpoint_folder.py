@@ -192,6 +192,8 @@ def saved_config(checkpoint: Path) -> Config:
 
 
 def check_empty(out: Path) -> None:
-    """Raises UserError if `out`, the folder that the option out= names, exists and is not empty."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    """Raises UserError if `out`, the folder that the option out= names, is a file, or exists and is not empty."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out={out} is a file, not a folder: name a folder that is empty or does not exist yet")
+    if out.exists() and any(out.iterdir()):
         raise UserError(f"out={out} exists and is not empty")

@@ -8,6 +8,8 @@ from ssscale.config.schema import Config
 from ssscale.data import manifest as manifests
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import FIRST_SAVE, find_checkpoint, intact, list_checkpoints, step_of
+from ssscale.train.files import may, refusal
+from ssscale.train.lock import check_unused
 from ssscale.train.run_folder import check_folder
 from ssscale.train.stages import Plan
 
@@ -19,6 +21,7 @@ def check_run(config: Config) -> None:
     """
     folder, plan = Path(config.folder), Plan(config)
     check_folder(folder, config)
+    check_unused(folder)
     saved: list[Path] = []
     with suppress(OSError, UserError):  # the ranks report such problems together later
         saved = list_checkpoints(folder / "checkpoints")
@@ -39,12 +42,28 @@ def check_run(config: Config) -> None:
 def check_data(config: Config, path: str | None = None, split: str = "train", hint: str | None = None) -> list[str]:
     """Checks a data folder and returns its sources. path: the folder; None is the run's.
 
-    A remote folder is not checked here, and the result is empty. Raises UserError if the folder is missing or does not
-    fit the run.
+    A remote folder is not checked here, and the result is empty. Raises UserError if the folder is missing, does not fit
+    the run, or cannot be written, as it must be without a cache.
     """
     data, folder = config.data, path or config.data.path
     if "://" in folder or (path is None and data.cache is not None):
         return []
-    return manifests.sources(
-        manifests.open_checked(folder, Path(folder), config.model.vocab_size, data.length, hint), folder, split, hint
-    )
+    manifest = manifests.open_checked(folder, Path(folder), config.model.vocab_size, data.length, hint)
+    sources = manifests.sources(manifest, folder, split, hint)
+    for source in sources:
+        _check_writable(Path(folder) / split / source, split)
+    return sources
+
+
+def _check_writable(shards: Path, split: str) -> None:
+    """Raises UserError if shards cannot be decompressed in their folder, because this process may not write there."""
+    reason = refusal(shards) if shards.is_dir() else None
+    if reason is None:
+        return
+    locks = list(shards.glob(".*.lock"))  # if it may write to these, all shards may be decompressed already
+    if not (locks and all(may(lock, os.R_OK | os.W_OK) for lock in locks)):
+        training = "data.cache must name another folder for them, or auto for this node's own disk"
+        remedy = training if split == "train" else "name a copy of the data that can be written with data=FOLDER"
+        raise UserError(
+            f"{shards} cannot be written ({reason}), and shards are decompressed beside their files: {remedy}"
+        )

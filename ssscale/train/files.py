@@ -1,5 +1,6 @@
 """Reads and writes the files of a run. Imports no torch."""
 
+import errno
 import itertools
 import logging
 import os
@@ -26,6 +27,18 @@ def checksum(file: Path) -> str:
         while chunk := opened.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def may(path: Path, mode: int) -> bool:
+    """Whether this process, with its effective user, may access a path in the ways of `mode`, such as os.W_OK."""
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def refusal(folder: Path) -> str | None:
+    """Returns why this process may not make files in a folder, such as `Permission denied`, or None. Writes nothing."""
+    if may(folder, os.W_OK | os.X_OK):
+        return None
+    return os.strerror(errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES)
 
 
 def write_file(path: Path, chunks: list[memoryview]) -> dict[str, Any]:

@@ -74,16 +74,25 @@ class RunLock:
                 continue
             other = self._parse(content)
             if self._is_alive(other):
-                by = (
-                    f"process {other['pid']} on {other['host']}"
-                    if other
-                    else f"a process that {self.path.name} does not name"
-                )
-                raise UserError(
-                    f"{self.path.parent} is in use by {by}: wait for it or stop it, or give run_dir=FOLDER for another run"
-                )
+                raise self._in_use(other)
             self._remove(content)
         threading.Thread(target=self._beat, name="run lock", daemon=True).start()
+
+    def check_here(self) -> None:
+        """Raises UserError if another process of this machine holds the lock. Writes nothing and does not wait.
+
+        Raises OSError if the lock cannot be read.
+        """
+        content = self._content()
+        other = None if content is None else self._parse(content)
+        if other is not None and other["machine"] == self.owner["machine"] and self._is_alive(other):
+            raise self._in_use(other)
+
+    def _in_use(self, other: dict[str, Any] | None) -> UserError:
+        by = f"process {other['pid']} on {other['host']}" if other else f"a process that {self.path.name} does not name"
+        return UserError(
+            f"{self.path.parent} is in use by {by}: wait for it or stop it, or give run_dir=FOLDER for another run"
+        )
 
     def release(self) -> None:
         self._released.set()
@@ -156,3 +165,13 @@ class RunLock:
                 os.utime(self.path)
             except OSError:
                 continue  # the file system may recover
+
+
+def check_unused(folder: Path) -> None:
+    """Raises UserError if a process of this machine runs in a run folder.
+
+    Imports no torch. A run on another machine is found by `RunLock.acquire`, which takes seconds, and so is a lock that
+    cannot be read.
+    """
+    with suppress(OSError):
+        RunLock(folder, None).check_here()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssscale.config import read_yaml, to_yaml
+from ssscale.config.kinds import spelled
 from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import SMALL, Condition, inspect, list_checkpoints, saved_config, step_of
@@ -22,8 +23,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ssscale")
 
-# A run must resume with the same values of these keys. Otherwise its weights or the order of its data would not match.
-FIXED = ("model", "data.length", "data.one_document", "data.shuffle_seed", "train.batch_size", "train.seed")
+# A run must resume with the same values of these keys. Otherwise its weights, the meaning of its optimizer's states or
+# the order of its data would not match.
+FIXED = (
+    "model",
+    "optimizer.name",
+    "data.length",
+    "data.one_document",
+    "data.shuffle_seed",
+    "train.batch_size",
+    "train.seed",
+)
 
 # All that a start, or its Slurm job, leaves in the folder if it is killed before config.yaml is written.
 OURS = ("run.lock", "config.yaml.tmp", "slurm-")
@@ -43,7 +53,7 @@ def _first_difference(old: object, new: object, key: str) -> str | None:
             if found:
                 return found
         return None
-    return f"{key} was {old} and is now {new}" if old != new else None
+    return f"{key} was {spelled(old)} and is now {spelled(new)}" if old != new else None
 
 
 def check_folder(folder: Path, config: Config) -> None:

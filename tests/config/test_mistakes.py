@@ -40,14 +40,24 @@ CASES = [
         "launch/evaluate.py checkpoint=RUN tasks=none data=nowhere",
         "data folder nowhere does not exist: name the folder",
     ),
+    ("launch/evaluate.py checkpoint=RUN suite=ruler tensor=2", "tensor=2 does not divide the number of proc"),
     (
-        "launch/evaluate.py checkpoint=RUN tasks=none valid=false tensor=2",
-        "tensor=2 does not divide the number of proc",
+        "launch/evaluate.py checkpoint=RUN tasks= valid=false",
+        "there is nothing to evaluate: tasks= names no task, and valid=false leaves out the loss",
+    ),
+    (
+        "launch/evaluate.py checkpoint=RUN tasks=none suite=ruler",
+        "tasks=none names no task, and suite=ruler leaves out",
     ),
     ("launch/estimate.py config=3b_sb gpus=3", "train.batch_size=1024 is not a multiple of the 6 rows"),
+    ("slurm/submit.py config=3b_sb dry_run=true", "unknown argument 'dry_run=true': did you mean --dry-run?"),
     ("slurm/submit.py config=3b_sb nods=2", "there is no key 'nods'; did you mean nodes?"),
     ("launch/report.py nowhere", "nowhere is not a run folder: it has no config.yaml"),
     ("launch/export.py checkpoint=RUN out=configs", "out=configs exists and is not empty"),
+    (
+        "launch/export.py checkpoint=RUN out=Makefile",
+        "out=Makefile is a file, not a folder: name a folder that is empty",
+    ),
     ("launch/export.py checkpoint=RUN out=new format=llama", "format=llama has no layers of stickbreaking"),
     ("launch/import_hf.py from=nowhere out=new", "from=nowhere: there is no config.json"),
     ("launch/import_hf.py from=HF/bert out=new", "is of a model_type 'bert', not 'ssscale', 'llama'"),
@@ -130,8 +140,15 @@ def test_help_needs_none_of_the_large_packages(command: str) -> None:
 
 def test_every_command_is_known_here() -> None:
     started = {f"launch/{path.name}" for path in (ROOT / "launch").glob("*.py") if "__main__" in path.read_text()}
-    assert started == set(COMMANDS)
+    assert started - {"launch/launch.py"} == set(COMMANDS)
     assert len(COMMANDS) == 11
+
+
+@pytest.mark.parametrize("how", ["launch/launch.py", "-m launch.launch"])
+def test_the_file_of_the_package_names_the_commands(how: str) -> None:
+    code, output, errors, _ = call(how)
+    assert (code, output) == (2, "")
+    assert errors == f"error: launch/launch.py is not a command: use {', '.join(COMMANDS)}\n"
 
 
 def test_the_merged_configuration_is_printed() -> None:

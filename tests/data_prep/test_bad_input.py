@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,18 @@ def test_the_tokenizers_size_is_checked(tmp_path, capsys):
     assert main([*command, "5000"]) == 2
     assert "give more text" in capsys.readouterr().err
     assert not (tmp_path / "t.json").exists()
+
+
+def test_a_tokenizer_is_never_overwritten(tokenizer, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(GOOD * 100)
+    before = Path(tokenizer).read_bytes()
+    command = ["train-tokenizer", "--source", f"a={tmp_path}/a.jsonl", "--vocab-size", "258", "--out"]
+    assert main([*command, tokenizer]) == 2
+    assert capsys.readouterr().err == f"error: {tokenizer} exists: choose another --out or remove it\n"
+    assert Path(tokenizer).read_bytes() == before
+    assert main([*command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} is a folder: --out names the file to write\n"
+    assert main([*command, str(tmp_path / "new.json")]) == 0
 
 
 def test_a_task_without_documents_says_so(tokenizer, tmp_path, capsys):

@@ -1,12 +1,13 @@
 """A second optimizer, which needs whole matrices, is one file: it trains, resumes, is estimated, guarded and checked."""
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from tests.mixers.runs import Command, pretrain, records
+from tests.mixers.runs import SHAPE, TRAIN, Command, pretrain, records
 
 WHOLE = ["optimizer.name=orthogonal", "parallel.zero_stage=0", "optimizer.clip=0"]
 
@@ -64,6 +65,18 @@ def test_what_divides_matrices_is_refused(command: Command, corpus: Path, tmp_pa
     assert "error: optimizer.name must be one of adamw, muon, orthogonal, not 'adam'" in said
     said = command("launch/pretrain.py", *arguments[:-1], "optimizer.orthogonal.mu=0.5", code=2)
     assert "error: optimizer.orthogonal.mu needs optimizer.name=orthogonal, not adamw" in said
+
+
+def test_a_run_keeps_its_optimizer(command: Command, runs: Path, corpus: Path, tmp_path: Path) -> None:
+    run = copytree(runs / "stopped", tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    keys = ["config=tiny_softmax", f"data.path={corpus}", f"run_dir={run}", *SHAPE, *TRAIN, *WHOLE[1:]]
+    said = command("launch/pretrain.py", *keys, code=2)
+    assert "another configuration: optimizer.name was orthogonal and is now adamw; give run_dir=" in said
+    (run / "config.yaml").unlink()  # the checkpoint's copy decides
+    assert "is not a run" in command("launch/pretrain.py", *keys, code=2)
+    (run / "config.yaml").write_bytes(before[run / "config.yaml"])
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_the_estimate_counts_its_states(command: Command) -> None:

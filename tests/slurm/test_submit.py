@@ -44,11 +44,26 @@ def test_an_evaluation_follows_as_one_job_or_several(capsys, tmp_path) -> None:
     assert followers(capsys, run, f"evaluate={own}").endswith(f"checkpoint={run} {own}")
 
 
+def test_a_dry_run_submits_and_writes_nothing(capsys, tmp_path, monkeypatch) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/calls\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    main(["config=tiny_sb", f"run_dir={tmp_path}/run", "gpus=0", "nodes=2", "--dry-run"])
+    command, script = capsys.readouterr().out.split("\n", 1)
+    assert command.startswith("sbatch --parsable")
+    assert "--nodes=2" in command
+    assert script == (ROOT / "slurm/pretrain.sbatch").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["evaluate=suit=stickbreaking_paper"], "unknown argument 'suit=stickbreaking_paper': did you mean suite="),
         (["evaluate=limit=many tasks=piqa"], "limit must be a whole number"),
+        (["evaluate=tasks=none valid=false"], "evaluate=tasks=none valid=false: there is nothing to evaluate"),
         (["evaluate=piqa", "evaluate_jobs=0"], "evaluate_jobs must be at least 1, not 0"),
         (["evaluate_jobs=2"], "evaluate_jobs=2 is of the job that evaluate= adds"),
         (["evaluate_gpus=2"], "evaluate_gpus=2 is of the job that evaluate= adds"),

@@ -1,17 +1,26 @@
 """A mistake ends in one sentence that names what to mend, and leaves the run folder as it was."""
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 
 from launch.pretrain import checked, main
 from launch.training import check_writable
+from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
+from ssscale.train.early import check_data
+from ssscale.train.lock import RunLock
 from tests.promises import promises
 from tests.train.commands import let_others_in
 from tests.train.ranks import Ranks, free_port
@@ -52,7 +61,7 @@ def test_bad_input_is_one_sentence(
 
 @promises(
     "Files and disks",
-    "resuming with a changed model or seed",
+    "resuming with a changed model, optimizer or seed",
     seen="`… holds a run with another configuration: model.hidden_size was 128 and is now 64`",
     code="2",
     identical="nothing is changed",
@@ -65,6 +74,7 @@ def test_a_run_folder_is_never_overwritten(corpus: Path, tmp_path: Path) -> None
     before = snapshot(run_dir)
     for wrong, sentence in (
         ("model.hidden_size=64", "model.hidden_size was 128 and is now 64"),
+        ("optimizer.name=muon", "optimizer.name was adamw and is now muon"),
         ("data.shuffle_seed=5", "data.shuffle_seed was 0 and is now 5"),
     ):
         with pytest.raises(UserError, match=sentence):
@@ -83,6 +93,20 @@ def as_nobody() -> None:
     os.seteuid(65534)
 
 
+@contextmanager
+def without_permission() -> Iterator[None]:
+    """Root, who may write everywhere, is somebody else meanwhile."""
+    if os.geteuid() != 0:
+        yield
+        return
+    as_nobody()
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
 @promises(
     "Files and disks",
     "a run folder without permission",
@@ -99,7 +123,8 @@ def test_a_folder_without_permission(mode: int, corpus: Path, tmp_path: Path) ->
     shut.mkdir(mode=mode)
     log = tmp_path / "log"
     log.touch(0o666)
-    ranks = Ranks([*TINY, f"data.path={corpus}"], shut / "run", size=1, plant=as_nobody, small=False, log=log)
+    keys = [*TINY, f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}"]
+    ranks = Ranks(keys, shut / "run", size=1, plant=as_nobody, small=False, log=log)
     assert ranks.wait() == [2]
     assert f"error: run_dir={shut / 'run'} cannot be " in ranks.output()
     assert "Permission denied" in ranks.output()
@@ -111,20 +136,62 @@ def test_a_folder_without_permission_is_found_before_torch_is_imported(tmp_path:
     (tmp_path / "shut").mkdir(mode=0o555)
     sentence = f"run_dir={tmp_path}/shut/a/run cannot be written: Permission denied ({tmp_path}/shut)"
     check_writable(str(tmp_path / "new" / "run"))
-    root = os.geteuid() == 0
-    if root:
-        as_nobody()  # root may write everywhere
-    try:
+    with without_permission():
         with pytest.raises(UserError, match=re.escape(sentence)):
             check_writable(f"{tmp_path}/shut/a/run")
         with pytest.raises(UserError, match=re.escape(sentence)):
             checked(
                 ["config=tiny_sb", "data.path=s3://a/b", "data.cache=auto", f"run_dir={tmp_path}/shut/a/run"], 1, False
             )
+
+
+def test_a_folder_in_use_is_found_before_torch_is_imported(corpus: Path, tmp_path: Path) -> None:
+    arguments = [*TINY, f"data.path={corpus}", f"run_dir={tmp_path}"]
+    lock = RunLock(tmp_path, slurm_job=None)
+    sentence = f"{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}: wait for it or stop it"
+    lock.acquire()
+    try:
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            checked(arguments, 1, False)
     finally:
-        if root:
-            os.seteuid(0)
-            os.setegid(0)
+        lock.release()
+    checked(arguments, 1, False)
+    lock.path.write_text(
+        json.dumps(lock.owner | {"machine": "far", "host": "far"})
+    )  # only time shows whether it is alive
+    start = time.monotonic()
+    checked(arguments, 1, False)
+    assert time.monotonic() - start < 0.5
+    lock.path.unlink()
+    lock.path.mkdir()  # cannot be read as a file
+    checked(arguments, 1, False)
+
+
+def test_data_that_cannot_be_written_is_found_before_torch_is_imported(corpus: Path, tmp_path: Path) -> None:
+    let_others_in(tmp_path)
+    data = Path(copytree(corpus, tmp_path / "data", ignore=ignore_patterns("*.lock", "*.mds")))
+    sources = [path for path in data.glob("train/*") if path.is_dir()]
+    for path in (*sources, *(path for path in data.glob("valid/*") if path.is_dir()), tmp_path):
+        path.chmod(0o777 if path == tmp_path else 0o555)
+    arguments = [*TINY, f"data.path={data}", f"run_dir={tmp_path}/run"]
+    sentence = re.escape(" cannot be written (Permission denied), and shards are decompressed beside their files: ")
+    with without_permission():
+        with pytest.raises(UserError, match=rf"{data}/train/\w+{sentence}data.cache must name"):
+            checked(arguments, 1, False)
+        checked([*arguments, f"data.cache={tmp_path}/cache"], 1, False)
+        with pytest.raises(UserError, match=rf"{data}/valid/\w+{sentence}name a copy .* with data=FOLDER"):
+            check_data(load_config(arguments), str(data), "valid")  # as launch/evaluate.py does
+    for source in sources:  # another user has decompressed the shards, and lets others take their locks
+        lock = source / ".shard.00000.mds.lock"
+        source.chmod(0o755)
+        lock.touch()
+        lock.chmod(0o666)
+        source.chmod(0o555)
+    with without_permission():
+        checked(arguments, 1, False)
+    lock.chmod(0o444)
+    with without_permission(), pytest.raises(UserError, match=sentence):
+        checked(arguments, 1, False)
 
 
 def test_under_torchrun_the_sentence_comes_without_a_traceback_of_ours() -> None:

@@ -239,7 +239,8 @@ def test_checkpoints_that_may_not_be_listed(copy: Path, corpus: Path, arguments:
     log = tmp_path / "log"
     log.touch(0o666)
     metrics = (copy / "metrics.jsonl").read_bytes()
-    ranks = Ranks([*arguments, "train.max_steps=8"], copy, size=1, plant=as_nobody, log=log)
+    keys = [*arguments, "train.max_steps=8", f"data.cache={tmp_path / 'cache'}"]
+    ranks = Ranks(keys, copy, size=1, plant=as_nobody, log=log)
     assert ranks.wait() == [2], ranks.output()
     assert f"{copy / 'checkpoints'} cannot be read: Permission denied" in ranks.output()
     assert (copy / "metrics.jsonl").read_bytes() == metrics

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import psutil
@@ -83,12 +84,20 @@ def started(*arguments: Any, fresh: bool = False) -> Iterator[Started]:
 
 
 def test_a_signal_is_passed_on_and_the_step_is_saved(corpus: Path, tmp_path: Path) -> None:
+    broken = Path(copytree(corpus, tmp_path / "data"))
+    shard = next(broken.glob("train/code/*.zstd"))
+    shard.unlink()
+    shard.with_suffix("").unlink(missing_ok=True)
     with started(corpus, tmp_path / "run", "train.max_steps=1000000", fresh=True) as run:
         run.wait_for_step(2)
-        with started(corpus, tmp_path / "run") as second:  # a mistake that only a rank can see
+        with started(corpus, tmp_path / "run") as second:
             code, said = second.end()
             assert code == 2
             assert said.startswith(f"error: {tmp_path / 'run'} is in use by process")
+        with started(broken, tmp_path / "other") as third:  # a mistake that only a rank can see
+            code, said = third.end()
+            assert code == 2
+            assert said == f"error: shard {shard} is missing or of the wrong size"
         run.send(signal.SIGTERM)
         code, said = run.end()
     assert code == 75
