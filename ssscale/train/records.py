@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def keep_until(path: Path, step: int) -> None:
     """Removes the records after a step, because a run that resumes there writes them again.
 
-    Lines that cannot be read are moved to metrics.damaged.jsonl in the same folder. If `path` is a folder, it is renamed.
+    Damaged lines are moved to metrics.damaged.jsonl in the same folder: those that cannot be read, and all losses of a step
+    that has more than one, because damage has changed the number of a step. If `path` is a folder, it is renamed.
     Raises OSError.
     """
     move_folder_aside(path)
@@ -37,11 +39,14 @@ def keep_until(path: Path, step: int) -> None:
     records = [(line, _parse(line)) for line in lines if line.strip()]
     if _parse(last) is not None:
         records.append((last, _parse(last)))
-    kept = b"".join(line + b"\n" for line, record in records if record is not None and record["step"] <= step)
-    damaged = [line for line, record in records if record is None]
+    losses = Counter(record["step"] for _, record in records if record is not None and "loss" in record)
+    twice = {at for at, count in losses.items() if count > 1}
+    sound = [x is not None and not ("loss" in x and x["step"] in twice) for _, x in records]
+    kept = b"".join(line + b"\n" for (line, x), whole in zip(records, sound) if whole and x and x["step"] <= step)
+    damaged = [line for (line, _), whole in zip(records, sound) if not whole]
     if damaged:
         aside = path.with_name("metrics.damaged.jsonl")
-        logger.warning("%s: %d lines cannot be read and are moved to %s", path, len(damaged), aside.name)
+        logger.warning("%s: %d lines are damaged and are moved to %s", path, len(damaged), aside.name)
         with open(aside, "ab") as file:
             file.writelines(line + b"\n" for line in damaged)
             file.flush()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ssscale.train.records import keep_until
 from tests.promises import promises
 from tests.train import disks
 from tests.train.faults import events, plant
@@ -61,8 +62,21 @@ def test_a_damaged_line_takes_no_other_with_it(damage: str, run: Path, corpus: P
     assert [step for step, _ in losses(copy)] == list(range(1, 9))
     assert losses(copy)[:6] == losses(run)
     assert "Traceback" not in ranks.output()
-    assert ranks.output().count("lines cannot be read and are moved to metrics.damaged.jsonl") == 1
+    assert ranks.output().count("lines are damaged and are moved to metrics.damaged.jsonl") == 1
     assert (copy / "metrics.damaged.jsonl").read_bytes() == LINES[damage] + b"\n"
+
+
+def test_two_losses_of_one_step_are_both_moved(run: Path, tmp_path: Path) -> None:
+    """A bit flips in the number of a step. Nobody knows then which of two losses is that of the step."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    lines = (copy / "metrics.jsonl").read_bytes().splitlines()
+    (third,) = (line for line in lines if b'"loss"' in line and b'"step": 3,' in line)
+    (second,) = (line for line in lines if b'"loss"' in line and b'"step": 2,' in line)
+    flipped = third.replace(b'"step": 3,', b'"step": 2,')
+    (copy / "metrics.jsonl").write_bytes(b"".join(line.replace(third, flipped) + b"\n" for line in lines))
+    keep_until(copy / "metrics.jsonl", 6)
+    assert losses(copy) == [pair for pair in losses(run) if pair[0] not in (2, 3)]
+    assert (copy / "metrics.damaged.jsonl").read_bytes().splitlines() == [second, flipped]
 
 
 def test_a_last_line_that_a_crash_cut_short_is_written_again(run: Path, corpus: Path, tmp_path: Path) -> None:
