@@ -205,7 +205,7 @@ class Ahead(Iterator[T]):
             return
         try:
             self._next.append(next(self._items))
-        except Exception as error:
+        except Exception as error:  # whatever it is, StopIteration too: `__next__` raises it
             self._next.append(error)
 
     def __next__(self) -> T:

@@ -156,7 +156,7 @@ class WholeMatrices:
         held = [(part.matrix, groups.tensor_rank, part.start, part.size) for part in parts]
         answers = gather_json([groups.shards.copy_rank, held])
         self.near = [copy == groups.shards.copy_rank for copy, _ in answers]
-        every = [{matrix: tuple(rest) for matrix, *rest in found} for _, found in answers]
+        every = [{matrix: (share, start, size) for matrix, share, start, size in found} for _, found in answers]
         for number, matrix in enumerate(matrices):
             sizes = [found[number][2] for found, near in zip(every, self.near) if near and number in found]
             assert sum(sizes) == matrix.rows * matrix.columns, f"matrix {number}: parts of {sizes} elements"
@@ -165,14 +165,14 @@ class WholeMatrices:
         self.rounds = [self._round(number, of, own, every) for number in range(max(map(len, of)))]
 
     def _round(
-        self, number: int, of: list[list[int]], own: dict[int, Part], every: list[dict[int, tuple[int, ...]]]
+        self, number: int, of: list[list[int]], own: dict[int, Part], every: list[dict[int, tuple[int, int, int]]]
     ) -> Round:
         owned = [found[number] if number < len(found) else None for found in of]
         mine = owned[self.rank]
         return Round(
             parts=[None if matrix is None else own.get(matrix) for matrix in owned],
             own=None if mine is None else self.matrices[mine],
-            held=[(0, 0, 0) if mine is None else found.get(mine, (0, 0, 0)) for found in every],  # type: ignore[misc]
+            held=[(0, 0, 0) if mine is None else found.get(mine, (0, 0, 0)) for found in every],
             near=self.near,
         )
 

@@ -107,6 +107,7 @@ def whole_differences(
             if backend is not None:
                 block.compile(backend=backend)
         if read_out:
+            # Of this object alone, as `Decoder.compile_parts` does; mypy forbids that in general.
             decoder.read_out = torch.compile(decoder.read_out, backend=backend)  # type: ignore[method-assign]
 
     sequence = options.pop("sequence", False)
