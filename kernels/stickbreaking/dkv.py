@@ -8,15 +8,28 @@ from .settings import COUNTS
 
 
 @triton.jit
+def _accumulate(x, y, acc, PARTS: tl.constexpr):
+    """Returns acc + xᵀ y. With tiles of 32 keys, acc is transposed: its 64 rows fit wgmma, and the 32 of xᵀ do not."""
+    if x.shape[1] == 32:
+        acc = tile.dot(tl.trans(y), x, acc)
+    else:
+        acc = tile.multiply(x, y, acc, True, PARTS)
+    return acc
+
+
+@triton.jit
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds row blocks first … last − 1 of one head to state: dk and dv."""
+    """Adds row blocks first … last − 1 of one head to state: dk and dv [KEYS, BH], or [BH, 32]."""
     dk, dv = state
+    FLOAT32: tl.constexpr = k.dtype == tl.float32
+    # The tile of float32 over more than 32 dims. Both parts of each operand are in registers.
+    NARROW: tl.constexpr = KEYS == 32
     # The range of float32 gradients is not known, so that they must not be divided by the stick.
-    DIVIDE: tl.constexpr = not EXACT and k.dtype != tl.float32
+    DIVIDE: tl.constexpr = not EXACT and not FLOAT32
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
@@ -31,7 +44,8 @@ def _dkv_run(
         q_rows = q_ptr + (first64 * sq_t + head * sq_n) + (row[:, None] * sq_t + dims[None, :])
         do_rows = do_ptr + (first64 * so_t + head * so_n) + (row[:, None] * so_t + dims[None, :])
         q = tl.load(q_rows, mask=in_rows, other=0.0)
-        do = tl.load(do_rows, mask=in_rows, other=0.0)
+        if not NARROW:
+            do = tl.load(do_rows, mask=in_rows, other=0.0)
         scratch = head * scratch_head + first64
         carry = tl.load(carry_ptr + scratch + row, mask=row_ok, other=-1e30)
         behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
@@ -42,20 +56,24 @@ def _dkv_run(
         rest = carry[:, None] - nearer
         if DIVIDE:
             rest = tl.maximum(rest, tile.LEAST)
-        p = tile.factors(w, after, rest, None, EXACT, k.dtype == tl.float32)
+        p = tile.factors(w, after, rest, None, EXACT, FLOAT32)
         a = tile.weigh(t_, p, EXACT)
         # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
-        # of the weights would not fit the registers beside dO·v.
+        # of the weights would not fit the registers beside dO·v. In narrow tiles, dO comes late and dv last, or loops spill.
         if PARTS == 2:
-            dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
+            dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
+        if NARROW:
+            do = tl.load(do_rows, mask=in_rows, other=0.0)
         da = tile.take_apart(tile.dot(do, tl.trans(v)), ROWS)
-        if PARTS == 1:
-            dv = tile.multiply(tile.put_together(a, ROWS), do, dv, True, PARTS)
+        if PARTS == 1 and not NARROW:
+            dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
         if DIVIDE:
             dz = tile.logit_gradients_of_weights(u, w, a, rest, da, tile.per_row(behind))
         else:
             dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
-        dk = tile.multiply(tile.put_together(dz, ROWS), q, dk, True, PARTS)
+        dk = _accumulate(tile.put_together(dz, ROWS), q, dk, PARTS)
+        if NARROW:
+            dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
     return dk, dv
 
 
@@ -132,13 +150,13 @@ def dkv_kernel(
     )  # fmt: skip
     keys = (t, offset + base * ROWS, q_len - base * ROWS, k_len, logit_scale)
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
-    state = _dkv_rows(
+    dk, dv = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
         num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
-    _store(dk_ptr + out, state[0] * scale, in_keys, ADD)
-    _store(dv_ptr + out, state[1] * dv_scale, in_keys, ADD)
+    _store(dk_ptr + out, dk * scale, in_keys, ADD)
+    _store(dv_ptr + out, dv * dv_scale, in_keys, ADD)
 
 
 @triton.jit
@@ -155,7 +173,8 @@ def _dkv_rows(
     HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
-    state = (tl.zeros([KEYS, BH], tl.float32), tl.zeros([KEYS, BH], tl.float32))
+    zeros = tl.zeros([BH, KEYS] if KEYS == 32 else [KEYS, BH], tl.float32)
+    state = (zeros, zeros)
     runs, num_exact = blocks.list_runs(
         list_ptr, stops, first_head, base, whole_from, end, keys[0], q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
     )
@@ -184,4 +203,8 @@ def _dkv_rows(
             state = _dkv_run(
                 state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS
             )  # fmt: skip
-    return state
+    dk, dv = state
+    if KEYS == 32:
+        dk = tl.trans(dk)
+        dv = tl.trans(dv)
+    return dk, dv

@@ -91,8 +91,6 @@ def compiled(kernel, config, head_dim, operands, **constants) -> CompiledKernel:
     return program
 
 
-# Both parts of q, dO, k and v take nearly all registers of dkv over 64 dims.
-SPILLS = {("dkv", 64): 9}
 FLOAT32 = [
     ("forward", 64),
     *(
@@ -113,7 +111,7 @@ def test_float32_compiles_for_hopper_without_spilling(which, head_dim):
     constants |= {"DQ_ROWS": config.row_block, "MAX_BLOCKS": 64, "ADD": False, "EARLY": False}
     found = resources(compiled(kernel, config, head_dim, "float32", **constants))
     assert found.wgmma > 0, "the dots miss wgmma"
-    assert max(found.spills_in_loops) <= SPILLS.get((which, head_dim), 0), found
+    assert not any(found.spills_in_loops), found
 
 
 @pytest.mark.parametrize("saved", [True, False])
