@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
     config = with_microbatch(config, config.train.batch_size, gpus, memory)
     show(config, gpus, mfu, estimate(config, gpus, mfu))
     if not fits(config, gpus, memory):
-        print(f"More than the {memory / GIB:g} GiB of a GPU (gpu_memory=) leaves room for.")
+        print(f"This does not fit a GPU of {memory / GIB:g} GiB (gpu_memory=).")
 
 
 def scale(config: Config, options: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def predictions(rows: list[tuple[str, Prediction]], cluster: Cluster) -> Table:
     title = f"predicted on {cluster.nodes:,} nodes of {cluster.gpus} GPUs with {cluster.network / 1e9:g} GB/s each; s per step"
     table = Table(title=title, box=ASCII, title_justify="left")
     table.add_column("layout", overflow="fold")
-    for name in ("tokens/s", "a GPU", "step", "compute", "optimizer", "host", "exposed", "GiB"):
+    for name in ("tokens/s", "per GPU", "step", "compute", "optimizer", "host", "exposed", "GiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for label, row in rows:
         exposed = sum(row.exposed.values())
@@ -190,13 +190,19 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     table.add_row("optimizer steps", f"{result.steps:,}", "")
     table.add_row("token budget", f"{result.tokens:,}", " + ".join(stage.name for stage in train.stages))
     table.add_section()
-    table.add_row("tokens/s a GPU", f"{result.tokens_per_second_per_gpu:,.0f}", f"MFU {mfu:.3g} of 989 TFLOP/s (H100)")
+    table.add_row(
+        "tokens/s per GPU", f"{result.tokens_per_second_per_gpu:,.0f}", f"MFU {mfu:.3g} of 989 TFLOP/s (H100)"
+    )
     if train.fp8 is not Fp8.none:
         compiled = config.compile_on_gpu is not Compile.none
         why = "in the line above" if compiled else "whose casts are not compiled here"
         table.add_row("", f"× {fp8_speedup(config):.3f}", f"assumed gain of fp8 {train.fp8.value}, {why}")
     table.add_row("tokens per day", f"{result.tokens_per_day:,.0f}", "")
-    table.add_row("days to the budget", f"{result.days:,.1f}", f"{result.days * gpus * 24:,.0f} GPU hours")
+    table.add_row(
+        "days to the budget",
+        f"{result.days:,.1f}" if result.days >= 1 else f"{result.days:.2g}",
+        f"{result.days * gpus * 24:,.0f} GPU hours",
+    )
     console.print(table)
     console.print("Not in the total: CUDA context, NCCL and fragmentation, 1 to 3 GiB.", highlight=False)
 

@@ -111,5 +111,11 @@ def test_the_estimate_says_what_it_took(capsys: pytest.CaptureFixture[str]) -> N
     command.main(["config=350m_sb", "gpus=8", "gpu_memory=4"])
     out = capsys.readouterr().out
     assert "1 rows × 2,048 tokens" in out
-    assert "More than the 4 GiB of a GPU" in out
+    assert "This does not fit a GPU of 4 GiB" in out
     assert H100_MEMORY == 79 * GIB
+
+
+def test_a_run_of_minutes_does_not_take_zero_days(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["config=50m_sb", "gpus=8"])
+    days = next(line for line in capsys.readouterr().out.splitlines() if "days to the budget" in line).split("|")[2]
+    assert 0 < float(days) < 0.1

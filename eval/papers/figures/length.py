@@ -47,7 +47,8 @@ def by_position(paths: list[Path]) -> Figure:
     title = f"Loss by position, {min(windows)} windows of {length:,} tokens"
     axes_of(figure, axes, title, "position in the context (tokens)", "loss (nats per token)")
     axes.set_xscale("log")
-    axes.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper left")
+    # Inside of the axes, the legend would hide the losses of the first positions.
+    figure.legend(fontsize=9, edgecolor="none", loc="outside lower center", ncols=2)
     return figure
 
 
