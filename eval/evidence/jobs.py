@@ -10,6 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = ("encyclopedic", "textbooks", "dialog_qa", "law_gov")  # the text of the width study and of the README's path
 BOOKS = "valid.books.jsonl.zst"
+# 32 connections for each pair of processes, in place of one: one core sends 3 GB/s
+SOCKETS = "NCCL_SOCKET_NTHREADS=8 NCCL_NSOCKS_PERTHREAD=4"
+TRACED = "train.profile=10 train.profile_ranks=2"  # one step, which medians leave out
 VOCABULARY = "model.vocab_size=50304"  # of 1b's run files, for GPT-2's tokenizer
 
 
@@ -155,6 +158,12 @@ def trained() -> list[Job]:
     ]
 
 
+def parts(folder: str) -> str:
+    """Writes where the time of the traced steps of runs in WORK/folder went."""
+    traces = f'traces="$(ls -d "$WORK"/{folder}/parallel_* | paste -sd,)"'
+    return f'python -m eval.benchmarks.step_time {traces} | tee "$HERE/parts.txt"'
+
+
 def steps() -> list[Job]:
     """Returns whole training steps beside plain torch, and on two GPUs."""
     alone = "python launch/benchmark.py masters=true steps="
@@ -163,23 +172,33 @@ def steps() -> list[Job]:
     )
     best = ",TP2 whole keep_gathered overlap_gathers"
     layouts = {
-        ("1b_sb", 8): f"DP2,TP2 whole{best}{best} with 8 free",
+        ("1b_sb", 8): f"DP2{best}{best} with 8 free",
         ("1b_sb", 4): f"DP2{best}",
         ("1b_softmax", 8): f"DP2{best}",
     }
     tensor = (
-        f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor_{config}_{rows}" '
-        f'only="{only}" | tee "$HERE/{config}_{rows}.txt"'
+        f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor/{config}_{rows}" '
+        f'only="{only}" {TRACED} | tee "$HERE/{config}_{rows}.txt"'
         for (config, rows), only in layouts.items()
     )
     ways = {
         "by NVLink": ("", " overlap", " overlap with 8 free"),
         "through host memory": (" overlap", " overlap with 8 free"),
     }
-    ways["through sockets"] = (" overlap with 8 free", " overlap in bf16")
     only = ",".join(["DP1", *(f"DP2{way} {transport}" for transport, some in ways.items() for way in some)])
-    exchange = f'{parallel}exchange config=1b_softmax steps=20 only="{only}" folder="$WORK/exchange" | tee "$HERE/exchange.txt"'
-    environments = ("", "NCCL_P2P_DISABLE=1", "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1")
+    exchange = f'{parallel}exchange config=1b_softmax steps=20 {TRACED} folder="$WORK/exchange" only='
+    exchanges = (
+        f'{exchange}"{only}" | tee "$HERE/exchange.txt"',
+        f'{SOCKETS} {exchange}"DP2 overlap with 8 free through sockets,DP2 overlap in bf16 through sockets" '
+        '| tee -a "$HERE/exchange.txt"',
+        parts("exchange"),
+    )
+    environments = (
+        "",
+        "NCCL_P2P_DISABLE=1",
+        sockets := "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1",
+        f"{sockets} {SOCKETS}",
+    )
     links = tuple(
         f'env {environment} python launch/benchmark_links.py gpus=2 largest=256 | tee -a "$HERE/links.txt"'
         for environment in environments
@@ -190,9 +209,9 @@ def steps() -> list[Job]:
     return [
         Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
         Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
-        Job("links", "docs/results/predicted_scaling.md", links, 1.2, gpus=2),
-        Job("exchange", several, (exchange,), 7.0, gpus=2, after=("rows4096",)),
-        Job("tensor", several, tuple(tensor), 8.0, gpus=2, after=("rows4096",)),
+        Job("links", "docs/results/predicted_scaling.md", links, 1.5, gpus=2),
+        Job("exchange", several, exchanges, 6.5, gpus=2, after=("rows4096",)),
+        Job("tensor", several, (*tensor, parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
     ]
 
 
@@ -215,14 +234,13 @@ def options() -> list[Job]:
         'python launch/benchmark.py data="$WORK/rows1024" data.length=1024 microbatch=64 accumulation=1 steps=60 '
         'plain=false out="$HERE/muon.json" configs=50m_softmax,50m_softmax+optimizer.name=muon',
     )
-    zero = tuple(
-        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" {VOCABULARY} config={config} '
-        f'rows=16 steps=12 train.microbatch=4 data.one_document=true folder="$WORK/zero_{config}" '
-        f'only="ZeRO-1,ZeRO-3 compiled" | tee "$HERE/{config}.txt"'
-        for config in ("1b_softmax", "1b_sb")
+    zero = (
+        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" {VOCABULARY} config=1b_softmax '
+        f'rows=16 steps=12 train.microbatch=4 data.one_document=true folder="$WORK/zero" {TRACED} '
+        'only="ZeRO-1,ZeRO-3 compiled" | tee "$HERE/zero.txt"'
     )
     return [
-        Job("zero", "docs/results/several_gpus.md", zero, 3.8, gpus=2, after=("rows4096",)),
+        Job("zero", "docs/results/several_gpus.md", (zero, parts("zero")), 2.2, gpus=2, after=("rows4096",)),
         Job("deterministic", "train.deterministic", (bits, clean), 8.0, gpus=2, after=("rows1024",)),
         Job("fp8", "train.fp8", fp8, 15.0, after=("rows4096",)),
         Job("muon", "optimizer.name=muon", muon, 8.0, after=("rows1024",)),

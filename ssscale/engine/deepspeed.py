@@ -23,8 +23,10 @@ from ssscale.engine.deepspeed_patches import (
     hide_exchange,
     leave_out_shared_memory,
     replace_update,
+    shorten_hooks,
     with_flat_gradients,
 )
+from ssscale.engine.deepspeed_zero3 import shorten_step
 from ssscale.engine.exchange import Exchange, backward_order, in_order, kind
 from ssscale.engine.matrices import WholeMatrices, find_matrices
 from ssscale.engine.update import OnePassUpdate
@@ -156,6 +158,10 @@ class DeepSpeedEngine:
             add_gradients_in_one_kernel(self.engine.optimizer)
         if self.exchange is not None:
             hide_exchange(self.engine, self.exchange, self.update)
+        if self.stage == 3:
+            shorten_step(self.engine.optimizer, groups)
+        if config.gathers_blocks:
+            shorten_hooks(self.engine.optimizer)
         self.casts = WeightCasts(model, self.exchange) if config.train.fp8 is not Fp8.none else None
         self.terms = tuple(model.terms)
         self.term_weights = {name: weight for name, weight in model.terms.items() if weight}

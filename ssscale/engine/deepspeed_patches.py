@@ -3,11 +3,13 @@
 import contextlib
 import importlib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ssscale.engine.exchange import Bucket, Exchange
 from ssscale.parallel.shards import Shards
@@ -149,3 +151,78 @@ def hide_exchange(engine: Any, exchange: Exchange, update: Any = None) -> None:
     optimizer.get_grads_for_norm = grads_for_norm
     optimizer.update_lp_params = update_weights
     engine.allreduce_gradients = reduce
+
+
+def shorten_hooks(optimizer: Any) -> None:
+    """Makes the hooks that gather and free the weights of whole blocks (`Config.gathers_blocks`) call less Python.
+
+    Changes DeepSpeed's modules, for all engines of the process.
+    """
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator
+    from deepspeed.utils import nvtx
+
+    nvtx.enable_nvtx = False  # marks for a profiler that nobody runs, 15 per block
+    # The messages that it never prints ask for the rank, 11 times per block.
+    partitioned_param_coordinator.print_rank_0 = partition_parameters.print_rank_0 = lambda *_, **__: None
+    partitioned_param_coordinator.iter_params = weights_of
+    parameter_offload.apply_to_tensors_only = apply_where_gradients_flow
+    partition_parameters.AllGatherCoalescedHandle.wait = wait_for_weights
+    partitioned_param_coordinator.InflightParamRegistry.pop = take_gather
+    # DeepSpeed lets two events be outstanding and records one per weight. Now there is one per gather.
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 0
+
+
+_weights: WeakKeyDictionary[nn.Module, dict[bool, list[nn.Parameter]]] = WeakKeyDictionary()
+
+
+def weights_of(module: Any, recurse: bool = False) -> Iterable[nn.Parameter]:
+    """Returns the weights that a hook gathers or frees. DeepSpeed walks the modules of a block each time, thrice per pass."""
+    found = _weights.setdefault(module, {})
+    if recurse not in found:
+        found[recurse] = list(module.parameters(recurse=recurse))
+    return chain(found[recurse], (weight for _, weight in module.ds_external_parameters()))
+
+
+def apply_where_gradients_flow(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
+    """Attaches what runs before or after a backward pass only to tensors that have one."""
+    from deepspeed.runtime.zero.utils import apply_to_tensors_only
+
+    return apply_to_tensors_only(
+        lambda tensor: function(tensor) if tensor.requires_grad else tensor, value, warning_msg_fn
+    )
+
+
+def take_gather(registry: Any, weight: nn.Parameter) -> Any:
+    """Takes the gather of a weight out of those in flight, for all of its weights: who waits for one waits for all.
+
+    DeepSpeed enters a stream, waits for the gather and records an event once per weight.
+    """
+    handle = registry.data[weight]
+    for other in [other for other, found in registry.data.items() if found is handle]:
+        del registry.data[other]
+    return handle
+
+
+@torch.no_grad()
+def wait_for_weights(handle: Any, handle_dependency: bool = True) -> None:
+    """`AllGatherCoalescedHandle.wait` with one copy and four calls per weight."""
+    from deepspeed.accelerator import get_accelerator
+
+    if handle.complete:
+        return
+    assert not handle.quantization
+    assert not handle.use_secondary_tensor
+    handle.allgather_handle.wait()
+    first = handle.partitions[0]
+    received = first.as_strided((handle.world_size, first.numel()), (first.numel(), 1))
+    parts = received.split([weight.ds_tensor.ds_numel for weight in handle.params], dim=1)
+    for weight, part in zip(handle.params, parts, strict=True):
+        whole = part.flatten()  # a copy, as the ranks' parts are apart
+        if len(whole) > weight.ds_numel:
+            whole = whole[: weight.ds_numel]
+        weight.data = whole.view(weight.ds_shape).to(weight.ds_tensor.dtype)
+        weight.ds_status = type(weight.ds_status).AVAILABLE
+    handle.complete = True
+    if not get_accelerator().is_synchronized_device():
+        received.record_stream(get_accelerator().current_stream())

@@ -158,9 +158,7 @@ class Exchange:
         these ranks returns the norm of the whole gradient and the others 0.
         """
         parts = [bucket.own_gradients for bucket in self.counted] or [self.buckets[0].own_gradients[:0]]
-        # On a CPU, torch adds the squares up one by one. In fp32, the norm of a million elements is 1e-5 too small.
-        dtype = torch.float64 if parts[0].device.type == "cpu" else torch.float32
-        squares = torch.stack(torch._foreach_norm(parts, dtype=dtype)).square().sum()
+        squares = sum_of_squares(parts)
         if self.copy_group is None:
             dist.all_reduce(squares, group=self.group)
         else:
@@ -187,6 +185,13 @@ class Exchange:
     def _waiting_for(self, weights: Iterable[nn.Parameter]) -> Callable[[], None]:
         numbers = sorted({self.bucket_of[weight] for weight in weights}, key=self.forward_order.index)
         return lambda: self.wait(numbers)
+
+
+def sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of the squares of all elements of the tensors, a scalar: float32, and float64 on a CPU."""
+    # On a CPU, torch adds the squares up one by one. In fp32, the norm of a million elements is 1e-5 too small.
+    dtype = torch.float64 if parts[0].device.type == "cpu" else torch.float32
+    return torch.stack(torch._foreach_norm(parts, dtype=dtype)).square().sum()
 
 
 def add_up(squares: Tensor, groups: Groups) -> None:
