@@ -172,9 +172,9 @@ def steps() -> list[Job]:
     )
     best = ",TP2 whole keep_gathered overlap_gathers"
     layouts = {
-        ("1b_sb", 8): f"DP2{best}{best} with 8 free",
-        ("1b_sb", 4): f"DP2{best}",
-        ("1b_softmax", 8): f"DP2{best}",
+        ("1b_sb", 8): f"DP2{best}{best} in order",
+        ("1b_sb", 4): f"DP2{best} in order",
+        ("1b_softmax", 8): f"DP2{best} in order",
     }
     tensor = (
         f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor/{config}_{rows}" '
@@ -182,15 +182,14 @@ def steps() -> list[Job]:
         for (config, rows), only in layouts.items()
     )
     ways = {
-        "by NVLink": ("", " overlap", " overlap with 8 free"),
-        "through host memory": (" overlap", " overlap with 8 free"),
+        "by NVLink": ("", " overlap", " overlap in order"),
+        "through host memory": ("", " overlap", " overlap in order"),
     }
     only = ",".join(["DP1", *(f"DP2{way} {transport}" for transport, some in ways.items() for way in some)])
     exchange = f'{parallel}exchange config=1b_softmax steps=20 {TRACED} folder="$WORK/exchange" only='
     exchanges = (
         f'{exchange}"{only}" | tee "$HERE/exchange.txt"',
-        f'{SOCKETS} {exchange}"DP2 overlap with 8 free through sockets,DP2 overlap in bf16 through sockets" '
-        '| tee -a "$HERE/exchange.txt"',
+        f'{SOCKETS} {exchange}"DP2 through sockets,DP2 overlap in bf16 through sockets" | tee -a "$HERE/exchange.txt"',
         parts("exchange"),
     )
     environments = (

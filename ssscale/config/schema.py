@@ -335,7 +335,6 @@ class ParallelConfig:
         ShardWithin.all  # with overlap, which ranks split the optimizer's state: all, or those of a node, so that
         # each node holds all of it; N: as if every node had N ranks, for tests. Not run on a GPU yet
     )
-    free_multiprocessors: int = 0  # of each GPU, left by matrix products to the exchanges beside them; 0: none
 
     @property
     def context(self) -> int:

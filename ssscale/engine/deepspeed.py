@@ -77,6 +77,8 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
         "gradient_accumulation_steps": train.batch_size // (train.microbatch_rows * groups.data_size),
         "gradient_clipping": config.optimizer.clip,
         "steps_per_print": 2**62,
+        # Otherwise the host waits for the GPU at the start of each microbatch and at the end of each step.
+        "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
@@ -211,7 +213,8 @@ class DeepSpeedEngine:
             self.engine.step()  # only counts the microbatch
         return Microbatch(losses.detach(), {name: term.detach() for name, term in terms.items()})
 
-    def step(self, lr: float) -> StepResult:
+    def step(self, lr: float, told: Tensor | None = None) -> StepResult:
+        told = torch.empty(0, device=self.groups.device) if told is None else told
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.mark("optimizer")
@@ -220,14 +223,16 @@ class DeepSpeedEngine:
             self.casts.drop()
         if self.stage == 0 and not self._finite():
             self.engine.zero_grad()
-            return StepResult(None, skipped=True)
-        self.engine.step()
+            return StepResult(None, True, told.cpu())
         if self.update is not None:
-            norm = self.update.read()
-            return StepResult(norm, skipped=math.isinf(norm))
+            self.update.told = told
+            self.engine.step()
+            norm, told = self.update.read()
+            return StepResult(norm, math.isinf(norm), told)
+        self.engine.step()
         norm = self.engine.get_global_grad_norm()
         skipped = not self.engine.was_step_applied()
-        return StepResult(None if norm is None else float(norm), skipped)
+        return StepResult(None if norm is None else float(norm), skipped, told.cpu())
 
     def _finite(self) -> bool:
         """Whether all gradients are finite. Used for stage 0, where DeepSpeed would apply NaN and Inf as well."""

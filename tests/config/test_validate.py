@@ -73,8 +73,6 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["parallel.shard_within=node"], "parallel.shard_within=node needs parallel.overlap=true"),
         (["parallel.shard_within=2", "parallel.zero_stage=2"], "parallel.shard_within=2 needs parallel.overlap=true"),
         (["parallel.shard_within=0", "parallel.overlap=true"], "parallel.shard_within must be at least 1, not 0"),
-        (["parallel.free_multiprocessors=8"], "parallel.free_multiprocessors=8 only slows a run whose exchanges"),
-        (["parallel.free_multiprocessors=-1"], "parallel.free_multiprocessors must be 0 or more, not -1"),
         (["parallel.overlap=true", "train.compile=model"], "overlap=true does not go with train.compile=model"),
     ],
 )  # fmt: skip

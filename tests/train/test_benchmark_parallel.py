@@ -44,7 +44,7 @@ def test_tensor_parallelism_is_compared_with_itself() -> None:
         "TP2 whole keep_gathered",
         "TP2 whole overlap_gathers",
         "TP2 whole keep_gathered overlap_gathers",
-        "TP2 whole keep_gathered overlap_gathers with 8 free",
+        "TP2 whole keep_gathered overlap_gathers in order",
     ]
     for run in runs:
         validate(load_config(["config=1b_sb", f"parallel.tensor={run.tensor}", *run.keys]), 2, gpu=True)
