@@ -139,20 +139,7 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         compiled = (*stages[-1].keys, "train.compile=block")
         return [*stages, stages[-1]._replace(label="ZeRO-3 compiled", keys=compiled)]
     if part == "exchange":
-        overlap = ("parallel.overlap=true",)
-        ways: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
-            "": ((), ()),
-            " overlap": (overlap, ()),
-            " overlap in order": (overlap, IN_ORDER),
-            " overlap in bf16": ((*overlap, "parallel.overlap_bf16=true"), ()),
-        }
-        return [
-            Run("DP1", 1),
-            *(
-                Run(f"DP{gpus}{way} {transport}", gpus, keys=keys, environment=(*network, *more))
-                for (transport, network), (way, (keys, more)) in itertools.product(TRANSPORTS.items(), ways.items())
-            ),
-        ]
+        return exchanges(gpus)
     if part == "skip":
         ring = Run(f"ring {gpus}", gpus, ring=gpus)
         exact = [(name, *option) for name, mixer in MIXERS.items() for option in mixer.exact.items()]
@@ -160,6 +147,24 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         said = ", ".join(f"{option}={value}" for _, option, value in exact)
         return [ring, ring._replace(label=f"ring {gpus} with {said}", keys=keys)]
     return every
+
+
+def exchanges(gpus: int) -> list[Run]:
+    """Returns one GPU, and data parallelism over each transport in each way."""
+    overlap = ("parallel.overlap=true",)
+    ways: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
+        "": ((), ()),
+        " overlap": (overlap, ()),
+        " overlap in order": (overlap, IN_ORDER),
+        " overlap in bf16": ((*overlap, "parallel.overlap_bf16=true"), ()),
+    }
+    return [
+        Run("DP1", 1),
+        *(
+            Run(f"DP{gpus}{way} {transport}", gpus, keys=keys, environment=(*network, *more))
+            for (transport, network), (way, (keys, more)) in itertools.product(TRANSPORTS.items(), ways.items())
+        ),
+    ]
 
 
 def chosen(part: str, gpus: int, rows: int, only: str | None) -> list[Run]:
