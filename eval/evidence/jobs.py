@@ -197,6 +197,7 @@ def steps() -> list[Job]:
         "NCCL_P2P_DISABLE=1",
         sockets := "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1",
         f"{sockets} {SOCKETS}",
+        f"{sockets} NCCL_SOCKET_NTHREADS=16 NCCL_NSOCKS_PERTHREAD=4 NCCL_BUFFSIZE=16777216",
     )
     links = tuple(
         f'env {environment} python launch/benchmark_links.py gpus=2 largest=256 | tee -a "$HERE/links.txt"'
@@ -204,12 +205,15 @@ def steps() -> list[Job]:
     )
     of_1b = f'{alone}60,8 accumulation=1,16 configs=1b_softmax data="$WORK/rows4096" {VOCABULARY} out="$HERE/1b.json"'
     of_162m = f'{alone}60 accumulation=4 microbatch=64 configs=162m_softmax data="$WORK/rows1024" out="$HERE/162m.json"'
+    ring = f'{parallel}long config=1b_sb rows=1 steps=12 data.length=65536 only="ring 2" | tee "$HERE/ring.txt"'
+    ring = ring.replace("$WORK/rows4096", "$WORK/rows65536")
     page, several = "docs/results/training_speed.md", "docs/results/several_gpus.md"
     return [
         Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
         Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
-        Job("links", "docs/results/predicted_scaling.md", links, 1.5, gpus=2),
+        Job("links", "docs/results/predicted_scaling.md", links, 1.8, gpus=2),
         Job("exchange", several, exchanges, 6.5, gpus=2, after=("rows4096",)),
+        Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
         Job("tensor", several, (*tensor, parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
     ]
 
@@ -252,6 +256,7 @@ def jobs() -> dict[str, Job]:
         pack("rows4096", 4096, STUDY[:3]),
         pack("rows1024", 1024, STUDY),
         pack("tech4096", 4096, ("tech_docs",)),
+        pack("rows65536", 65536, STUDY[:3]),
         pack_all("all4096", 4096),
     ]
     first, *others = kernels()

@@ -22,7 +22,7 @@ GIB = 2**30
 H100_MEMORY = 79 * GIB  # bytes that CUDA reports for an 80 GB H100
 RESERVED = 3 * GIB  # for CUDA's context, NCCL and fragmentation, which the estimate leaves out
 MOST_TOKENS = 65_536  # per rank and forward pass, the largest value that was measured; more is no faster
-MARGIN = 1.05  # the largest measured peak is 1.034 of its estimate (docs/results/training_speed.md)
+MARGIN = 1.05  # the largest measured peak is 1.045 of its estimate (docs/results/several_gpus.md)
 
 
 def with_microbatch(
