@@ -237,13 +237,14 @@ def options() -> list[Job]:
         'python launch/benchmark.py data="$WORK/rows1024" data.length=1024 microbatch=64 accumulation=1 steps=60 '
         'plain=false out="$HERE/muon.json" configs=50m_softmax,50m_softmax+optimizer.name=muon',
     )
-    zero = (
-        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" {VOCABULARY} config=1b_softmax '
-        f'rows=16 steps=12 train.microbatch=4 data.one_document=true folder="$WORK/zero" {TRACED} '
-        'only="ZeRO-1,ZeRO-3 compiled" | tee "$HERE/zero.txt"'
+    zero = tuple(
+        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" {VOCABULARY} config={config} '
+        f'rows=16 steps=12 train.microbatch=4 data.one_document=true folder="$WORK/zero/{config}" {TRACED} '
+        f'only="ZeRO-1,ZeRO-3" | tee "$HERE/{config}.txt"'
+        for config in ("1b_softmax", "1b_sb")
     )
     return [
-        Job("zero", "docs/results/several_gpus.md", (zero, parts("zero")), 2.2, gpus=2, after=("rows4096",)),
+        Job("zero", "docs/results/several_gpus.md", (*zero, parts("zero/*")), 3.8, gpus=2, after=("rows4096",)),
         Job("deterministic", "train.deterministic", (bits, clean), 8.0, gpus=2, after=("rows1024",)),
         Job("fp8", "train.fp8", fp8, 15.0, after=("rows4096",)),
         Job("muon", "optimizer.name=muon", muon, 8.0, after=("rows1024",)),

@@ -68,7 +68,8 @@ def parameter_groups(model: nn.Module, config: Config, bucket: int | None = None
 def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: int) -> dict[str, Any]:
     """Returns DeepSpeed's configuration, derived from ours. num_elements: parameters of this rank, before ZeRO."""
     train, stage = config.train, config.parallel.zero_stage
-    bucket = overlap_bucket(groups.replica_size) if config.gathers_blocks else 500_000_000
+    gathers_blocks = config.gathers_blocks(groups.on_gpu)
+    bucket = overlap_bucket(groups.replica_size) if gathers_blocks else 500_000_000
     bucket = min(bucket, num_elements + num_elements % 2)  # DeepSpeed allocates it whole and requires an even size
     # At least the next block is gathered while one runs, and more of them if they are small.
     ahead = {"stage3_prefetch_bucket_size": max(50_000_000, num_elements // config.model.num_layers)}
@@ -83,10 +84,10 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
         "zero_optimization": {
             "stage": stage,
             # Without it, the host waits for the GPU whenever ZeRO-3 gathers.
-            "overlap_comm": config.gathers_blocks,
+            "overlap_comm": gathers_blocks,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            **(ahead if config.gathers_blocks else {}),
+            **(ahead if gathers_blocks else {}),
         },
         # Adds each gradient to its fp32 buffer as soon as backward has computed it, and frees it.
         "bf16": {"enabled": bf16, "immediate_grad_update": bf16 and stage == 1},
@@ -114,7 +115,7 @@ def start_deepspeed(
     logger.addFilter(_is_news)
     bf16 = next(model.parameters()).dtype == torch.bfloat16
     num_elements = sum(weight.numel() for weight in model.parameters())
-    if config.gathers_blocks:
+    if config.gathers_blocks(groups.on_gpu):
         for block in model.blocks:
             set_z3_leaf_module(block, True)
     # DeepSpeed prints its memory use whatever its log level is.
@@ -162,7 +163,7 @@ class DeepSpeedEngine:
             hide_exchange(self.engine, self.exchange, self.update)
         if self.stage == 3:
             shorten_step(self.engine.optimizer, groups)
-        if config.gathers_blocks:
+        if config.gathers_blocks(groups.on_gpu):
             shorten_hooks(self.engine.optimizer)
         self.casts = WeightCasts(model, self.exchange) if config.train.fp8 is not Fp8.none else None
         self.terms = tuple(model.terms)

@@ -60,6 +60,10 @@ class Groups:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
 
 def initialize(
     tensor: int = 1,

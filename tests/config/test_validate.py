@@ -152,17 +152,22 @@ def test_flex_attention_needs_16_dimensions_on_a_gpu():
 
 def test_whole_blocks_compile_with_selective_recomputation():
     keys = ["config=1b_sb", "parallel.tensor=2", "parallel.ulysses=2", "train.recompute=selective"]
-    assert load_config(keys).compile_on_gpu is Compile.none
+    assert load_config(keys).compiled() is Compile.none
     whole = load_config([*keys, "train.compile_exchanges=true", "parallel.keep_gathered=true"])
-    assert whole.compile_on_gpu is Compile.block
+    assert whole.compiled() is Compile.block
     validate(replace(whole, train=replace(whole.train, compile=Compile.block)))
 
 
-def test_blocks_that_zero_3_gathers_compile_only_if_asked():
-    keys = ["config=1b_sb", "parallel.zero_stage=3", "train.recompute=selective"]
-    assert load_config(keys).compile_on_gpu is Compile.none
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_blocks_that_zero_3_gathers_compile_if_they_are_one_graph(recompute):
+    keys = ["config=1b_sb", "parallel.zero_stage=3", f"train.recompute={recompute}"]
+    assert load_config(keys).gathers_blocks(gpu=True)
+    assert not load_config(keys).gathers_blocks(gpu=False)
+    torn = load_config([*keys, "parallel.tensor=2"])
+    assert torn.compiled() is Compile.none
+    assert load_config([*keys, "parallel.tensor=2", "train.compile_exchanges=true"]).gathers_blocks()
     asked = load_config([*keys, "train.compile=block"])
-    assert asked.gathers_blocks
+    assert asked.gathers_blocks(gpu=False)
     validate(asked)
 
 
