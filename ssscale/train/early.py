@@ -20,6 +20,8 @@ def check_run(config: Config) -> None:
     Only the data folder that the run reads first is checked, because those of later stages may not exist yet.
     """
     folder, plan = Path(config.folder), Plan(config)
+    if config.train.profile is not None and config.train.profile > plan.total_steps:
+        raise UserError(f"train.profile={config.train.profile} is beyond the last step of the run, {plan.total_steps}")
     check_folder(folder, config)
     check_unused(folder)
     saved: list[Path] = []
