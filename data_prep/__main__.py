@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     For 2 and 70, one sentence is printed to stderr.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     args = argparse.Namespace()
     try:
         args = _parser().parse_args(arguments)

@@ -116,7 +116,7 @@ def scale(config: Config, options: dict[str, Any]) -> None:
     reached = best.tokens_per_second * estimate(best.config, cluster.size, 1.0).flops_per_token / PEAK_FLOPS
     share = reached / cluster.size / fp8_speedup(best.config)  # `estimate` applies it
     show(best.config, cluster.size, share, estimate(best.config, cluster.size, share, per_node=cluster.gpus))
-    console = Console(width=WIDTH)
+    console = Console(width=WIDTH, markup=False, emoji=False)
     console.print(predictions([*compared, *rows], cluster))
     for label, row in compared if len(compared) > 1 else ():
         sent = (
@@ -165,7 +165,7 @@ def origin(config: Config, mfu: float | None) -> str:
 
 
 def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
-    console = Console()
+    console = Console(markup=False, emoji=False)
     train, parallel = config.train, config.parallel
     ranks = gpus // (parallel.tensor * parallel.context)  # ranks that read different rows
     table = Table(title=f"{config.name} on {gpus:,} GPUs", box=ASCII, show_header=False, title_justify="left")

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
         return
     figure = runs[0].folder / "compare.png"
     draw_runs(runs, figure)
-    compare(runs, Console())
+    compare(runs, Console(markup=False, emoji=False))
     print(f"figure of all: {figure}\nof each run: loss.png, sample.txt, summary.txt in its folder")
 
 
