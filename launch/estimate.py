@@ -166,6 +166,7 @@ def origin(config: Config, mfu: float | None) -> str:
 
 def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     console = Console(markup=False, emoji=False)
+    hours = result.days * gpus * 24
     train, parallel = config.train, config.parallel
     ranks = gpus // (parallel.tensor * parallel.context)  # ranks that read different rows
     table = Table(title=f"{config.name} on {gpus:,} GPUs", box=ASCII, show_header=False, title_justify="left")
@@ -201,7 +202,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     table.add_row(
         "days to the budget",
         f"{result.days:,.1f}" if result.days >= 1 else f"{result.days:.2g}",
-        f"{result.days * gpus * 24:,.0f} GPU hours",
+        f"{hours:,.0f} GPU hours" if hours >= 10 else f"{hours:.2g} GPU hours",
     )
     console.print(table)
     console.print("Not in the total: CUDA context, NCCL and fragmentation, 1 to 3 GiB.", highlight=False)
