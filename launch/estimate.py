@@ -16,7 +16,7 @@ from rich.table import Table
 
 from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config
-from ssscale.config.schema import Compile, Config, Fp8, ShardWithin
+from ssscale.config.schema import Compile, Config, Fp8, Recompute, ShardWithin
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS
 from ssscale.train.estimate import Estimate, estimate, fp8_speedup
@@ -94,10 +94,11 @@ def scale(config: Config, options: dict[str, Any]) -> None:
     mfu = options.get("mfu")
     found = layouts(config, cluster, mfu)
     if not found:
+        recompute = "" if config.train.recompute is Recompute.full else "train.recompute=full, "
         raise UserError(
-            f"no layout of {config.name} with train.recompute={config.train.recompute.value} fits {cluster.size:,} GPUs of "
-            f"{options['gpu_memory']:g} GiB and divides train.batch_size={config.train.batch_size}: try "
-            "train.recompute=full, another batch or other numbers of GPUs"
+            f"no layout of {config.name} with train.recompute={config.train.recompute.value} fits {cluster.size:,} "
+            f"GPU{'s' * (cluster.size > 1)} of {options['gpu_memory']:g} GiB and divides "
+            f"train.batch_size={config.train.batch_size}: try {recompute}another batch or other numbers of GPUs"
         )
     rows = [("", prediction) for prediction in found[:SHOWN]]
     compared: list[tuple[str, Prediction]] = []

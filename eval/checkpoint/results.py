@@ -108,5 +108,6 @@ def add_results(file: Path, results: dict[str, Any]) -> None:
 
 def newest_results(run: Path) -> dict[str, Any]:
     """Return the results of the newest evaluated checkpoint of a run, or {} if there are none."""
-    files = sorted((run / FOLDER).glob("step-*.json"), key=lambda file: int(file.stem.removeprefix("step-")))
+    found = [(file.stem.removeprefix("step-"), file) for file in (run / FOLDER).glob("step-*.json")]
+    files = [file for _, file in sorted((int(step), file) for step, file in found if step.isdecimal())]
     return read_results(files[-1]) if files else {}

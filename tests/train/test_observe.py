@@ -1,7 +1,9 @@
 """What is looked at inside a run: the parts of a step, s by head, unspent sticks, live tiles; the profile of a step."""
 
 import gzip
+import hashlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +79,21 @@ def test_a_profile_beyond_the_last_step_is_refused(corpus: Path, tmp_path: Path)
     with pytest.raises(UserError, match=r"train\.profile=5 is beyond the last step of the run, 4"):
         check_run(load_config([*keys, "train.profile=5"]))
     check_run(load_config([*keys, "train.profile=4"]))
+
+
+def test_data_without_a_part_for_validation_is_refused_at_the_start(corpus: Path, tmp_path: Path) -> None:
+    """Not after the last step, as the validation there would."""
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    manifest = json.loads((data / "manifest.json").read_text())
+    del manifest["splits"]["valid"]
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    (data / "manifest.json").write_text(json.dumps(content | {"checksum": hashlib.sha256(text.encode()).hexdigest()}))
+    keys = ["config=tiny_sb", f"data.path={data}", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=r"no rows in its split 'valid': pack it with .*, or set train\.eval_every=0"):
+        check_run(load_config(keys))
+    check_run(load_config([*keys, "train.eval_every=0"]))
 
 
 @pytest.mark.parametrize(

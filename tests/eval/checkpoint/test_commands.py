@@ -70,6 +70,17 @@ def test_the_folder_of_changed_keys_is_shown_as_it_is_named(run, capsys):
     assert "model.mixers=[softmax], limit=2" in shown
 
 
+def test_a_report_passes_over_what_is_not_of_a_run(run, capsys):
+    copy = run.with_name("strange")
+    shutil.copytree(run, copy)
+    (copy / "eval").mkdir(exist_ok=True)
+    (copy / "eval" / "step-last.json").write_text("{}")
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "valid_loss": 3.5}\n')
+    report([str(copy), "sample=false"])
+    assert "training loss" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
