@@ -61,6 +61,11 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
         (["--source", "a={root}/a.jsonl", "--valid-fraction", "2"], "valid_fraction 2.0"),
         (["--source", "a=stdlib:music"], "unknown source stdlib:music"),
         (["--source", "a={root}/a.jsonl", "--source", "b={root}/a.jsonl:valid"], "'b' has validation files"),
+        (["--source", "a={root}/a.jsonl", "--source", "a={root}/*.jsonl"], "source 'a' reads {root}/a.jsonl twice"),
+        (
+            ["--source", "a={root}", "--source", "a={root}/a.jsonl:valid"],
+            "a.jsonl for training and for validation: name it",
+        ),
         (["--source", "a={root}/a.jsonl", "--out", "{root}"], "{root} holds something else (a.jsonl)"),
         (["--source", "a={root}/a.jsonl", "--out", "{root}/a.jsonl"], "a.jsonl is a file"),
         (["--source", "a={root}/a.jsonl", "--workers", "0"], "--workers 0"),
