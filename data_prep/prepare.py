@@ -95,6 +95,8 @@ def _inputs(settings: Settings, source: str) -> Inputs:
                 twice = "twice" if splits[path] == split else "for training and for validation"
                 raise DataError(f"source {source!r} reads {item.path} {twice}: name it once")
             splits[path] = split
+            if settings.where.get(source) and not item.has_columns:
+                raise DataError(f"where.{source} filters records by their columns, which {item.path} does not have")
         if settings.task is not None:
             inputs = _share(inputs, *settings.task_numbers)
         found += [(split, item) for item in inputs]

@@ -76,6 +76,12 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
         (["--config", "{root}/bound.yaml"], "where.a.n is {{'mim': 1}}: a range is {{min: NUMBER"),
         (["--config", "{root}/word.yaml"], "where.a.n is {{'min': 'x'}}: a range is"),
         (["--config", "{root}/none.yaml"], "where.a.n is {{}}: a range is"),
+        (
+            ["--config", "{root}/text.yaml"],
+            "where.a filters records by their columns, which {root}/a.txt does not have",
+        ),
+        (["--source", "a={root}/a.jsonl", "--save-every", "-1"], "--save-every -1.0 must be at least 0"),
+        (["--source", "a={root}/a.jsonl", "--save-every", "nan"], "--save-every nan must be at least 0"),
         ([], "no source"),
     ],
 )
@@ -88,6 +94,8 @@ def test_flags_and_files(flags, sentence, tokenizer, tmp_path, capsys):
     (tmp_path / "latin.yaml").write_bytes(b"caf\xe9: 1\n")
     (tmp_path / "cut.yaml").write_text("seed: 1\nsources: {a: b\n")
     (tmp_path / "buffer.yaml").write_text("buffer_tokens: 0\n")
+    (tmp_path / "a.txt").write_text("text " * 99)
+    (tmp_path / "text.yaml").write_text(f"sources: {{a: {tmp_path}/a.txt}}\nwhere: {{a: {{language: en}}}}\n")
     for name, condition in (("bound", "{mim: 1}"), ("word", "{min: x}"), ("none", "{}")):
         (tmp_path / f"{name}.yaml").write_text(
             f"sources: {{a: {tmp_path}/a.jsonl}}\nwhere: {{a: {{n: {condition}}}}}\n"
