@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     For 2 and 70, one sentence is printed to stderr.
     """
-    console = Console()
+    console = Console(markup=False, emoji=False)
     args = argparse.Namespace()
     try:
         args = _parser().parse_args(arguments)
@@ -144,6 +144,8 @@ def _pack(args: argparse.Namespace, console: Console, progress: Progress) -> Non
 
     if args.workers < 1:
         raise DataError(f"--workers {args.workers} must be at least 1")
+    if not args.save_every >= 0:
+        raise DataError(f"--save-every {args.save_every} must be at least 0")
     manifest, made = prepare(_settings(args), args.out, args.workers, progress, args.save_every)
     if made:
         summary(manifest, console)

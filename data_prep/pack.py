@@ -7,6 +7,7 @@ where needed.
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -190,7 +191,7 @@ class BestFitPacker(Packer):
 def best_fit(parts: list[Part], length: int) -> list[Row]:
     """Packs parts best-fit decreasing: the longest part first, each into the fullest row that has room for it."""
     rows: list[Row] = []
-    with_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows, by their free tokens
+    with_room: defaultdict[int, list[int]] = defaultdict(list)  # rows, by their free tokens
     rooms = 0  # bit r is set if with_room[r] is not empty
     for part in sorted(parts, key=lambda part: -len(part.tokens)):
         size = len(part.tokens)

@@ -1,5 +1,6 @@
 """The command `pack`: converts sources to tokens, rows and shards, in one pass with bounded memory."""
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -85,8 +86,17 @@ def _describe(settings: Settings, tokenizer: str) -> TokenizerInfo:
 
 def _inputs(settings: Settings, source: str) -> Inputs:
     found: Inputs = []
+    splits: dict[str, str] = {}  # of the files so far
     for split, patterns in (("train", settings.sources[source]), ("valid", settings.valid.get(source, []))):
         inputs = [item for pattern in patterns for item in find_inputs(pattern)]
+        for item in inputs:
+            path = os.path.abspath(item.path)
+            if path in splits:
+                twice = "twice" if splits[path] == split else "for training and for validation"
+                raise DataError(f"source {source!r} reads {item.path} {twice}: name it once")
+            splits[path] = split
+            if settings.where.get(source) and not item.has_columns:
+                raise DataError(f"where.{source} filters records by their columns, which {item.path} does not have")
         if settings.task is not None:
             inputs = _share(inputs, *settings.task_numbers)
         found += [(split, item) for item in inputs]

@@ -11,9 +11,9 @@ class Progress:
     """Counts bytes, whose total is known, for the time left, and tokens for the speed."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False, emoji=False)
         self._bar = Bar(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:3.0f} %  {task.fields[tokens]:,} tokens  {task.fields[speed]:,.0f} tokens/s"),
             TimeElapsedColumn(),

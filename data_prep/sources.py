@@ -43,6 +43,11 @@ class Input:
     def holds_tokens(self) -> bool:
         return self.kind in ("megatron", "mds")
 
+    @property
+    def has_columns(self) -> bool:
+        """Whether its records have columns, by which `where` can filter."""
+        return self.kind not in ("stdlib", "text") and not self.holds_tokens
+
     def read(
         self, columns: Columns, boundaries: Boundaries | None = None, batch_bytes: int = BATCH_BYTES
     ) -> Iterator[RawBatch]:

@@ -20,6 +20,7 @@ from typing import Any
 from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from ssscale.config import load_config
 from ssscale.errors import UserError
+from ssscale.train.early import check_data
 from ssscale.train.records import read_metrics
 
 COMMAND = Command(
@@ -37,7 +38,7 @@ COMMAND = Command(
         Option("data", str, "a packed data folder", metavar="FOLDER", required=True),
         Option("microbatch", int, "rows per microbatch", default=4, at_least=1),
         Option("accumulation", str, "microbatches per step, one run each", default="1,16", metavar="N,..."),
-        Option("steps", str, "steps of each of these runs", default="100,8", metavar="N,..."),
+        Option("steps", str, "steps of each of these runs, or one number for all", default="100,8", metavar="N,..."),
         Option("last", int, "last steps that medians are over; 0: all after the first four", default=0, at_least=0),
         Option("folder", str, "folder of the runs", default="runs", metavar="FOLDER"),
         Option("plain", bool, "also run plain torch (true with one GPU)"),
@@ -65,8 +66,24 @@ def folder_of(name: str, options: dict[str, Any], accumulation: int) -> Path:
     return Path(options["folder"]) / f"benchmark_{name.replace('/', '_')}_{accumulation}"
 
 
-def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str]) -> dict[str, float]:
-    """Runs the stack once. Returns medians by column, or {} if the run failed, whose output is then printed.
+def log_of(name: str, options: dict[str, Any], accumulation: int, kernel: str) -> Path:
+    """Returns the file for the output of a run that failed. kernel: its label in the table."""
+    folder = folder_of(name, options, accumulation)
+    return folder.with_name(f"{folder.name}_{kernel}.log")
+
+
+def keep_output(process: subprocess.CompletedProcess[str], log: Path) -> None:
+    """Prints the end of what a failed run wrote, and writes all of it to a file."""
+    output = process.stdout + process.stderr
+    print(output[-6000:], flush=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(output, encoding="utf-8")
+
+
+def run_stack(
+    name: str, options: dict[str, Any], accumulation: int, steps: int, extra: list[str], kernel: str = "own"
+) -> dict[str, float]:
+    """Runs the stack once. Returns medians by column, or {} if the run failed, whose output is then in `log_of`.
 
     name: a run file, and perhaps keys of its own (NAME+KEY=VALUE).
     """
@@ -93,12 +110,16 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
     arguments = [f"{key}={value}" for key, value in keys.items()] + extra + own
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.get('gpus', 1)}"]
-    command = [*launcher, "launch/pretrain.py", *arguments]
+    command = [
+        *launcher,
+        str(ROOT / "launch/pretrain.py"),
+        *arguments,
+    ]  # here, where the paths in the options lead from
     began = time.perf_counter()
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     print(f"# {name} x{accumulation}: {time.perf_counter() - began:.0f} s, exit {process.returncode}", flush=True)
     if process.returncode:
-        print((process.stdout + process.stderr)[-6000:], flush=True)
+        keep_output(process, log_of(name, options, accumulation, kernel))
         return {}
     first = [line for line in process.stderr.splitlines() if line.startswith("first step after")]
     records = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
@@ -110,13 +131,14 @@ def run_stack(name: str, options: dict[str, Any], accumulation: int, steps: int,
 
 
 def run_plain(
-    name: str, microbatch: int, accumulation: int, steps: int, keys: list[str], masters: bool = False
+    name: str, microbatch: int, accumulation: int, steps: int, keys: list[str], log: Path, masters: bool = False
 ) -> dict[str, float]:
+    """Runs plain torch once. Returns its result, or {} if the run failed, whose output is then in `log`."""
     command = [
         sys.executable,
         "-m",
         "eval.benchmarks.plain_torch",
-        name,
+        str(Path(name).resolve()) if name.endswith(".yaml") else name,
         str(microbatch),
         str(accumulation),
         str(steps),
@@ -125,7 +147,7 @@ def run_plain(
     ]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if process.returncode:
-        print(process.stderr[-3000:], flush=True)
+        keep_output(process, log)
         return {}
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -140,19 +162,39 @@ def kernels_of(name: str, backends: list[str]) -> list[tuple[str, list[str]]]:
     return [(backend, [f"model.mixer.{mixer}.backend={backend}" for mixer in chosen]) for backend in backends]
 
 
-def checked(options: dict[str, Any], extra: list[str]) -> list[str]:
-    """Returns the backends to run. Raises UserError for mistakes in the options."""
+def checked(options: dict[str, Any], extra: list[str]) -> tuple[list[str], list[tuple[int, int]]]:
+    """Returns the backends to run, and (accumulation, steps) of each run. Raises UserError for mistakes in the options."""
     backends = [name.strip() for name in options["backend"].split(",")]
     if unknown := [name for name in backends if name not in BACKENDS]:
         raise UserError(f"backend={unknown[0]}: use {', '.join(BACKENDS)}")
     if options.get("plain") and options["gpus"] > 1:
         raise UserError("plain=true: plain torch takes one GPU; set gpus=1")
+    if options["masters"] and not options.get("plain", options["gpus"] == 1):
+        left_out = "plain=false" if "plain" in options else f"gpus={options['gpus']}, where plain torch takes one"
+        raise UserError(f"masters=true runs plain torch once more, but it does not run with {left_out}")
+    sizes = paired(options)
     for name in options["configs"].split(","):
         config, *own = name.split("+")
-        load_config([f"config={config}", *extra, *own], options=COMMAND.names)
-    if not Path(options["data"]).is_dir():
-        raise UserError(f"data={options['data']}: there is no such folder")
-    return backends
+        found = load_config([f"config={config}", f"data.path={options['data']}", *extra, *own], options=COMMAND.names)
+        if "://" not in options["data"] and not Path(options["data"]).is_dir():
+            raise UserError(f"data={options['data']}: there is no such folder")
+        check_data(found)
+    return backends, sizes
+
+
+def paired(options: dict[str, Any]) -> list[tuple[int, int]]:
+    """Returns (accumulation, steps) of each run. Raises UserError if the two options do not fit each other."""
+    from eval.checkpoint.command import whole_numbers
+
+    accumulations, steps = (whole_numbers(options[key], key) for key in ("accumulation", "steps"))
+    if len(steps) == 1:
+        steps *= len(accumulations)
+    if len(steps) != len(accumulations):
+        raise UserError(
+            f"accumulation={options['accumulation']} and steps={options['steps']} differ in length: give the steps of each "
+            "accumulation, or one number of steps for all"
+        )
+    return list(zip(accumulations, steps, strict=True))
 
 
 def row(
@@ -187,13 +229,27 @@ def run_peers(
     keys = [key for key in extra if key.startswith(SIZES)]
     shape, arguments = name.split("_")[0], (options["microbatch"], accumulation, min(steps, 15))
     config = name.split("+")[0]
-    found = run_plain(config, *arguments, keys)
-    rows = [row(f"plain torch {shape}", "cudnn", accumulation, found, 1, 1.0)]
+    log = log_of(config, options, accumulation, "plain")
+    found = run_plain(config, *arguments, keys, log)
+    rows = [row(f"plain torch {shape}", "cudnn", accumulation, found, 1, 1.0) | failure(found, log)]
     if options["masters"]:
-        masters = run_plain(config, *arguments, keys, masters=True)
+        log = log_of(config, options, accumulation, "masters")
+        masters = run_plain(config, *arguments, keys, log, masters=True)
         label = f"plain torch {shape}, fp32 masters, clipping"
-        rows.append(row(label, "cudnn", accumulation, masters, 1, ratio(masters, found)))
+        rows.append(row(label, "cudnn", accumulation, masters, 1, ratio(masters, found)) | failure(masters, log))
     return rows
+
+
+def failure(found: dict[str, float], log: Path) -> dict[str, str]:
+    """Returns the entry that marks the row of a failed run."""
+    return {} if found else {"failed": str(log)}
+
+
+def check_finished(rows: list[dict[str, Any]]) -> None:
+    """Raises UserError if a run failed."""
+    failed = [f"{found['run']} x{found['accumulation']} ({found['failed']})" for found in rows if "failed" in found]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(rows)} runs failed; their output is in the files: {', '.join(failed)}")
 
 
 def ratio(found: dict[str, float], peer: dict[str, float]) -> float:
@@ -201,27 +257,28 @@ def ratio(found: dict[str, float], peer: dict[str, float]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    from eval.checkpoint.command import whole_numbers, write
+    from eval.checkpoint.command import write
 
     options, extra = COMMAND.parse(argv)
-    accumulations, steps = (whole_numbers(options[key], key) for key in ("accumulation", "steps"))
-    backends, gpus = checked(options, extra), options["gpus"]
+    (backends, sizes), gpus = checked(options, extra), options["gpus"]
     rows: list[dict[str, Any]] = []
     plain: dict[tuple[str, int], dict[str, float]] = {}
     for name in options["configs"].split(","):
         shape = name.split("_")[0]
-        for accumulation, count in zip(accumulations, steps):
+        for accumulation, count in sizes:
             if (shape, accumulation) not in plain and options.get("plain", gpus == 1):
                 peers = run_peers(name, accumulation, count, options, extra)
                 plain[shape, accumulation] = peers[0] if "tokens_per_second" in peers[0] else {}
                 rows += peers
             peer = plain.get((shape, accumulation), {})
             for kernel, keys in kernels_of(name, backends):
-                result = run_stack(name, options, accumulation, count, [*keys, *extra])
-                rows.append(row(name, kernel, accumulation, result, gpus, ratio(result, peer)))
+                result = run_stack(name, options, accumulation, count, [*keys, *extra], kernel)
+                log = log_of(name, options, accumulation, kernel)
+                rows.append(row(name, kernel, accumulation, result, gpus, ratio(result, peer)) | failure(result, log))
                 if "out" in options:
                     write(Path(options["out"]), {"rows": rows}, indent=1)
-    show(rows)
+    show([found for found in rows if "failed" not in found])
+    check_finished(rows)
 
 
 if __name__ == "__main__":

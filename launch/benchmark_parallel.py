@@ -31,6 +31,7 @@ from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from ssscale.config import load_config
 from ssscale.config.registry import MIXERS
 from ssscale.errors import UserError
+from ssscale.train.early import check_data
 from ssscale.train.estimate import memory_per_gpu
 from ssscale.train.records import read_metrics
 
@@ -220,10 +221,18 @@ def check_room(estimates: list[float], at_once: int, room: float) -> None:
         )
 
 
+def log_of(layout: Run, options: dict[str, Any]) -> Path:
+    """Returns the file for the output of a run."""
+    return Path(options["folder"]) / f"{options['part']}_{slug(layout, options)}.log"
+
+
+def slug(layout: Run, options: dict[str, Any]) -> str:
+    """Returns the end of the names of a run's files."""
+    return f"{options['config'].replace('/', '_')}_{layout.label.replace(' ', '_')}"
+
+
 def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | None:
-    name = options["config"]
-    slug = layout.label.replace(" ", "_")
-    folder = Path(options["folder"]) / f"parallel_{name}_{slug}"
+    folder, log = Path(options["folder"]) / f"parallel_{slug(layout, options)}", log_of(layout, options)
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     arguments = arguments_of(layout, options, extra)
@@ -233,12 +242,11 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
         "torch.distributed.run",
         "--standalone",
         f"--nproc_per_node={layout.gpus}",
-        "launch/pretrain.py",
+        str(ROOT / "launch/pretrain.py"),
     ]
     began = time.perf_counter()
     process = subprocess.run(
-        [*command, *arguments, f"run_dir={folder}"],
-        cwd=ROOT,
+        [*command, *arguments, f"run_dir={folder}"],  # in the folder from which the paths in the options lead
         env=os.environ | dict(layout.environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -247,7 +255,6 @@ def execute(layout: Run, options: dict[str, Any], extra: list[str]) -> Found | N
     )
     # The watchdog writes its stacks to the run folder, which the next run removes.
     output = process.stdout + "".join(file.read_text() for file in sorted(folder.glob("stacks/*.txt")))
-    log = folder.parent / f"{options['part']}_{name}_{slug}.log"
     log.write_text(output)
     print(f"# {layout.label}: {time.perf_counter() - began:.0f} s, exit {process.returncode}, {log}", flush=True)
     if process.returncode:
@@ -314,6 +321,14 @@ def warning(layout: Run, result: Found, first: Found) -> str | None:
     return None
 
 
+def check_finished(every: dict[Run, Found], runs: list[Run], options: dict[str, Any]) -> None:
+    """Raises UserError if a run failed."""
+    failed = [f"{layout.label} ({log_of(layout, options)})" for layout in runs if layout not in every]
+    if failed:
+        count = "no run finished" if not every else f"{len(failed)} of {len(runs)} runs failed"
+        raise UserError(f"{count}; their output is in the files: {', '.join(failed)}")
+
+
 def main(argv: list[str]) -> None:
     options, extra = COMMAND.parse(argv)
     options = {"rows": 4 * options["gpus"]} | options
@@ -321,21 +336,22 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"at_once={options['at_once']}: runs beside each other have part=losses alone, one or more of them"
         )
+    runs = chosen(options["part"], options["gpus"], options["rows"], options.get("only"))
+    check_data(load_config(arguments_of(runs[0], options, extra), options=COMMAND.names))
     print(f"{options['config']}, {options['rows']} rows per step, {options['steps']} steps")
     print(LOSSES if options["part"] == "losses" else SPEED, flush=True)
     base: tuple[Found, float] | None = None  # the first run that finished, and its tokens/s per GPU
-    chosen_runs = chosen(options["part"], options["gpus"], options["rows"], options.get("only"))
     if options["at_once"] > 1:
         import torch  # importing torch takes seconds
 
-        estimates = [estimated_gib(layout, options, extra) for layout in chosen_runs]
+        estimates = [estimated_gib(layout, options, extra) for layout in runs]
         if torch.cuda.is_available():
             check_room(estimates, options["at_once"], torch.cuda.get_device_properties(0).total_memory / GIB)
     measure = partial(execute, options=options, extra=extra)
     with ThreadPoolExecutor(options["at_once"]) as pool:
-        results = map(measure, chosen_runs) if options["at_once"] == 1 else pool.map(measure, chosen_runs)
+        results = map(measure, runs) if options["at_once"] == 1 else pool.map(measure, runs)
         every: dict[Run, Found] = {}
-        for layout, found in zip(chosen_runs, results, strict=True):
+        for layout, found in zip(runs, results, strict=True):
             if found is None:
                 continue
             every[layout] = found
@@ -347,8 +363,7 @@ def main(argv: list[str]) -> None:
                 print(said, flush=True)
     if options["part"] == "losses" and len(every) > 1:
         print(spreads(every, next(iter(every))))
-    if base is None:
-        raise UserError("no run finished: see above")
+    check_finished(every, runs, options)
 
 
 if __name__ == "__main__":

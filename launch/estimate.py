@@ -16,7 +16,7 @@ from rich.table import Table
 
 from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config
-from ssscale.config.schema import Compile, Config, Fp8, ShardWithin
+from ssscale.config.schema import Compile, Config, Fp8, Recompute, ShardWithin
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS
 from ssscale.train.estimate import Estimate, estimate, fp8_speedup
@@ -94,10 +94,11 @@ def scale(config: Config, options: dict[str, Any]) -> None:
     mfu = options.get("mfu")
     found = layouts(config, cluster, mfu)
     if not found:
+        recompute = "" if config.train.recompute is Recompute.full else "train.recompute=full, "
         raise UserError(
-            f"no layout of {config.name} with train.recompute={config.train.recompute.value} fits {cluster.size:,} GPUs of "
-            f"{options['gpu_memory']:g} GiB and divides train.batch_size={config.train.batch_size}: try "
-            "train.recompute=full, another batch or other numbers of GPUs"
+            f"no layout of {config.name} with train.recompute={config.train.recompute.value} fits {cluster.size:,} "
+            f"GPU{'s' * (cluster.size > 1)} of {options['gpu_memory']:g} GiB and divides "
+            f"train.batch_size={config.train.batch_size}: try {recompute}another batch or other numbers of GPUs"
         )
     rows = [("", prediction) for prediction in found[:SHOWN]]
     compared: list[tuple[str, Prediction]] = []
@@ -116,7 +117,7 @@ def scale(config: Config, options: dict[str, Any]) -> None:
     reached = best.tokens_per_second * estimate(best.config, cluster.size, 1.0).flops_per_token / PEAK_FLOPS
     share = reached / cluster.size / fp8_speedup(best.config)  # `estimate` applies it
     show(best.config, cluster.size, share, estimate(best.config, cluster.size, share, per_node=cluster.gpus))
-    console = Console(width=WIDTH)
+    console = Console(width=WIDTH, markup=False, emoji=False)
     console.print(predictions([*compared, *rows], cluster))
     for label, row in compared if len(compared) > 1 else ():
         sent = (
@@ -165,7 +166,8 @@ def origin(config: Config, mfu: float | None) -> str:
 
 
 def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
-    console = Console()
+    console = Console(markup=False, emoji=False)
+    hours = result.days * gpus * 24
     train, parallel = config.train, config.parallel
     ranks = gpus // (parallel.tensor * parallel.context)  # ranks that read different rows
     table = Table(title=f"{config.name} on {gpus:,} GPUs", box=ASCII, show_header=False, title_justify="left")
@@ -201,7 +203,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     table.add_row(
         "days to the budget",
         f"{result.days:,.1f}" if result.days >= 1 else f"{result.days:.2g}",
-        f"{result.days * gpus * 24:,.0f} GPU hours",
+        f"{hours:,.0f} GPU hours" if hours >= 10 else f"{hours:.2g} GPU hours",
     )
     console.print(table)
     console.print("Not in the total: CUDA context, NCCL and fragmentation, 1 to 3 GiB.", highlight=False)

@@ -175,7 +175,7 @@ def main(argv: list[str]) -> None:
 
     prepare()
     boot.log(logging.WARNING, force=False)
-    evaluate(path, settings, Console(quiet=boot.rank() != 0))
+    evaluate(path, settings, Console(quiet=boot.rank() != 0, markup=False, emoji=False))
 
 
 def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:

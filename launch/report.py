@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
         return
     figure = runs[0].folder / "compare.png"
     draw_runs(runs, figure)
-    compare(runs, Console())
+    compare(runs, Console(markup=False, emoji=False))
     print(f"figure of all: {figure}\nof each run: loss.png, sample.txt, summary.txt in its folder")
 
 
@@ -165,7 +165,7 @@ def _losses(run: "Run") -> list[tuple[str, str]]:
     if valid is None:
         rows = [("not evaluated", f"python launch/evaluate.py checkpoint={run.folder}")]
         if run.validation:
-            seen = f"{run.validation[-1]['valid_loss']:.4f} nats per token on {run.config.train.eval_rows} rows"
+            seen = f"{run.validation[-1]['valid_loss']:.4f} nats per token on up to {run.config.train.eval_rows} rows"
             rows.append(("validation loss", seen))
         return rows
     rows = []

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
-from ssscale.config.registry import MIXERS, OPTIMIZERS, POSITIONS, SCHEDULES
+from ssscale.config.registry import IN_PLUGIN, MIXERS, OPTIMIZERS, POSITIONS, SCHEDULES
 from ssscale.config.schema import (
     Config,
     ModelConfig,
@@ -216,11 +216,12 @@ def _check_names(model: ModelConfig) -> None:
     for name in model.mixers:
         if name not in MIXERS:
             raise UserError(
-                f"model.mixers={_listed(model.mixers)}: there is no mixer {name}; use {alternatives(list(MIXERS))}"
+                f"model.mixers={_listed(model.mixers)}: there is no mixer {name}; use {alternatives(list(MIXERS))}, "
+                f"{IN_PLUGIN}"
             )
     method = model.position.method
     if method not in POSITIONS:
-        raise UserError(f"model.position.method must be one of {', '.join(POSITIONS)}, not {method!r}")
+        raise UserError(f"model.position.method must be one of {', '.join(POSITIONS)}, not {method!r}, {IN_PLUGIN}")
 
 
 def check_mixers(model: ModelConfig) -> None:
@@ -289,7 +290,7 @@ def _check_position(model: ModelConfig, gpu: bool = False) -> None:
 def _check_optimizer(config: Config) -> None:
     given = config.optimizer
     if given.name not in OPTIMIZERS:
-        raise UserError(f"optimizer.name must be one of {', '.join(OPTIMIZERS)}, not {given.name!r}")
+        raise UserError(f"optimizer.name must be one of {', '.join(OPTIMIZERS)}, not {given.name!r}, {IN_PLUGIN}")
     given.chosen.check(config)
     for name in OPTIMIZERS:
         options = getattr(given, name)
@@ -301,7 +302,9 @@ def _check_optimizer(config: Config) -> None:
 def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int) -> None:
     schedule = stage.schedule
     if schedule.kind not in SCHEDULES:
-        raise UserError(f"{key}.schedule.kind must be one of {', '.join(SCHEDULES)}, not {schedule.kind!r}")
+        raise UserError(
+            f"{key}.schedule.kind must be one of {', '.join(SCHEDULES)}, not {schedule.kind!r}, {IN_PLUGIN}"
+        )
     kind = SCHEDULES[schedule.kind]
     if stage.tokens < tokens_per_step:
         raise UserError(

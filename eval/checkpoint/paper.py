@@ -137,6 +137,6 @@ def paper_tables(results: Mapping[str, Mapping[str, Any]], name: str) -> list[Ta
 
 def show_paper(tasks: Mapping[str, Mapping[str, Any]], name: str, console: Console) -> None:
     """Print `paper_tables` for the "tasks" entry of a results file."""
-    wide = Console(width=max(console.width, 150))  # a narrower console cuts Table 2
+    wide = Console(width=max(console.width, 150), markup=False, emoji=False)  # a narrower console cuts Table 2
     for table in paper_tables(tasks, name):
         wide.print(table)

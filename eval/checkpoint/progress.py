@@ -37,8 +37,8 @@ def track(
 
 
 def _bar(items: Iterable[T], name: str, total: int) -> Iterator[T]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    console = Console(stderr=True, markup=False, emoji=False)
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
         yield from progress.track(items, total=total, description=name)
 

@@ -4,6 +4,7 @@ This file holds results of whole tasks with their default settings. Other settin
 """
 
 import fcntl
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -29,13 +30,24 @@ def results_file(checkpoint: Path, changes: Sequence[str] = (), out: str | None 
     limit=100. Their results go into a folder named after them. So results of different settings never replace each
     other.
     out: a folder in place of RUN/eval, or a .json file that is used for all settings.
+    Raises UserError if one key is changed twice: the order would count, which the folder's name does not tell.
     """
+    check_keys(changes)
     if out is not None and out.endswith(".json"):
         return Path(out)
     folder = run_folder(checkpoint) / FOLDER if out is None else Path(out)
     if changes:
         folder /= ",".join(sorted(change.replace("/", "_") for change in changes))
     return folder / f"{checkpoint.resolve().name}.json"
+
+
+def check_keys(changes: Sequence[str]) -> None:
+    """Raise UserError if changes such as `key=value` name one key twice, or a key and its section."""
+    keys = sorted(change.partition("=")[0] for change in changes)
+    for key, later in itertools.pairwise(keys):
+        if f"{later}.".startswith(f"{key}."):
+            both = f"{key} is changed twice" if key == later else f"{key} and {later}, which is in it, are both changed"
+            raise UserError(f"{both}: give it once, as results are kept by their changes in any order")
 
 
 def check_same(file: Path, checkpoint: Path, settings: dict[str, Any]) -> None:
@@ -96,5 +108,6 @@ def add_results(file: Path, results: dict[str, Any]) -> None:
 
 def newest_results(run: Path) -> dict[str, Any]:
     """Return the results of the newest evaluated checkpoint of a run, or {} if there are none."""
-    files = sorted((run / FOLDER).glob("step-*.json"), key=lambda file: int(file.stem.removeprefix("step-")))
+    found = [(file.stem.removeprefix("step-"), file) for file in (run / FOLDER).glob("step-*.json")]
+    files = [file for _, file in sorted((int(step), file) for step, file in found if step.isdecimal())]
     return read_results(files[-1]) if files else {}

@@ -47,7 +47,7 @@ class Run:
             folder,
             read_yaml(saved),
             training,
-            [record for record in records if "valid_loss" in record],
+            [record for record in records if record.keys() >= {"tokens", "valid_loss"}],
             newest_results(folder),
             find_checkpoint(folder, "RUN", quiet=True) if has_any else None,
         )

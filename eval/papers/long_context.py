@@ -37,7 +37,7 @@ from torch import Tensor
 from eval.checkpoint.command import begun, sentences, whole_numbers, write
 from eval.checkpoint.documents import read_documents
 from eval.checkpoint.environment import prepare
-from eval.checkpoint.results import results_file, run_folder
+from eval.checkpoint.results import check_keys, results_file, run_folder
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.parts import Parts, Share, processes_of, share_out
 from ssscale.errors import UserError
@@ -45,7 +45,7 @@ from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import initialize
 from ssscale.train.build import load_model
-from ssscale.train.checkpoint_folder import saved_config
+from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
 from ssscale.train.reading import reading
 
 CHANGEABLE = ("model.mixers", "model.mixer.", "model.position.")
@@ -257,6 +257,20 @@ def parse_lengths(text: str) -> list[int]:
     return lengths
 
 
+def runs_and_changes(texts: list[str]) -> tuple[list[Path], list[str]]:
+    """Return the runs and the changed keys among the arguments. Raises UserError before any run is evaluated."""
+    changes = [text for text in texts if text.startswith(CHANGEABLE)]
+    runs = [Path(text) for text in texts if text not in changes]
+    for run in runs:
+        if "=" in str(run) and not run.exists():
+            raise UserError(f"{run}: there is no such folder, and keys to change begin with {', '.join(CHANGEABLE)}")
+        find_checkpoint(run, "RUN", quiet=True)  # `reading` reports damage
+    if not runs:
+        raise UserError("no run is given: name a run or a checkpoint beside the keys to change")
+    check_keys(changes)
+    return runs, changes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")
@@ -270,7 +284,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, help="processes that share the windows (one per GPU)")
     parser.add_argument("--share", help=argparse.SUPPRESS)  # what share_out starts
     arguments = parser.parse_intermixed_args()
-    changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]
     prepare()
     with sentences():
         if arguments.windows < 1:
@@ -278,13 +291,12 @@ def main() -> None:
         if arguments.join and arguments.articles:
             raise UserError("--join and --articles exclude each other")
         lengths = parse_lengths(arguments.lengths)
+        runs, changes = runs_and_changes(arguments.runs)
         share = Share.parse(arguments.share) if arguments.share else None
         if share is None and (count := processes_of(arguments.processes)) > 1:
             share_out("eval.papers.long_context", sys.argv[1:], count)
-        for run in arguments.runs:
-            if run in changes:
-                continue
-            evaluation = Evaluation(Path(run), changes, arguments, lengths)
+        for run in runs:
+            evaluation = Evaluation(run, changes, arguments, lengths)
             if share is None:
                 print(evaluation.run())
             else:

@@ -34,7 +34,7 @@ from eval.checkpoint.environment import prepare
 from eval.checkpoint.results import results_file, run_folder
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.attention_weights import mass, recorded
-from eval.papers.long_context import CHANGEABLE
+from eval.papers.long_context import runs_and_changes
 from eval.papers.parts import Parts, Share, processes_of, share_out
 from ssscale.data.questions import question_tokens
 from ssscale.errors import UserError
@@ -280,7 +280,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, help="processes that share the prompts (one per GPU)")
     parser.add_argument("--share", help=argparse.SUPPRESS)  # what share_out starts
     arguments = parser.parse_intermixed_args()
-    changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]
     prepare()
     with sentences():
         default = "8000" if arguments.scores else "1000,2000,4000,6000,8000,10000"
@@ -290,14 +289,13 @@ def main() -> None:
             raise UserError("--samples and --trials must be at least 1")
         if arguments.scores and len(lengths) > 1:
             raise UserError(f"--lengths={arguments.lengths}: --scores takes one length")
+        runs, changes = runs_and_changes(arguments.runs)
         kind = "needle_scores" if arguments.scores else "needle"
         share = Share.parse(arguments.share) if arguments.share else None
         if share is None and (count := processes_of(arguments.processes)) > 1:
             share_out("eval.papers.needle", sys.argv[1:], count)
-        for run in arguments.runs:
-            if run in changes:
-                continue
-            evaluation = Evaluation(Path(run), changes, arguments, kind)
+        for run in runs:
+            evaluation = Evaluation(run, changes, arguments, kind)
             if arguments.scores:
                 evaluation.score(lengths[0], arguments.trials, share)
             else:

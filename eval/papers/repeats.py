@@ -27,7 +27,7 @@ from eval.checkpoint.documents import read_documents
 from eval.checkpoint.environment import prepare
 from eval.checkpoint.results import results_file, run_folder
 from eval.checkpoint.text import TextTokenizer
-from eval.papers.long_context import CHANGEABLE, PASS_TOKENS
+from eval.papers.long_context import PASS_TOKENS, runs_and_changes
 from eval.papers.needle import Haystack
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
@@ -153,7 +153,6 @@ def main() -> None:
     parser.add_argument("--depths", default="10,50,90", help="positions of the passage in percent of the text")
     parser.add_argument("--samples", type=int, default=100, help="prompts per length and depth")
     arguments = parser.parse_intermixed_args()
-    changes = [text for text in arguments.runs if text.startswith(CHANGEABLE)]
     prepare()
     with sentences():
         if arguments.samples < 1:
@@ -161,9 +160,9 @@ def main() -> None:
         depths = whole_numbers(arguments.depths, "--depths", 0, 100)
         lengths = whole_numbers(arguments.lengths, "--lengths")
         cells = [(length, depth) for length in lengths for depth in (None, *depths)]
-        for run in arguments.runs:
-            if run not in changes:
-                print(evaluate(Path(run), changes, arguments, cells))
+        runs, changes = runs_and_changes(arguments.runs)
+        for run in runs:
+            print(evaluate(run, changes, arguments, cells))
 
 
 if __name__ == "__main__":

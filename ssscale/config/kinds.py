@@ -1,10 +1,11 @@
 """The keys of configuration sections and their annotations, including the options of registered classes."""
 
 import dataclasses
+import difflib
 import enum
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ssscale.config.schema import MixerConfig, ModelChanges, ModelConfig, OptimizerConfig, PositionConfig
@@ -49,6 +50,46 @@ def is_leaf(kind: Any) -> bool:
 
 def join(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
+
+
+def registered(kind: Any, name: str, value: object) -> list[str]:
+    """Returns what has options in the section `kind`, names like `name` if there are any. `name` is not one of them.
+
+    The result is empty if `value` cannot be the options of something that a plugin registers.
+    """
+    if not isinstance(value, dict) or not hasattr(kind, "registry"):
+        return []
+    return difflib.get_close_matches(name, kind.registry) or list(kind.registry)
+
+
+def words(kind: Any) -> list[str]:
+    """Returns the words that a union accepts besides its first type."""
+    members = kind.__args__[1:] if isinstance(kind, types.UnionType) else ()
+    return [
+        name for word in members if isinstance(word, type) and issubclass(word, enum.Enum) for name in word.__members__
+    ]
+
+
+def expected(kind: Any) -> str:
+    """Describes the values of a type, as in "a whole number" or "one of none, full"."""
+    if isinstance(kind, types.UnionType):
+        return one_of([expected(strip_none(kind)), *words(kind)])
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return f"a list of {len(arguments)} numbers"
+    if origin is list:
+        return "a list"
+    if kind is ModelChanges:
+        return "a section"
+    if origin is dict:
+        return "a section of `name: number`"
+    if issubclass(kind, enum.Enum):
+        return "one of " + ", ".join(kind.__members__)
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+
+
+def one_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
 
 def spelled(value: object) -> str:

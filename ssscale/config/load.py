@@ -11,7 +11,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ssscale.config.kinds import hints, is_leaf, join, keys, strip_none
+from ssscale.config.kinds import expected, hints, is_leaf, join, keys, one_of, registered, strip_none, words
+from ssscale.config.registry import IN_PLUGIN
 from ssscale.config.schema import Config, ModelChanges, ModelConfig
 from ssscale.config.yaml_nodes import check_nodes
 from ssscale.errors import UserError
@@ -136,7 +137,7 @@ def _find(name: str, folder: Path, asked_by: str) -> Path:
     if folder is CONFIGS and "/" not in name:
         known = run_names()
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {_one_of(near)}?" if near else f"there are {', '.join(known)}"
+    hint = f"did you mean {one_of(near)}?" if near else f"there are {', '.join(known)}"
     raise UserError(f"{asked_by}: there is no configs/{name}.yaml; {hint}")
 
 
@@ -240,7 +241,8 @@ def _step(kind: Any, node: Any, part: str, key: str, here: str, options: Iterabl
         raise UserError(f"{key}: {here} has {len(node)} entries, numbered from 0; {part!r} is not one of them")
     elif typing.get_origin(kind) is dict and isinstance(node, dict):
         return part, typing.get_args(kind)[1]
-    raise UserError(_unknown(key, "", options))
+    last = f"{here}.{part}" == key
+    raise UserError(_unknown(key, "", options, registered(kind, part, None if last else {})))
 
 
 def _build_config(tree: Tree, source: str) -> Config:
@@ -268,7 +270,7 @@ def _build(kind: Any, value: Any, key: str, source: str) -> Any:
         known = hints(kind)
         for name in value:
             if name not in known:
-                raise UserError(_unknown(join(key, name), source))
+                raise UserError(_unknown(join(key, name), source, registered=registered(kind, name, value[name])))
         return kind(**{name: _build(known[name], entry, join(key, name), source) for name, entry in value.items()})  # type: ignore[operator]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (list, tuple) and isinstance(value, list | tuple):
@@ -301,15 +303,9 @@ def _build_union(kind: types.UnionType, value: Any, key: str, source: str) -> An
     try:
         return _build(strip_none(kind), value, key, source)
     except UserError:
-        if _words(kind):
+        if words(kind):
             raise _wrong(kind, value, key, source) from None
         raise
-
-
-def _words(kind: Any) -> list[str]:
-    """Returns the words that a union accepts besides its first type."""
-    members = kind.__args__[1:] if isinstance(kind, types.UnionType) else ()
-    return [name for word in members if isinstance(word, type) and issubclass(word, Enum) for name in word.__members__]
 
 
 def _check(kind: Any, value: Any, key: str, source: str) -> None:
@@ -319,34 +315,20 @@ def _check(kind: Any, value: Any, key: str, source: str) -> None:
         known = hints(kind)
         for name, entry in value.items():
             if name not in known:
-                raise UserError(_unknown(join(key, name), source))
+                raise UserError(_unknown(join(key, name), source, registered=registered(kind, name, entry)))
             _check(known[name], entry, join(key, name), source)
     elif "${" not in str(value) or (isinstance(value, str) and not is_leaf(kind)):
         _build(kind, value, key, source)
 
 
 def _wrong(kind: Any, value: Any, key: str, source: str) -> UserError:
-    return UserError(f"{key} must be {_expected(kind)}, not {_show(value)}{_in(source)}")
+    return UserError(f"{key} must be {expected(kind)}, not {_show(value)}{_in(source)}")
 
 
-def _expected(kind: Any) -> str:
-    if isinstance(kind, types.UnionType):
-        return _one_of([_expected(strip_none(kind)), *_words(kind)])
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        return f"a list of {len(arguments)} numbers"
-    if origin is list:
-        return "a list"
-    if kind is ModelChanges:
-        return "a section"
-    if origin is dict:
-        return "a section of `name: number`"
-    if issubclass(kind, Enum):
-        return "one of " + ", ".join(kind.__members__)
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
-
-
-def _unknown(key: str, source: str, options: Iterable[str] = ()) -> str:
+def _unknown(key: str, source: str, options: Iterable[str] = (), registered: Sequence[str] = ()) -> str:
+    """registered: what has options beside those at `key`, if they may be the options of something that a plugin registers."""
+    if registered:
+        return f"there is no key {key!r}{_in(source)}; use the options of {one_of(registered)}, {IN_PLUGIN}"
     index = re.search(r"\.(\d+)(\.|$)", key)
     valid = [name.replace("[]", index.group(1) if index else "0") for name in keys(Config, "")] + list(options)
     if not key.startswith("train.stages"):  # every key of the model is also valid in stages
@@ -355,7 +337,7 @@ def _unknown(key: str, source: str, options: Iterable[str] = ()) -> str:
     near = [name for name in valid if name.rpartition(".")[2] == last][:3]
     near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
     near = near or [n for n in valid if difflib.get_close_matches(last, [n.rpartition(".")[2]], cutoff=0.7)][:1]
-    hint = f"did you mean {_one_of(near)}?" if near else "ssscale/config/schema.py lists them all"
+    hint = f"did you mean {one_of(near)}?" if near else "ssscale/config/schema.py lists them all"
     return f"there is no key {key!r}{_in(source)}; {hint}"
 
 
@@ -380,10 +362,6 @@ def _merge(under: Tree, over: Tree) -> Tree:
 
 def _in(source: str) -> str:
     return f" (in {source})" if source else ""
-
-
-def _one_of(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
 
 def _show(value: Any) -> str:

@@ -25,6 +25,8 @@ from ssscale.errors import UserError
 
 T = TypeVar("T")
 
+IN_PLUGIN = "or name the file of the plugin that defines it in the environment variable SSSCALE_PLUGINS"
+
 
 class Registry(Mapping[str, T], Generic[T]):
     """Maps names to what is registered under them, for one configuration key such as `model.mixers`.
@@ -62,7 +64,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         self._discover()
         if name not in self._found:
-            raise UserError(f"{self.key}={name} is not known: use one of {', '.join(self)}")
+            raise UserError(f"{self.key}={name} is not known: use one of {', '.join(self)}, {IN_PLUGIN}")
         return self._found[name]
 
     def __contains__(self, name: object) -> bool:

@@ -20,6 +20,8 @@ def check_run(config: Config) -> None:
     Only the data folder that the run reads first is checked, because those of later stages may not exist yet.
     """
     folder, plan = Path(config.folder), Plan(config)
+    if config.train.profile is not None and config.train.profile > plan.total_steps:
+        raise UserError(f"train.profile={config.train.profile} is beyond the last step of the run, {plan.total_steps}")
     check_folder(folder, config)
     check_unused(folder)
     saved: list[Path] = []
@@ -30,6 +32,8 @@ def check_run(config: Config) -> None:
     step = next((step_of(path) for path in reversed(saved) if intact(path)), 0)
     own = plan.configs[plan.at(step).stage]
     sources = check_data(own)
+    if sources and config.train.eval_every:
+        _check_validation(own.data.path)
     for index, stage in enumerate(config.train.stages):
         unknown = [name for name in stage.mix or {} if name not in sources]
         if sources and unknown and plan.configs[index].data.path == own.data.path:
@@ -37,6 +41,13 @@ def check_run(config: Config) -> None:
                 f"train.stages.{index}.mix names {unknown[0]!r}, which is not a source of {own.data.path} "
                 f"({', '.join(sources)}): use its sources, or null for all in proportion to their sizes"
             )
+
+
+def _check_validation(folder: str) -> None:
+    """Raises UserError if the data folder has no rows for the validation during training."""
+    manifest = manifests.read(Path(folder) / manifests.NAME)
+    hint = "pack it with a part for validation (--valid-fraction), or set train.eval_every=0"
+    manifests.sources(manifest, folder, "valid", hint)
 
 
 def check_data(config: Config, path: str | None = None, split: str = "train", hint: str | None = None) -> list[str]:

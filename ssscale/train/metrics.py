@@ -76,7 +76,7 @@ class _Outputs:
         self.file = Appender(path)
         self.tensorboard = EventFile(folder / "tensorboard", first_step + 1)
         self.newest = first_step
-        self.console = Console(soft_wrap=True)
+        self.console = Console(soft_wrap=True, markup=False, emoji=False)
         columns = (
             TextColumn("training"),
             BarColumn(),

@@ -188,7 +188,10 @@ def not_there(scene: Scene) -> None:
     scene.plant, scene.harmed, scene.names = impatient, what, str(scene.run)
 
 
-RECORDED = "lines that cannot be read are moved to metrics.damaged.jsonl, a folder of its name to metrics.jsonl.aside-0"
+RECORDED = (
+    "lines that cannot be read, and losses of a step that has two, are moved to metrics.damaged.jsonl; a folder of its name "
+    "is moved to metrics.jsonl.aside-0"
+)
 
 
 @kind(METRICS, "damaged in any way", GOES_ON, RECORDED)

@@ -119,6 +119,12 @@ def test_command_prints_every_figure(capsys):
         assert f"memory: {part}" in out
 
 
+@pytest.mark.parametrize(("steps", "hours"), [(1, "0.0013"), (1000, "1.3"), (8000, "10"), (100_000, "126")])
+def test_few_gpu_hours_have_two_digits(steps, hours, capsys):
+    command.main(["config=162m_softmax", "gpus=8", f"train.max_steps={steps}"])
+    assert f" {hours} GPU hours " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [

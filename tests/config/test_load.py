@@ -106,6 +106,12 @@ def test_round_trip_is_exact(tmp_path):
         ("gpu=64", "there is no key 'gpu'; did you mean gpus?"),
         ("zzz.qqq=1", "there is no key 'zzz.qqq'; ssscale/config/schema.py lists them all"),
         ("model.num_layers.x=1", "did you mean model.num_layers?"),
+        (
+            "model.mixer.own.rate=1",
+            "use the options of softmax, ssmax or stickbreaking, or name the file of the plugin",
+        ),
+        ("model.mixer.stickbraking.skip_below=0", "use the options of stickbreaking, or name the file of the plugin"),
+        ("optimizer.weigth_decay=0", "did you mean optimizer.weight_decay?"),
         ("model.num_layers=two", "model.num_layers must be a whole number, not 'two'"),
         ("model.num_layers=2.5", "model.num_layers must be a whole number, not 2.5"),
         ("model.num_layers=true", "model.num_layers must be a whole number, not true"),

@@ -323,6 +323,10 @@ def test_the_command_predicts(capsys: pytest.CaptureFixture[str]) -> None:
         (["nodes=0"], "nodes must be at least 1, not 0"),
         (["nodes=2", "network=0"], "network must be above 0, not 0"),
         (["nodes=2", "gpu_memory=9"], "no layout of 3b_sb with train.recompute=none fits 16 GPUs of 9 GiB"),
+        (
+            ["nodes=1", "gpus=1", "gpu_memory=9", "train.recompute=full"],
+            "fits 1 GPU of 9 GiB and divides train.batch_size=1024: try another batch",
+        ),
         (["nodes=2", "model.num_heads=7"], "model.num_heads=7 does not divide"),
     ],
 )

@@ -61,6 +61,11 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
         (["--source", "a={root}/a.jsonl", "--valid-fraction", "2"], "valid_fraction 2.0"),
         (["--source", "a=stdlib:music"], "unknown source stdlib:music"),
         (["--source", "a={root}/a.jsonl", "--source", "b={root}/a.jsonl:valid"], "'b' has validation files"),
+        (["--source", "a={root}/a.jsonl", "--source", "a={root}/*.jsonl"], "source 'a' reads {root}/a.jsonl twice"),
+        (
+            ["--source", "a={root}", "--source", "a={root}/a.jsonl:valid"],
+            "a.jsonl for training and for validation: name it",
+        ),
         (["--source", "a={root}/a.jsonl", "--out", "{root}"], "{root} holds something else (a.jsonl)"),
         (["--source", "a={root}/a.jsonl", "--out", "{root}/a.jsonl"], "a.jsonl is a file"),
         (["--source", "a={root}/a.jsonl", "--workers", "0"], "--workers 0"),
@@ -71,6 +76,12 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
         (["--config", "{root}/bound.yaml"], "where.a.n is {{'mim': 1}}: a range is {{min: NUMBER"),
         (["--config", "{root}/word.yaml"], "where.a.n is {{'min': 'x'}}: a range is"),
         (["--config", "{root}/none.yaml"], "where.a.n is {{}}: a range is"),
+        (
+            ["--config", "{root}/text.yaml"],
+            "where.a filters records by their columns, which {root}/a.txt does not have",
+        ),
+        (["--source", "a={root}/a.jsonl", "--save-every", "-1"], "--save-every -1.0 must be at least 0"),
+        (["--source", "a={root}/a.jsonl", "--save-every", "nan"], "--save-every nan must be at least 0"),
         ([], "no source"),
     ],
 )
@@ -83,6 +94,8 @@ def test_flags_and_files(flags, sentence, tokenizer, tmp_path, capsys):
     (tmp_path / "latin.yaml").write_bytes(b"caf\xe9: 1\n")
     (tmp_path / "cut.yaml").write_text("seed: 1\nsources: {a: b\n")
     (tmp_path / "buffer.yaml").write_text("buffer_tokens: 0\n")
+    (tmp_path / "a.txt").write_text("text " * 99)
+    (tmp_path / "text.yaml").write_text(f"sources: {{a: {tmp_path}/a.txt}}\nwhere: {{a: {{language: en}}}}\n")
     for name, condition in (("bound", "{mim: 1}"), ("word", "{min: x}"), ("none", "{}")):
         (tmp_path / f"{name}.yaml").write_text(
             f"sources: {{a: {tmp_path}/a.jsonl}}\nwhere: {{a: {{n: {condition}}}}}\n"

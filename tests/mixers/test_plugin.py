@@ -1,5 +1,7 @@
 """A mixer in one file goes through everything: config, training, parallelism, estimate, resume, generation, export."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,23 @@ def test_it_is_estimated(command: Command) -> None:
 def test_what_it_does_not_have_is_said(changes: list[str], sentence: str, command: Command) -> None:
     said = command("launch/pretrain.py", "config=tiny_softmax", *SHAPE, *MODEL, *changes, code=2)
     assert sentence in said
+
+
+@pytest.mark.parametrize("reader", ["evaluate.py", "export.py", "report.py", "pretrain.py"])
+def test_without_the_plugin_its_variable_is_named(reader: str, run: Path, corpus: Path, tmp_path: Path) -> None:
+    arguments = {
+        "evaluate.py": [f"checkpoint={run}", "tasks=none"],
+        "export.py": [f"checkpoint={run}", f"out={tmp_path / 'out'}"],
+        "report.py": [str(run)],
+        "pretrain.py": ["config=tiny_softmax", *SHAPE, *MODEL, f"run_dir={run}", f"data.path={corpus}"],
+    }[reader]
+    done = subprocess.run([sys.executable, f"launch/{reader}", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "retnet" in done.stderr
+    assert done.stderr.endswith(
+        "or name the file of the plugin that defines it in the environment variable SSSCALE_PLUGINS\n"
+    )
 
 
 def test_it_generates_and_exports(run: Path, command: Command, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import itertools
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +110,47 @@ def test_a_layout_that_computes_something_else_is_named() -> None:
     said = warning(layout, first._replace(gradient_norm=1.178), first)
     assert said is not None
     assert "TP2 x DP2: the first step's gradient norm is 1.178, the first layout's 31.47" in said
+
+
+def test_failed_runs_are_named_at_the_end(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(benchmark_parallel, "check_data", lambda config: None)
+    found = Found([11.14], 31.47, 1.0, 1.0, 1.0)
+    monkeypatch.setattr(
+        benchmark_parallel, "execute", lambda layout, options, extra: found if layout.label == "DP2" else None
+    )
+    with pytest.raises(UserError) as raised:
+        benchmark_parallel.main(
+            ["part=long", "gpus=2", "data=x", "config=tiny_sb", f"folder={tmp_path}", "only=ring 2"]
+        )
+    log = f"{tmp_path}/long_tiny_sb_ring_2.log"
+    assert str(raised.value) == f"no run finished; their output is in the files: ring 2 ({log})"
+    with pytest.raises(UserError, match=r"^1 of 2 runs failed; their output is in the files: TP2 \(runs/speed_"):
+        benchmark_parallel.main(["part=speed", "gpus=2", "data=x", "only=DP2,TP2"])
+    assert "| DP2 |" in capsys.readouterr().out
+
+
+def test_a_folder_without_packed_data_is_refused_first(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(benchmark_parallel, "execute", lambda *_: pytest.fail("a run began"))
+    with pytest.raises(UserError, match=f"data folder {tmp_path} is empty or unfinished: make it with"):
+        benchmark_parallel.main(["part=speed", "gpus=2", f"data={tmp_path}"])
+
+
+def test_paths_lead_from_the_folder_of_the_caller(tmp_path, monkeypatch) -> None:
+    (tmp_path / "mine.yaml").write_text("include: [tiny_sb]\nname: mine\n")
+
+    def start(command: list[str], cwd: Path | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
+        here, keys = cwd or Path.cwd(), dict(part.split("=", 1) for part in command if "=" in part)
+        assert (here / keys["config"]).samefile(tmp_path / "mine.yaml")
+        assert here / keys["data.path"] == tmp_path / "data"
+        assert (here / keys["run_dir"]).parent == tmp_path / "runs"
+        return subprocess.CompletedProcess(command, 70, "failed: planted\n", "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(benchmark_parallel, "check_data", lambda config: None)
+    with pytest.raises(UserError, match="no run finished"):
+        benchmark_parallel.main(["part=speed", "gpus=2", "data=data", "config=mine.yaml", "only=DP2"])
+    assert (tmp_path / "runs/speed_mine.yaml_DP2.log").read_text() == "failed: planted\n"
 
 
 @pytest.mark.slow

@@ -1,16 +1,24 @@
 """What is looked at inside a run: the parts of a step, s by head, unspent sticks, live tiles; the profile of a step."""
 
 import gzip
+import hashlib
 import json
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ssscale_kernels.stickbreaking import stickbreaking_reference
 
+from ssscale.config import load_config
+from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
 from ssscale.model.mixers.stickbreaking import KEYS, ROWS, live_tiles
+from ssscale.train.early import check_run
+from ssscale.train.hooks.profile import Profile
+from ssscale.train.hooks.validation import Validation
 from ssscale.train.metrics import Metrics
 from tests.train.ranks import Ranks
 
@@ -64,6 +72,54 @@ def test_a_run_shows_its_parts_its_sticks_and_a_profile(corpus: Path, tmp_path: 
             f"phase/{phase}"
             for phase in ("start", *("forward", "backward", "communication") * 2, "data", "optimizer", "hooks", "next")
         ]
+
+
+def test_a_profile_beyond_the_last_step_is_refused(corpus: Path, tmp_path: Path) -> None:
+    keys = ["config=tiny_sb", f"data.path={corpus}", f"run_dir={tmp_path}", "train.max_steps=4"]
+    with pytest.raises(UserError, match=r"train\.profile=5 is beyond the last step of the run, 4"):
+        check_run(load_config([*keys, "train.profile=5"]))
+    check_run(load_config([*keys, "train.profile=4"]))
+
+
+def test_data_without_a_part_for_validation_is_refused_at_the_start(corpus: Path, tmp_path: Path) -> None:
+    """Not after the last step, as the validation there would."""
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    manifest = json.loads((data / "manifest.json").read_text())
+    del manifest["splits"]["valid"]
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    (data / "manifest.json").write_text(json.dumps(content | {"checksum": hashlib.sha256(text.encode()).hexdigest()}))
+    keys = ["config=tiny_sb", f"data.path={data}", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=r"no rows in its split 'valid': pack it with .*, or set train\.eval_every=0"):
+        check_run(load_config(keys))
+    check_run(load_config([*keys, "train.eval_every=0"]))
+
+
+@pytest.mark.parametrize(
+    ("done", "said"), [(2, ""), (3, "train.profile=3: nothing is profiled, as steps 4 to 9 are left")]
+)
+def test_a_resumed_run_says_that_its_profile_is_passed(done: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    hook = Profile(3, ranks=0)
+    for step in range(done, 9):
+        run = SimpleNamespace(state=SimpleNamespace(step=step), plan=SimpleNamespace(total_steps=9))
+        run.groups = SimpleNamespace(rank=0)
+        hook.agreed(run, None)  # type: ignore[arg-type]
+    assert caplog.messages == [said] * bool(said)
+
+
+def test_a_short_validation_split_is_said_once(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ssscale")
+    valid = PackedData.open(str(corpus), "valid")
+    rows = sum(
+        json.loads((corpus / "manifest.json").read_text())["splits"]["valid"][name]["rows"] for name in valid.names
+    )
+    hook = Validation(1)
+    for asked in (rows, rows + 1, rows + 1):
+        hook.say_rows(valid, asked)
+    assert caplog.messages == [
+        f"train.eval_rows={rows + 1}: the validation split has {rows} rows; each loss is over all of them"
+    ]
 
 
 @pytest.mark.parametrize("split", ["parallel.tensor=2", "parallel.zero_stage=3"])

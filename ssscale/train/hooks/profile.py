@@ -23,11 +23,18 @@ class Profile(Hook):
 
     def __init__(self, step: int | None, ranks: int) -> None:
         self.at, self.ranks = step, ranks
+        self.begun = False
         self.profile: torch.profiler.profile | None = None
         self.stopped = False
         self.phase: torch.profiler.record_function | None = None  # of the step, as the trace names it
 
     def agreed(self, run: "Run", agreed: "Agreed") -> None:
+        if not self.begun and self.at is not None:
+            self.begun, first, last = True, run.state.step + 1, run.plan.total_steps
+            if not first <= self.at <= last:
+                logger.warning(
+                    "train.profile=%d: nothing is profiled, as steps %d to %d are left", self.at, first, last
+                )
         if run.state.step + 1 != self.at or run.groups.rank >= self.ranks:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]

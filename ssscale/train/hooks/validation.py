@@ -1,5 +1,6 @@
 """`train.eval_every`: the validation loss of a run."""
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,20 +20,33 @@ if TYPE_CHECKING:
     from ssscale.train.run import Run
     from ssscale.train.step import Done
 
+logger = logging.getLogger("ssscale")
+
 
 class Validation(Hook):
     """Logs losses on the validation split of the current training data. Checkpoints keep the mean loss."""
 
     def __init__(self, every: int) -> None:
         self.every = every
+        self.said: set[str] = set()  # fingerprints of data whose split is known to have too few rows
 
     def act(self, run: "Run", done: "Done") -> None:
         with run.watch.paused():
             run.mark("evaluation")
             valid = open_data(run.config, "valid", fingerprint=run.source.fingerprint)
+            self.say_rows(valid, run.config.train.eval_rows)
             losses = validation_losses(run.engine.module, valid, run.config, run.groups)
             run.state = replace(run.state, valid_loss=losses["valid_loss"])
             run.metrics.write({"step": run.state.step, "tokens": run.state.tokens, **losses})
+
+    def say_rows(self, valid: PackedData, asked: int) -> None:
+        """Says once per data folder that the split has fewer rows than `train.eval_rows`."""
+        rows = sum(valid.sources.values())
+        if rows < asked and valid.fingerprint not in self.said:
+            self.said.add(valid.fingerprint)
+            logger.info(
+                "train.eval_rows=%d: the validation split has %d rows; each loss is over all of them", asked, rows
+            )
 
 
 @torch.no_grad()

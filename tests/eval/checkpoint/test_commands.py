@@ -61,6 +61,45 @@ def test_results_of_several_evaluations_are_merged(run):
     assert results["valid"]["nats_per_token"] > 0
 
 
+def test_the_folder_of_changed_keys_is_shown_as_it_is_named(run, capsys):
+    evaluate([f"checkpoint={run}", "tasks=cloze", "limit=2", "valid=false", "model.mixers=[softmax]"])
+    (file,) = (run / "eval").glob("limit=2,model.mixers=*/step-00000010.json")
+    assert file.parent.name == "limit=2,model.mixers=[softmax]"
+    shown = capsys.readouterr().out
+    assert f"results: {file}\n" in shown
+    assert "model.mixers=[softmax], limit=2" in shown
+
+
+def test_a_report_passes_over_what_is_not_of_a_run(run, capsys):
+    copy = run.with_name("strange")
+    shutil.copytree(run, copy)
+    (copy / "eval").mkdir(exist_ok=True)
+    (copy / "eval" / "step-last.json").write_text("{}")
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "valid_loss": 3.5}\n')
+    report([str(copy), "sample=false"])
+    assert "training loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["model.mixers=[softmax]", "model.mixers=[ssmax]"], "model.mixers is changed twice: give it once"),
+        (
+            ["model.position.rope.base=2", "model.position.rope={base: 3}"],
+            "model.position.rope and model.position.rope.base, which is in it, are both changed",
+        ),
+    ],
+)
+def test_a_key_changed_twice_is_refused(changes, said, run):
+    """The folder's name would be the same in the other order, where another value counts."""
+    with pytest.raises(UserError, match=said):
+        evaluate([f"checkpoint={run}", "tasks=none", "baseline=false", *changes])
+    assert (
+        results_file(run, ["model.position.rope.base=2", "limit=3"]).parent.name == "limit=3,model.position.rope.base=2"
+    )
+
+
 def test_keys_changed_for_an_evaluation_have_results_of_their_own(run):
     only_loss = [f"checkpoint={run}", "tasks=none", "baseline=false"]
     evaluate(only_loss)

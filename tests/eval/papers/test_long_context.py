@@ -128,6 +128,10 @@ def test_bad_input(run, texts, tmp_path, monkeypatch, capsys):
         ([run, "--texts", broken], "line 2, has no string with the key text or page"),
         ([tmp_path, "--texts", texts], "neither a checkpoint nor a run folder"),
         ([run, "--texts", texts, "--windows", 0], "--windows"),
+        (["model.position.rope.base=9", "--texts", texts], "no run is given"),
+        ([run, "model.positoin.rope.base=9", "--texts", texts], "keys to change begin with model.mixers"),
+        ([run, tmp_path / "nowhere", "--texts", texts], "nowhere: there is no such folder"),
+        ([run, *["model.position.rope.base=9"] * 2, "--texts", texts], "model.position.rope.base is changed twice"),
         ([run, "--texts", texts], "--lengths=20000 is longer than the longest document"),
         ([run, "--texts", texts, "model.position.rope.scaling=dynamic_ntk"], "train_length"),
     )
