@@ -158,6 +158,11 @@ def trained() -> list[Job]:
     ]
 
 
+def all_of(*commands: str) -> tuple[str, ...]:
+    """Runs all commands, also those after one that fails. The job fails then."""
+    return *(f"{command} || failed=1" for command in commands), '[ -z "${failed-}" ]'
+
+
 def parts(folder: str) -> str:
     """Writes where the time of the traced steps of runs in WORK/folder went."""
     traces = f'traces="$(ls -d "$WORK"/{folder}/parallel_* | paste -sd,)"'
@@ -212,9 +217,9 @@ def steps() -> list[Job]:
         Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
         Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
         Job("links", "docs/results/predicted_scaling.md", links, 1.8, gpus=2),
-        Job("exchange", several, exchanges, 6.5, gpus=2, after=("rows4096",)),
+        Job("exchange", several, all_of(*exchanges), 6.5, gpus=2, after=("rows4096",)),
         Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
-        Job("tensor", several, (*tensor, parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
+        Job("tensor", several, all_of(*tensor, parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
     ]
 
 
@@ -244,7 +249,7 @@ def options() -> list[Job]:
         for config in ("1b_softmax", "1b_sb")
     )
     return [
-        Job("zero", "docs/results/several_gpus.md", (*zero, parts("zero/*")), 3.8, gpus=2, after=("rows4096",)),
+        Job("zero", "docs/results/several_gpus.md", all_of(*zero, parts("zero/*")), 3.8, gpus=2, after=("rows4096",)),
         Job("deterministic", "train.deterministic", (bits, clean), 8.0, gpus=2, after=("rows1024",)),
         Job("fp8", "train.fp8", fp8, 15.0, after=("rows4096",)),
         Job("muon", "optimizer.name=muon", muon, 8.0, after=("rows1024",)),
