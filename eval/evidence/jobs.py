@@ -193,12 +193,8 @@ def steps() -> list[Job]:
         '| tee -a "$HERE/exchange.txt"',
         parts("exchange"),
     )
-    environments = (
-        "",
-        "NCCL_P2P_DISABLE=1",
-        sockets := "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1",
-        f"{sockets} {SOCKETS}",
-    )
+    sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"
+    environments = ("", "NCCL_P2P_DISABLE=1", sockets, f"{sockets} {SOCKETS}")
     links = tuple(
         f'env {environment} python launch/benchmark_links.py gpus=2 largest=256 | tee -a "$HERE/links.txt"'
         for environment in environments
