@@ -197,13 +197,9 @@ def steps() -> list[Job]:
         f'{SOCKETS} {exchange}"DP2 through sockets,DP2 overlap in bf16 through sockets" | tee -a "$HERE/exchange.txt"',
         parts("exchange"),
     )
-    environments = (
-        "",
-        "NCCL_P2P_DISABLE=1",
-        sockets := "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1",
-        f"{sockets} {SOCKETS}",
-        f"{sockets} NCCL_SOCKET_NTHREADS=16 NCCL_NSOCKS_PERTHREAD=4 NCCL_BUFFSIZE=16777216",
-    )
+    sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"
+    more = "NCCL_SOCKET_NTHREADS=16 NCCL_NSOCKS_PERTHREAD=4 NCCL_BUFFSIZE=16777216"
+    environments = ("", "NCCL_P2P_DISABLE=1", sockets, f"{sockets} {SOCKETS}", f"{sockets} {more}")
     links = tuple(
         f'env {environment} python launch/benchmark_links.py gpus=2 largest=256 | tee -a "$HERE/links.txt"'
         for environment in environments

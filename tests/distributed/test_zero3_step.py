@@ -56,8 +56,9 @@ def test_steps_change_no_bit(name: str, pairs: Pairs) -> None:
 
 
 def test_clipping_has_an_effect(pairs: Pairs) -> None:
+    """Norms of about 2 are clipped to 0.05, so that first moments become 40 times as small."""
     free, limited = (pairs[0][name][1]["states"] for name in ("no clipping", "clipping"))
-    assert not torch.allclose(free["embedding.weight", "exp_avg"], limited["embedding.weight", "exp_avg"], rtol=0.1)
+    assert 10 * limited["embedding.weight", "exp_avg"].norm() < free["embedding.weight", "exp_avg"].norm()
 
 
 def test_tensor_parallel_ranks_count_common_weights_once(pool4: Pool) -> None:

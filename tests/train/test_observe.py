@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ssscale.train.early import check_run
 from ssscale.train.hooks.profile import Profile
 from ssscale.train.hooks.validation import Validation
 from ssscale.train.metrics import Metrics
+from ssscale.train.step import Agreed
 from tests.train.ranks import Ranks
 
 
@@ -100,11 +102,11 @@ def test_data_without_a_part_for_validation_is_refused_at_the_start(corpus: Path
     ("done", "said"), [(2, ""), (3, "train.profile=3: nothing is profiled, as steps 4 to 9 are left")]
 )
 def test_a_resumed_run_says_that_its_profile_is_passed(done: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    hook = Profile(3, ranks=0)
+    hook, agreed = Profile(3, ranks=0), Agreed(num_targets=1, stop=False, written=True, failed=False, last_loss=0.0)
     for step in range(done, 9):
-        run = SimpleNamespace(state=SimpleNamespace(step=step), plan=SimpleNamespace(total_steps=9))
+        run: Any = SimpleNamespace(state=SimpleNamespace(step=step), plan=SimpleNamespace(total_steps=9))
         run.groups = SimpleNamespace(rank=0)
-        hook.agreed(run, None)  # type: ignore[arg-type]
+        hook.agreed(run, agreed)
     assert caplog.messages == [said] * bool(said)
 
 
