@@ -4,10 +4,11 @@ part=losses   the losses of each layout next to those of data parallelism and of
 part=speed    tokens/s, peak and estimated memory of each layout, with rows / data-parallel ranks per microbatch
 part=long     the same for the layouts with context parallelism only; use it with data of long rows
 part=weak     tokens/s per GPU on one GPU and on all, with ZeRO-1, accumulation 1 and rows / gpus on each GPU
-part=tensor   data parallelism, and tensor parallelism with blocks in pieces, whole, and with the options of gathers
-part=zero     the ZeRO stages, each with its default compilation, and stage 3 with compiled blocks
-part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off, on, with 8
-              multiprocessors left free, and in bf16
+part=tensor   data parallelism, and tensor parallelism with blocks in pieces, whole, with the options of gathers, and
+              with CUDA_DEVICE_MAX_CONNECTIONS=1, which starts kernels in the order of their launches
+part=zero     the ZeRO stages, and stage 3 without compiled blocks
+part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off, on, with
+              kernels in the order of their launches, and in bf16
 part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
 Figures are medians over the steps after the fourth. Each run prints a line when it ends and writes its output to
@@ -44,7 +45,7 @@ TRANSPORTS = {
     "through host memory": (("NCCL_P2P_DISABLE", "1"),),
     "through sockets": (("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")),
 }
-BESIDE = (" with 8 free", "parallel.free_multiprocessors=8")
+IN_ORDER = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)
 COMMAND = Command(
     about=__doc__,
     usage="python launch/benchmark_parallel.py part=PART gpus=N data=FOLDER [key=value ...]",
@@ -132,23 +133,14 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
             label=f"{whole.label} overlap_gathers", keys=(*whole.keys, "parallel.overlap_gathers=true")
         )
         both = kept._replace(label=f"{kept.label} overlap_gathers", keys=(*kept.keys, overlapped.keys[-1]))
-        beside = both._replace(label=f"{both.label}{BESIDE[0]}", keys=(*both.keys, BESIDE[1]))
-        return [every[0], tensor, whole, kept, overlapped, both, beside]
+        ordered = both._replace(label=f"{both.label} in order", environment=IN_ORDER)
+        return [every[0], tensor, whole, kept, overlapped, both, ordered]
     if part == "zero":
         stages = [every[0]._replace(label=f"ZeRO-{i}", keys=(f"parallel.zero_stage={i}",)) for i in (1, 2, 3)]
-        compiled = (*stages[-1].keys, "train.compile=block")
-        return [*stages, stages[-1]._replace(label="ZeRO-3 compiled", keys=compiled)]
+        plain = (*stages[-1].keys, "train.compile=none")
+        return [*stages, stages[-1]._replace(label="ZeRO-3 not compiled", keys=plain)]
     if part == "exchange":
-        ways = {"": (), " overlap": ("parallel.overlap=true",)}
-        ways[f" overlap{BESIDE[0]}"] = (*ways[" overlap"], BESIDE[1])
-        ways[" overlap in bf16"] = (*ways[" overlap"], "parallel.overlap_bf16=true")
-        return [
-            Run("DP1", 1),
-            *(
-                Run(f"DP{gpus}{way} {transport}", gpus, keys=keys, environment=environment)
-                for (transport, environment), (way, keys) in itertools.product(TRANSPORTS.items(), ways.items())
-            ),
-        ]
+        return exchanges(gpus)
     if part == "skip":
         ring = Run(f"ring {gpus}", gpus, ring=gpus)
         exact = [(name, *option) for name, mixer in MIXERS.items() for option in mixer.exact.items()]
@@ -156,6 +148,24 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         said = ", ".join(f"{option}={value}" for _, option, value in exact)
         return [ring, ring._replace(label=f"ring {gpus} with {said}", keys=keys)]
     return every
+
+
+def exchanges(gpus: int) -> list[Run]:
+    """Returns one GPU, and data parallelism over each transport in each way."""
+    overlap = ("parallel.overlap=true",)
+    ways: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
+        "": ((), ()),
+        " overlap": (overlap, ()),
+        " overlap in order": (overlap, IN_ORDER),
+        " overlap in bf16": ((*overlap, "parallel.overlap_bf16=true"), ()),
+    }
+    return [
+        Run("DP1", 1),
+        *(
+            Run(f"DP{gpus}{way} {transport}", gpus, keys=keys, environment=(*network, *more))
+            for (transport, network), (way, (keys, more)) in itertools.product(TRANSPORTS.items(), ways.items())
+        ),
+    ]
 
 
 def chosen(part: str, gpus: int, rows: int, only: str | None) -> list[Run]:

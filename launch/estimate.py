@@ -196,7 +196,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
         "tokens/s per GPU", f"{result.tokens_per_second_per_gpu:,.0f}", f"MFU {mfu:.3g} of 989 TFLOP/s (H100)"
     )
     if train.fp8 is not Fp8.none:
-        compiled = config.compile_on_gpu is not Compile.none
+        compiled = config.compiled() is not Compile.none
         why = "in the line above" if compiled else "whose casts are not compiled here"
         table.add_row("", f"× {fp8_speedup(config):.3f}", f"assumed gain of fp8 {train.fp8.value}, {why}")
     table.add_row("tokens per day", f"{result.tokens_per_day:,.0f}", "")

@@ -51,7 +51,6 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
         ulysses=parallel.ulysses,
         ring=parallel.ring,
         shard_within=parallel.shard_within,
-        free_multiprocessors=parallel.free_multiprocessors,
     )
     if config.train.fp8 is not Fp8.none:
         refuse_without_fp8(config.train.fp8.value, groups.device)

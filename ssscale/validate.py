@@ -105,7 +105,6 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "optimizer.weight_decay": (AT_LEAST_0,),
     "optimizer.vector_lr_multiplier": (AT_LEAST_0,),
     "optimizer.clip": (AT_LEAST_0,),
-    "parallel.free_multiprocessors": (AT_LEAST_0, SIZE),
     "train.batch_size": (AT_LEAST_1, SIZE),
     "train.microbatch": (AT_LEAST_1, SIZE),
     "train.max_steps": (AT_LEAST_0,),

@@ -65,12 +65,6 @@ def _check_overlap(config: Config) -> None:
             "parallel.overlap=true does not go with train.compile=model, whose one graph returns all gradients at its end: "
             "use train.compile=block"
         )
-    beside = parallel.overlap or parallel.overlap_gathers or config.gathers_blocks
-    if parallel.free_multiprocessors and not beside:
-        raise UserError(
-            f"parallel.free_multiprocessors={parallel.free_multiprocessors} only slows a run whose exchanges do not run beside "
-            "computation: set parallel.overlap=true or parallel.overlap_gathers=true too, or leave it out"
-        )
 
 
 def _check_compile(config: Config) -> None:

@@ -1,5 +1,7 @@
 """Says where the time of a training step went, from the traces that `train.profile` has written on GPUs.
 
+The step begins with its first backward pass, and ends where that of the next step could begin: updated weights may be
+gathered during the next forward pass. Only the last step of a run, which has no next one, begins with its forward pass.
 Each moment of the step belongs to one part, so that the parts add up to the step:
 
     matrix products, attention, elementwise
@@ -52,6 +54,7 @@ class Event(NamedTuple):
     start: float
     end: float
     part: str
+    launched: float  # by the host; `start` if that is not known
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -90,8 +93,9 @@ def gpu_events(trace: Iterable[dict[str, Any]]) -> list[Event]:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         launched = launches.get(event.get("args", {}).get("correlation"))
-        late = launched is not None and any(start <= launched < end for start, end in optimizing)
-        found.append(Event(*span(event), part_of(event["name"], late)))
+        launched = event["ts"] if launched is None else launched
+        late = any(start <= launched < end for start, end in optimizing)
+        found.append(Event(*span(event), part_of(event["name"], late), launched))
     return found
 
 
@@ -100,11 +104,17 @@ def span(event: dict[str, Any]) -> tuple[float, float]:
 
 
 def step_of(trace: Iterable[dict[str, Any]], events: Sequence[Event]) -> tuple[float, float]:
-    """Returns the start and the end of the step: that of its annotations or, in a trace without them, of the GPU's work."""
-    spans = [
-        span(event) for event in trace if event["name"].startswith(PHASE) and event.get("cat") == "user_annotation"
-    ]
-    spans = spans or [(event.start, event.end) for event in events]
+    """Returns the start and the end of the step.
+
+    With an annotation `next`: of what the GPU computed from the first backward pass on. Else of the annotations or, in a
+    trace without them, of the GPU's work.
+    """
+    phases = [event for event in trace if event["name"].startswith(PHASE) and event.get("cat") == "user_annotation"]
+    backward = min((event["ts"] for event in phases if event["name"] == PHASE + "backward"), default=None)
+    if backward is not None and any(event["name"] == PHASE + "next" for event in phases):
+        computed = [event for event in events if event.part != EXCHANGE]
+        return min(e.start for e in computed if e.launched >= backward), max(e.end for e in computed)
+    spans = [span(event) for event in phases] or [(event.start, event.end) for event in events]
     return min(start for start, _ in spans), max(end for _, end in spans)
 
 

@@ -158,6 +158,11 @@ def trained() -> list[Job]:
     ]
 
 
+def all_of(*commands: str) -> tuple[str, ...]:
+    """Runs all commands, also those after one that fails. The job fails then."""
+    return *(f"{command} || failed=1" for command in commands), '[ -z "${failed-}" ]'
+
+
 def parts(folder: str) -> str:
     """Writes where the time of the traced steps of runs in WORK/folder went."""
     traces = f'traces="$(ls -d "$WORK"/{folder}/parallel_* | paste -sd,)"'
@@ -172,9 +177,9 @@ def steps() -> list[Job]:
     )
     best = ",TP2 whole keep_gathered overlap_gathers"
     layouts = {
-        ("1b_sb", 8): f"DP2{best}{best} with 8 free",
-        ("1b_sb", 4): f"DP2{best}",
-        ("1b_softmax", 8): f"DP2{best}",
+        ("1b_sb", 8): f"DP2{best}{best} in order",
+        ("1b_sb", 4): f"DP2{best} in order",
+        ("1b_softmax", 8): f"DP2{best} in order",
     }
     tensor = (
         f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor/{config}_{rows}" '
@@ -182,32 +187,35 @@ def steps() -> list[Job]:
         for (config, rows), only in layouts.items()
     )
     ways = {
-        "by NVLink": ("", " overlap", " overlap with 8 free"),
-        "through host memory": (" overlap", " overlap with 8 free"),
+        "by NVLink": ("", " overlap", " overlap in order"),
+        "through host memory": ("", " overlap", " overlap in order"),
     }
     only = ",".join(["DP1", *(f"DP2{way} {transport}" for transport, some in ways.items() for way in some)])
     exchange = f'{parallel}exchange config=1b_softmax steps=20 {TRACED} folder="$WORK/exchange" only='
     exchanges = (
         f'{exchange}"{only}" | tee "$HERE/exchange.txt"',
-        f'{SOCKETS} {exchange}"DP2 overlap with 8 free through sockets,DP2 overlap in bf16 through sockets" '
-        '| tee -a "$HERE/exchange.txt"',
+        f'{SOCKETS} {exchange}"DP2 through sockets,DP2 overlap in bf16 through sockets" | tee -a "$HERE/exchange.txt"',
         parts("exchange"),
     )
     sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"
-    environments = ("", "NCCL_P2P_DISABLE=1", sockets, f"{sockets} {SOCKETS}")
+    more = "NCCL_SOCKET_NTHREADS=16 NCCL_NSOCKS_PERTHREAD=4 NCCL_BUFFSIZE=16777216"
+    environments = ("", "NCCL_P2P_DISABLE=1", sockets, f"{sockets} {SOCKETS}", f"{sockets} {more}")
     links = tuple(
         f'env {environment} python launch/benchmark_links.py gpus=2 largest=256 | tee -a "$HERE/links.txt"'
         for environment in environments
     )
     of_1b = f'{alone}60,8 accumulation=1,16 configs=1b_softmax data="$WORK/rows4096" {VOCABULARY} out="$HERE/1b.json"'
     of_162m = f'{alone}60 accumulation=4 microbatch=64 configs=162m_softmax data="$WORK/rows1024" out="$HERE/162m.json"'
+    ring = f'{parallel}long config=1b_sb rows=1 steps=12 data.length=65536 only="ring 2" | tee "$HERE/ring.txt"'
+    ring = ring.replace("$WORK/rows4096", "$WORK/rows65536")
     page, several = "docs/results/training_speed.md", "docs/results/several_gpus.md"
     return [
         Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
         Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
-        Job("links", "docs/results/predicted_scaling.md", links, 1.5, gpus=2),
-        Job("exchange", several, exchanges, 6.5, gpus=2, after=("rows4096",)),
-        Job("tensor", several, (*tensor, parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
+        Job("links", "docs/results/predicted_scaling.md", links, 1.8, gpus=2),
+        Job("exchange", several, all_of(*exchanges), 6.5, gpus=2, after=("rows4096",)),
+        Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
+        Job("tensor", several, all_of(*tensor, parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
     ]
 
 
@@ -230,13 +238,14 @@ def options() -> list[Job]:
         'python launch/benchmark.py data="$WORK/rows1024" data.length=1024 microbatch=64 accumulation=1 steps=60 '
         'plain=false out="$HERE/muon.json" configs=50m_softmax,50m_softmax+optimizer.name=muon',
     )
-    zero = (
-        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" {VOCABULARY} config=1b_softmax '
-        f'rows=16 steps=12 train.microbatch=4 data.one_document=true folder="$WORK/zero" {TRACED} '
-        'only="ZeRO-1,ZeRO-3 compiled" | tee "$HERE/zero.txt"'
+    zero = tuple(
+        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" {VOCABULARY} config={config} '
+        f'rows=16 steps=12 train.microbatch=4 data.one_document=true folder="$WORK/zero/{config}" {TRACED} '
+        f'only="ZeRO-1,ZeRO-3" | tee "$HERE/{config}.txt"'
+        for config in ("1b_softmax", "1b_sb")
     )
     return [
-        Job("zero", "docs/results/several_gpus.md", (zero, parts("zero")), 2.2, gpus=2, after=("rows4096",)),
+        Job("zero", "docs/results/several_gpus.md", all_of(*zero, parts("zero/*")), 3.8, gpus=2, after=("rows4096",)),
         Job("deterministic", "train.deterministic", (bits, clean), 8.0, gpus=2, after=("rows1024",)),
         Job("fp8", "train.fp8", fp8, 15.0, after=("rows4096",)),
         Job("muon", "optimizer.name=muon", muon, 8.0, after=("rows1024",)),
@@ -249,6 +258,7 @@ def jobs() -> dict[str, Job]:
         pack("rows4096", 4096, STUDY[:3]),
         pack("rows1024", 1024, STUDY),
         pack("tech4096", 4096, ("tech_docs",)),
+        pack("rows65536", 65536, STUDY[:3]),
         pack_all("all4096", 4096),
     ]
     first, *others = kernels()

@@ -147,10 +147,8 @@ def forward_kernel(
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_wait()  # for the kernels of half.py
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
     head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
     slot = blocks.slot_at(place, num_slots, num_sequences, True)
@@ -220,12 +218,11 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None, log_rest_in: Tensor | None,
     max_keys: int, scale: float, skip_below: float, config: Config | None = None, first_chunk: int = 2,
     chunk: int = 64, group_bytes: int = GROUP_BYTES, max_queries: int | None = None, convert: bool | None = None,
-    tma: bool = True, early: bool = False,
+    tma: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs the forward kernel. Returns o, log_rest and what backward needs (see `ops.forward_op`).
 
     tma: loads tiles through descriptors where the tensors allow it. The results have the same bits without.
-    early: launches kernels while those before them run (Hopper and later). A candidate; no GPU has run it yet.
 
     In block_stop, row blocks that need the exact algebra are marked (blocks.py).
     """
@@ -241,7 +238,7 @@ def forward(
     # Spare slots are never written, and operator checks compare every element, so they start as zeros.
     if convert and num_tokens > 0:
         block_stop = q.new_empty(stops, dtype=torch.int32)
-        v, maxima = half.values(v, cu_k, block_stop, early)
+        v, maxima = half.values(v, cu_k, block_stop)
     else:
         block_stop = q.new_zeros(stops, dtype=torch.int32)
         maxima = half.new_maxima(cu_k, convert)
@@ -254,7 +251,7 @@ def forward(
         num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),
-        HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None, EARLY=early,
-        **constants(q, config, group, convert), **launch(config), **({"launch_pdl": True} if early else {}),
+        HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None,
+        **constants(q, config, group, convert), **launch(config),
     )  # fmt: skip
     return o, log_rest, row_carry, row_tile, block_stop, maxima

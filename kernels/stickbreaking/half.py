@@ -131,14 +131,8 @@ def convert_kernel(
     H: tl.constexpr,
     BH: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """Converts x with the usual scale, finds the largest |x| and |y| of each program, and fills zeros_ptr with zeros.
-
-    EARLY: the next kernel is launched while this one runs, and waits for its end before it reads anything.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    """Converts x with the usual scale, finds the largest |x| and |y| of each program, and fills zeros_ptr with zeros."""
     program = tl.program_id(0)
     if zeros_ptr is not None:
         for first in range(program * ROWS, num_zeros, x_programs * ROWS):
@@ -193,16 +187,11 @@ def settle_kernel(
     H: tl.constexpr,
     BH: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Writes the maxima of all sequences, and converts x again where the usual scale does not suit its maximum.
 
-    Grid: (num_sequences · num_shares). Each program does its share of a sequence. EARLY: as for `convert_kernel`; this kernel
-    waits for that one.
+    Grid: (num_sequences · num_shares). Each program does its share of a sequence.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     sequence, share = tl.program_id(0) // num_shares, tl.program_id(0) % num_shares
     first, last = _slots(cu_x_ptr, sequence, num_x, num_sequences, ROWS)
     x_max = _maximum(x_max_ptr, first * num_x_heads, last * num_x_heads)
@@ -257,12 +246,10 @@ def _convert(
     cu_y: Tensor,
     saved: Tensor | None,
     zeros: Tensor | None,
-    early: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns x in fp16, contiguous, and the maxima of all sequences: those of x and y, and others from `saved`.
 
-    In one pass over x and y, and a second launch that usually ends at once. early: each kernel, and the one that the caller
-    launches next, is launched while the one before runs (programmatic dependent launch, Hopper and later).
+    In one pass over x and y, and a second launch that usually ends at once.
     """
     sequences, head_dim = cu_x.shape[0] - 1, x.shape[2]
     x_programs, y_programs = _programs(x, sequences), 0 if y is None else _programs(y, sequences)
@@ -274,22 +261,18 @@ def _convert(
     strides_y = x.stride()[:2] if y is None else y.stride()[:2]
     convert_kernel[(x_programs + y_programs,)](
         x, out, x_max, y, y_max, zeros, cu_x, cu_y, *counts, x_programs, 0 if zeros is None else zeros.numel(),
-        *x.stride()[:2], *strides_y, **shape_constants(head_dim), EARLY=early,
+        *x.stride()[:2], *strides_y, **shape_constants(head_dim),
     )  # fmt: skip
     shares = triton.cdiv(PROGRAMS, sequences)
     settle_kernel[(sequences * shares,)](
         x, out, x_max, y_max, saved, maxima, cu_x, cu_y, *counts, shares, *x.stride()[:2], **shape_constants(head_dim),
-        EARLY=early, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out, maxima
 
 
-def values(v: Tensor, cu_k: Tensor, zeros: Tensor, early: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns v [S, K, H] in fp16 for forward, and maxima with those of v. Fills `zeros`, int32, with zeros on the way.
-
-    early: see `_convert`.
-    """
-    return _convert(v, cu_k, None, cu_k, None, zeros, early)
+def values(v: Tensor, cu_k: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns v [S, K, H] in fp16 for forward, and maxima with those of v. Fills `zeros`, int32, with zeros on the way."""
+    return _convert(v, cu_k, None, cu_k, None, zeros)
 
 
 def operands(maxima: Tensor, k: Tensor, grad_o: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ class Run:
         self.file = folder / "measure.json"
         self.before, self.tma = before, True
         self.started = time.time()
-        lists = ("candidates", "chunks", "early", "kernels", "table", "failures")
+        lists = ("candidates", "chunks", "kernels", "table", "failures")
         self.found: dict[str, Any] = {
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
@@ -121,7 +121,6 @@ def jobs(before: str | None) -> list[Call]:
         found += [partial(forwards, shape, forward_module, config=c) for c in CANDIDATES[head_dim].forward]
         found += [
             partial(forwards, shape, forward_module, tma=False),
-            partial(forwards, shape, forward_module, early=True),
             partial(backwards, shape, backward_module, tma=False),
         ]
         if before:
@@ -262,11 +261,6 @@ def details(shape: Shape, inputs: list[torch.Tensor], saved: list[torch.Tensor],
         for first, chunk in CHUNKS if shape == SHAPES[0] else ():
             ms = kernel_ms(forward_call(shape, inputs, first_chunk=first, chunk=chunk, tma=run.tma))["forward"]
             run.add("chunks", {"first": first, "chunk": chunk, "ms": ms}, f"chunks of {first} to {chunk}: {ms:.4f} ms")
-        calls = {early: forward_call(shape, inputs, tma=run.tma, early=early) for early in (False, True)}
-        same = all(torch.equal(a, b) for a, b in zip(calls[False](), calls[True](), strict=True))
-        late, early = (graph_ms([call] * 3, 60) for call in calls.values())
-        text = f"{shape}, forward {late:.4f} ms, with early launches {early:.4f}, {'the same bits' if same else 'OTHER BITS'}"
-        run.add("early", {"shape": shape, "ms": [late, early], "same": same}, text)
         for tma in (run.tma, False):
             times = kernel_ms(forward_call(shape, inputs, tma=tma)) | kernel_ms(
                 backward_call(shape, inputs, saved, tma=tma)

@@ -35,7 +35,7 @@ class Recompute(StrEnum):
 
 
 class Compile(StrEnum):
-    """What torch.compile compiles. `auto` is `none` on a CPU; `Config.compile_on_gpu` has the rule for GPUs."""
+    """What torch.compile compiles. `auto` is `none` on a CPU; `Config.compiled` has the rule for GPUs."""
 
     auto = "auto"
     none = "none"
@@ -273,7 +273,7 @@ class TrainConfig:
     max_steps: int | None = None  # stop after this many steps even within a stage; 0 only saves the initial checkpoint
     seed: int = 0  # seed of the initial weights
     precision: Precision = Precision.auto  # auto: bf16 with fp32 master weights on a GPU, fp32 on a CPU
-    compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU or with ZeRO-3 (docs/guide/training.md)
+    compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU (docs/guide/training.md)
     compile_exchanges: bool = False  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/training.md)
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
     fp8: Fp8 = Fp8.none  # linear layers of blocks in fp8, on H100 and newer GPUs (docs/guide/training.md)
@@ -335,7 +335,6 @@ class ParallelConfig:
         ShardWithin.all  # with overlap, which ranks split the optimizer's state: all, or those of a node, so that
         # each node holds all of it; N: as if every node had N ranks, for tests. Not run on a GPU yet
     )
-    free_multiprocessors: int = 0  # of each GPU, left by matrix products to the exchanges beside them; 0: none
 
     @property
     def context(self) -> int:
@@ -373,19 +372,17 @@ class Config:
             sizes = {"ring": parallel.ring}
         return [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
 
-    @property
-    def gathers_blocks(self) -> bool:
+    def gathers_blocks(self, gpu: bool = True) -> bool:
         """Whether ZeRO-3 gathers all weights of a block before it runs, so that the block can be compiled."""
-        return self.parallel.zero_stage == 3 and self.train.compile is Compile.block
+        return self.parallel.zero_stage == 3 and self.compiled(gpu) is Compile.block
 
-    @property
-    def compile_on_gpu(self) -> Compile:
-        """What `train.compile` means on a GPU. `auto` is `block`, with two exceptions.
+    def compiled(self, gpu: bool = True) -> Compile:
+        """What `train.compile` means. `auto` is `none` on a CPU, and on a GPU `block` with two exceptions.
 
-        `auto` does not compile under ZeRO-3, nor selective recomputation if a block does not compile to one graph.
+        If a block does not compile to one graph, `auto` compiles neither selective recomputation nor under ZeRO-3.
         """
         train = self.train
         if train.compile != Compile.auto:
             return train.compile
-        torn = train.recompute is Recompute.selective and self.breaks_in_blocks
-        return Compile.none if torn or self.parallel.zero_stage == 3 else Compile.block
+        needs_whole = train.recompute is Recompute.selective or self.parallel.zero_stage == 3
+        return Compile.block if gpu and not (needs_whole and self.breaks_in_blocks) else Compile.none

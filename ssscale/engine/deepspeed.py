@@ -68,7 +68,8 @@ def parameter_groups(model: nn.Module, config: Config, bucket: int | None = None
 def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: int) -> dict[str, Any]:
     """Returns DeepSpeed's configuration, derived from ours. num_elements: parameters of this rank, before ZeRO."""
     train, stage = config.train, config.parallel.zero_stage
-    bucket = overlap_bucket(groups.replica_size) if config.gathers_blocks else 500_000_000
+    gathers_blocks = config.gathers_blocks(groups.on_gpu)
+    bucket = overlap_bucket(groups.replica_size) if gathers_blocks else 500_000_000
     bucket = min(bucket, num_elements + num_elements % 2)  # DeepSpeed allocates it whole and requires an even size
     # At least the next block is gathered while one runs, and more of them if they are small.
     ahead = {"stage3_prefetch_bucket_size": max(50_000_000, num_elements // config.model.num_layers)}
@@ -77,14 +78,16 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
         "gradient_accumulation_steps": train.batch_size // (train.microbatch_rows * groups.data_size),
         "gradient_clipping": config.optimizer.clip,
         "steps_per_print": 2**62,
+        # Otherwise the host waits for the GPU at the start of each microbatch and at the end of each step.
+        "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
             # Without it, the host waits for the GPU whenever ZeRO-3 gathers.
-            "overlap_comm": config.gathers_blocks,
+            "overlap_comm": gathers_blocks,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            **(ahead if config.gathers_blocks else {}),
+            **(ahead if gathers_blocks else {}),
         },
         # Adds each gradient to its fp32 buffer as soon as backward has computed it, and frees it.
         "bf16": {"enabled": bf16, "immediate_grad_update": bf16 and stage == 1},
@@ -112,7 +115,7 @@ def start_deepspeed(
     logger.addFilter(_is_news)
     bf16 = next(model.parameters()).dtype == torch.bfloat16
     num_elements = sum(weight.numel() for weight in model.parameters())
-    if config.gathers_blocks:
+    if config.gathers_blocks(groups.on_gpu):
         for block in model.blocks:
             set_z3_leaf_module(block, True)
     # DeepSpeed prints its memory use whatever its log level is.
@@ -160,7 +163,7 @@ class DeepSpeedEngine:
             hide_exchange(self.engine, self.exchange, self.update)
         if self.stage == 3:
             shorten_step(self.engine.optimizer, groups)
-        if config.gathers_blocks:
+        if config.gathers_blocks(groups.on_gpu):
             shorten_hooks(self.engine.optimizer)
         self.casts = WeightCasts(model, self.exchange) if config.train.fp8 is not Fp8.none else None
         self.terms = tuple(model.terms)
@@ -211,7 +214,8 @@ class DeepSpeedEngine:
             self.engine.step()  # only counts the microbatch
         return Microbatch(losses.detach(), {name: term.detach() for name, term in terms.items()})
 
-    def step(self, lr: float) -> StepResult:
+    def step(self, lr: float, told: Tensor | None = None) -> StepResult:
+        told = torch.empty(0, device=self.groups.device) if told is None else told
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.mark("optimizer")
@@ -220,14 +224,16 @@ class DeepSpeedEngine:
             self.casts.drop()
         if self.stage == 0 and not self._finite():
             self.engine.zero_grad()
-            return StepResult(None, skipped=True)
-        self.engine.step()
+            return StepResult(None, True, told.cpu())
         if self.update is not None:
-            norm = self.update.read()
-            return StepResult(norm, skipped=math.isinf(norm))
+            self.update.told = told
+            self.engine.step()
+            norm, told = self.update.read()
+            return StepResult(norm, math.isinf(norm), told)
+        self.engine.step()
         norm = self.engine.get_global_grad_norm()
         skipped = not self.engine.was_step_applied()
-        return StepResult(None if norm is None else float(norm), skipped)
+        return StepResult(None if norm is None else float(norm), skipped, told.cpu())
 
     def _finite(self) -> bool:
         """Whether all gradients are finite. Used for stage 0, where DeepSpeed would apply NaN and Inf as well."""

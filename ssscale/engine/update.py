@@ -14,6 +14,7 @@ from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, clip_factor
 from torch import Tensor
 
 from ssscale.engine.exchange import Exchange, add_up
+from ssscale.engine.host_copy import HostCopy
 from ssscale.optim.base import Optimizer
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import split_dim
@@ -62,7 +63,8 @@ class OnePassUpdate:
         self._taken: dict[tuple[int, int], Tensor] = {}  # the gradients of this step, if direct
         self._adamw: FlatAdamW | None = None  # created at the first step, as torch's states are
         self._steps: list[int] = []  # updates so far, by group
-        self._norm = torch.zeros(())  # of the last step's gradients
+        self.told = torch.empty(0)  # what the host reads together with the norm: [n] on the device of the model
+        self._copies = (HostCopy(torch.zeros(())), HostCopy(self.told))  # norm of the last step's gradients, `told`
 
     def set_accumulation(self, microbatches: int) -> None:
         """Sets the number of microbatches per step. Called between steps."""
@@ -125,26 +127,30 @@ class OnePassUpdate:
     def step(self) -> None:
         """Updates this rank's partition from reduced gradients, and gathers the bf16 weights.
 
-        The host does not wait for the GPU: `read` does, once DeepSpeed has done the rest of its step. If the norm is not
-        finite, the kernel changes nothing.
+        The host does not wait for the GPU. `read` waits for the norm, while the GPU updates. If the norm is not finite, the
+        kernel changes nothing.
         """
         adamw, optimizer = self._adamw or self._open(), self.optimizer
         gradients = self._gradients()
         total = adamw.sum_of_squares(gradients)
         add_up(total, self.groups)
-        self._norm, factor = clip_factor(total, self.clip)
+        norm, factor = clip_factor(total, self.clip)
+        self._copies = HostCopy(norm), HostCopy(self.told)
         adamw.update(gradients, self._settings(), factor)
         self._gather()
         counters = [optimizer.state[flat]["step"] for flat in optimizer.fp32_groups_flat_partition]
-        torch._foreach_add_(counters, self._norm.isfinite().to(counters[0].dtype))
+        torch._foreach_add_(counters, norm.isfinite().to(counters[0].dtype))
 
-    def read(self) -> float:
-        """Waits until the norm of the last step is known, and returns it. It is infinite if the step changed nothing."""
-        norm = float(self._norm)
+    def read(self) -> tuple[float, Tensor]:
+        """Waits until the norm of the last step is known. Returns it and `told`, on the CPU.
+
+        The norm is infinite if the step changed nothing.
+        """
+        norm, told = (copy.read() for copy in self._copies)
         if not math.isfinite(norm):
-            return math.inf
+            return math.inf, told
         self._steps = [steps + 1 for steps in self._steps]
-        return norm
+        return float(norm), told
 
     def clear(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step."""

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ssscale.config.schema import ShardWithin
 from ssscale.errors import STALLED, Stop, UserError
 from ssscale.parallel.exchange import gather_json
-from ssscale.parallel.multiprocessors import leave_free, limit_exchanges
 from ssscale.parallel.shards import Shards, make_shards
 
 
@@ -61,6 +60,10 @@ class Groups:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
 
 def initialize(
     tensor: int = 1,
@@ -70,7 +73,6 @@ def initialize(
     ulysses: int = 1,
     ring: int = 1,
     shard_within: int | ShardWithin = ShardWithin.all,
-    free_multiprocessors: int = 0,
 ) -> Groups:
     """Starts torch.distributed (NCCL on GPUs, gloo on CPUs) and creates Megatron-core's process groups.
 
@@ -78,7 +80,7 @@ def initialize(
     timeout_minutes: how long a collective of these groups waits before it fails.
     distributed: whether torchrun or Slurm started the process, whose environment then names its peers. Otherwise the
         process is the only rank.
-    shard_within, free_multiprocessors: the keys of `parallel`.
+    shard_within: the key of `parallel`.
     Raises UserError if the number of processes is not a multiple of tensor · ulysses · ring, if MASTER_PORT is in use or if
     the ranks of a node cannot divide the optimizer's state, and Stop if rank 0 cannot be reached.
     """
@@ -86,10 +88,8 @@ def initialize(
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    limit_exchanges(free_multiprocessors)
     if cuda:
         torch.cuda.set_device(device)
-        leave_free(free_multiprocessors)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         _start("cpu:gloo,cuda:nccl" if cuda else "gloo", distributed, timeout)

@@ -31,13 +31,6 @@ def choose_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == Precision.bf16 else torch.float32
 
 
-def choose_compile(config: Config, device: torch.device) -> Compile:
-    """Returns what is compiled. `auto` is `none` on a CPU and `Config.compile_on_gpu` on a GPU."""
-    if device.type == "cpu" and config.train.compile == Compile.auto:
-        return Compile.none
-    return config.compile_on_gpu
-
-
 def memory_of(device: torch.device) -> int:
     """Returns the memory of a GPU, or of this machine if `device` is a CPU, in bytes."""
     if device.type == "cuda":
@@ -98,7 +91,7 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
     logger.info(
         "precision %s, compile %s%s, ZeRO stage %d, tensor parallel %d%s, Ulysses %d, ring %d, data parallel %d, device %s",
         str(dtype).removeprefix("torch."),
-        choose_compile(config, groups.device).value,
+        config.compiled(groups.on_gpu).value,
         " with exchanges" if with_exchanges else "",
         config.parallel.zero_stage,
         groups.tensor_size,
@@ -117,7 +110,7 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
     if config.train.fp8 is not Fp8.none:
         blocks = len(config.train.fp8_blocks(config.model.num_layers))
         logger.info("fp8 %s in %d of %d blocks", config.train.fp8.value, blocks, config.model.num_layers)
-        if choose_compile(config, groups.device) == Compile.none:
+        if config.compiled(groups.on_gpu) is Compile.none:
             logger.warning(
                 "fp8: blocks are not compiled, so that casts cost more than fp8 saves: use train.compile=block"
             )

@@ -50,14 +50,17 @@ class Stopwatch:
         self.last += paused
 
 
+FIRST = "agreement"  # the phase with which a step begins
+
+
 class Phases:
     """Measures the seconds per step of each phase, with the GPU's clock if there is a GPU.
 
     `communication` is the reduction after backward. What is reduced during backward (ZeRO 2 and 3, `parallel.overlap`) counts
     as backward, and a wait for weights within the forward pass as forward. `agreement`
     is the small reduction over all ranks with which a step begins. `data` is the wait for the batches of the next step,
-    as far as it outlasts the backward pass on a GPU. `hooks` is the rest until the next step: the GPU waits while the
-    host reads the loss and runs the hooks.
+    as far as it outlasts the backward pass on a GPU. `hooks` is the rest until the next step, in which the host reads the
+    loss and runs the hooks. A GPU has the update to do meanwhile, and only what outlasts it counts.
     """
 
     def __init__(self, cuda: bool, step: int) -> None:
@@ -75,12 +78,17 @@ class Phases:
             self.told(phase)
 
     def lap(self, step: int) -> dict[str, float]:
-        """Returns the seconds per step since the last lap as `seconds/PHASE`. step: number of the last step."""
-        if self.cuda and self.marks:
-            self.marks[-1][1].synchronize()
+        """Returns the seconds per step as `seconds/PHASE`, for the steps since the last lap but the newest one.
+
+        step: number of the newest step. A GPU may not have ended it, and the host should not wait for that. A later lap has
+        it. Returns nothing if it is the only step.
+        """
+        first = max((i for i, (phase, _) in enumerate(self.marks) if phase == FIRST), default=0)
+        marks, self.marks = self.marks[: first + 1], self.marks[first:]
+        steps, self.step = step - 1 - self.step, step - 1
+        if steps == 0:
+            return {}
         seconds: Counter[str] = Counter()
-        for (phase, begin), (_, end) in pairwise(self.marks):
+        for (phase, begin), (_, end) in pairwise(marks):
             seconds[phase] += begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
-        self.marks = self.marks[-1:]
-        steps, self.step = step - self.step, step
         return {f"seconds/{phase}": total / steps for phase, total in seconds.items()}

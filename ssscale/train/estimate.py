@@ -87,7 +87,7 @@ def fp8_speedup(config: Config) -> float:
     their casts cost at least what the products save.
     """
     model = config.model
-    if config.compile_on_gpu is Compile.none:
+    if config.compiled() is Compile.none:
         return 1.0
     matrices = parameters_by_part(model, config.data.length)["matrices"]
     in_fp8 = matrices * len(config.train.fp8_blocks(model.num_layers)) / model.num_layers
@@ -131,7 +131,7 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
     n = (parts["embedding"] + parts["matrices"]) / tensor + parts["vectors"]
     block = parts["matrices"] / model.num_layers / tensor
     largest = model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size) / tensor
-    bucket = overlap_bucket(ranks) if config.gathers_blocks else REDUCE_BUCKET
+    bucket = overlap_bucket(ranks) if config.gathers_blocks() else REDUCE_BUCKET
     partitioned = 4 * n / ranks + width * min(n, bucket)
     summed = 4 * n + width * largest
     single = train.microbatch_rows * (ranks // parallel.context) == train.batch_size
@@ -235,14 +235,14 @@ def activation_bytes_per_token(config: Config) -> float:
     ]
     gathered = 2 * w * model.hidden_size if d < model.hidden_size and parallel.keep_gathered else 0
     block = w * (2 * d + 2 * q + 2 * kv + 3 * f) + (gathered or 2 * w * d) + norms
-    if config.compile_on_gpu is Compile.none:
+    if config.compiled() is Compile.none:
         block += w * f
     ends = w * d + (gathered / 2 or w * d)  # the last norm's input and output
     if config.train.recompute is Recompute.none:
         return model.num_layers * block + sum(mixed) + ends
     kept = w * d
     if config.train.recompute is Recompute.selective:
-        products = 3 if config.compile_on_gpu is Compile.none else 2
+        products = 3 if config.compiled() is Compile.none else 2
         kept = w * (products * d + 2 * q + 2 * kv + 2 * f) + gathered
     again = sum(mixed) if config.train.recompute is Recompute.selective else 0.0
     return model.num_layers * kept + again + block + max(mixed) + ends
@@ -254,5 +254,5 @@ def logit_bytes(config: Config) -> float:
     The vocabulary-parallel cross entropy also keeps exp(logits) in fp32. Without torch.compile there are also an fp32 copy
     of the logits and their log-softmax.
     """
-    fp32 = 4 if config.parallel.tensor > 1 else 8 if config.compile_on_gpu is Compile.none else 0
+    fp32 = 4 if config.parallel.tensor > 1 else 8 if config.compiled() is Compile.none else 0
     return 2 * weight_bytes(config) + fp32

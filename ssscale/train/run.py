@@ -18,7 +18,7 @@ from ssscale.errors import DIVERGED, SAVED, Stop, UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.train.build import build_model, choose_compile, choose_dtype, log_choices
+from ssscale.train.build import build_model, choose_dtype, log_choices
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import checkpoint_path
 from ssscale.train.claim import RunFolder
@@ -268,11 +268,11 @@ class Run:
         else:
             check_shapes(reader, model, groups, VOCAB_WEIGHTS)
             load_weights(reader, model, groups)
-        compiled = choose_compile(config, groups.device)
+        compiled = config.compiled(groups.on_gpu)
         if compiled == Compile.model:
             model.compile()
         elif compiled == Compile.block:
-            model.compile_parts(within_hooks=config.gathers_blocks)
+            model.compile_parts(within_hooks=config.gathers_blocks(groups.on_gpu))
         engine = DeepSpeedEngine(model, config, groups, self.mark)
         self.last = None
         if reader is not None:

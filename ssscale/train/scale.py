@@ -264,7 +264,7 @@ def _seconds_per_token(config: Config, mfu: float | None) -> float:
     """Seconds of one GPU for forward and backward of one token."""
     length = config.data.length
     rate = (forward_mfu(config)[0] if mfu is None else mfu) * PEAK_FLOPS
-    if config.compile_on_gpu is Compile.none:
+    if config.compiled() is Compile.none:
         rate *= UNCOMPILED.value
     return RECOMPUTED[config.train.recompute].value * flops_per_token(config.model, length, causal_half=False) / rate
 
@@ -287,7 +287,7 @@ def _update(config: Config, cluster: Cluster, accumulation: int) -> float:
 
 def _launch(config: Config, count: int) -> float:
     """Returns the seconds of the host for a microbatch whose blocks make `count` exchanges. Without any, it is never late."""
-    whole = count and config.compile_on_gpu is not Compile.none and not config.breaks_in_blocks
+    whole = count and config.compiled() is not Compile.none and not config.breaks_in_blocks
     return WHOLE.value * config.model.num_layers if whole else LAUNCH.value * count
 
 

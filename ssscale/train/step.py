@@ -39,9 +39,10 @@ class Done:
     batches: Sequence[Batch]
     num_targets: int  # over all ranks
     lr: float
-    sums: Tensor  # losses and numbers of targets by source, of this rank (`sums_by_source`)
+    # Losses and numbers of targets by source, of this rank (`sums_by_source`): [2, number of sources] float64, on the CPU.
+    sums: Tensor
     # By name (`Decoder.terms`): terms that are added to the cross entropy, such as the z-loss, and terms that are only
-    # logged. Each is a sum over this rank's tokens, in float64.
+    # logged. Each is a sum over this rank's tokens, a float64 scalar on the CPU.
     terms: dict[str, Tensor]
     loss: float  # Σ losses of this rank's tokens, in nats
     grad_norm: float | None
@@ -86,10 +87,12 @@ def train_step(run: "Run", batches: Sequence[Batch], num_targets: int, prepare: 
         passed = run.engine.forward_backward(batch.tokens, batch.layout, batch.labels, divisor, batch.rows)
         sums += sums_by_source(passed.losses, batch, len(run.source.names))
         terms = {name: total + passed.terms[name] for name, total in terms.items()}
-    loss = sums[0].sum()
+    told = torch.cat([sums.flatten(), *(term.view(1) for term in terms.values())])
     lr = learning_rate(train.stages, run.given.train.batch_size, run.state.tokens + run.part.tokens_per_step)
     run.mark("data")
     prepare()  # before the update, for whose norm the host waits
-    result = run.engine.step(lr)
+    result = run.engine.step(lr, told)
     run.mark("hooks")
-    return Done(batches, num_targets, lr, sums, terms, float(loss), result.grad_norm, result.skipped)
+    sums, last = result.told[: sums.numel()].view(sums.shape), result.told[sums.numel() :]
+    terms = dict(zip(terms, last, strict=True))
+    return Done(batches, num_targets, lr, sums, terms, float(sums[0].sum()), result.grad_norm, result.skipped)

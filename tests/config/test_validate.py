@@ -73,8 +73,6 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["parallel.shard_within=node"], "parallel.shard_within=node needs parallel.overlap=true"),
         (["parallel.shard_within=2", "parallel.zero_stage=2"], "parallel.shard_within=2 needs parallel.overlap=true"),
         (["parallel.shard_within=0", "parallel.overlap=true"], "parallel.shard_within must be at least 1, not 0"),
-        (["parallel.free_multiprocessors=8"], "parallel.free_multiprocessors=8 only slows a run whose exchanges"),
-        (["parallel.free_multiprocessors=-1"], "parallel.free_multiprocessors must be 0 or more, not -1"),
         (["parallel.overlap=true", "train.compile=model"], "overlap=true does not go with train.compile=model"),
     ],
 )  # fmt: skip
@@ -154,17 +152,22 @@ def test_flex_attention_needs_16_dimensions_on_a_gpu():
 
 def test_whole_blocks_compile_with_selective_recomputation():
     keys = ["config=1b_sb", "parallel.tensor=2", "parallel.ulysses=2", "train.recompute=selective"]
-    assert load_config(keys).compile_on_gpu is Compile.none
+    assert load_config(keys).compiled() is Compile.none
     whole = load_config([*keys, "train.compile_exchanges=true", "parallel.keep_gathered=true"])
-    assert whole.compile_on_gpu is Compile.block
+    assert whole.compiled() is Compile.block
     validate(replace(whole, train=replace(whole.train, compile=Compile.block)))
 
 
-def test_blocks_that_zero_3_gathers_compile_only_if_asked():
-    keys = ["config=1b_sb", "parallel.zero_stage=3", "train.recompute=selective"]
-    assert load_config(keys).compile_on_gpu is Compile.none
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_blocks_that_zero_3_gathers_compile_if_they_are_one_graph(recompute):
+    keys = ["config=1b_sb", "parallel.zero_stage=3", f"train.recompute={recompute}"]
+    assert load_config(keys).gathers_blocks(gpu=True)
+    assert not load_config(keys).gathers_blocks(gpu=False)
+    torn = load_config([*keys, "parallel.tensor=2"])
+    assert torn.compiled() is Compile.none
+    assert load_config([*keys, "parallel.tensor=2", "train.compile_exchanges=true"]).gathers_blocks()
     asked = load_config([*keys, "train.compile=block"])
-    assert asked.gathers_blocks
+    assert asked.gathers_blocks(gpu=False)
     validate(asked)
 
 

@@ -118,7 +118,7 @@ def train(
     decoder = Decoder(model, groups, TOKENS, recompute=Recompute(recompute), **options)
     initialize_weights(decoder, model, groups, seed=3)
     if backend is not None:
-        decoder.compile_parts(backend, within_hooks=config.gathers_blocks)
+        decoder.compile_parts(backend, within_hooks=config.gathers_blocks(groups.on_gpu))
     storages = Storages(decoder)
     with gathered():
         engine = DeepSpeedEngine(decoder, config, groups)

@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -132,3 +133,14 @@ def train(
         state = TrainState(step=first_step + steps, applied_steps=first_step + steps)
         save_checkpoint(Path(save), engine, groups, state)
     return {"losses": [loss for loss, _ in results], "norms": [norm for _, norm in results]}
+
+
+def waits_of_deepspeed(model: ModelConfig) -> int:
+    """How often DeepSpeed lets the host wait for the GPU in six steps of two microbatches."""
+    from deepspeed.accelerator import get_accelerator
+
+    engine, groups = make_engine(model, 1, False, 1, ROWS // 2, None, True)
+    with patch.object(type(get_accelerator()), "synchronize") as waits:
+        for step in range(6):  # its timer begins with the third
+            train_step(engine, groups, step, ROWS // 2, 0.01)
+    return waits.call_count

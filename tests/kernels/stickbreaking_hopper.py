@@ -56,7 +56,6 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
         "DQ_ROWS": config.row_block,
         "MAX_BLOCKS": 64,
         "ADD": False,
-        "EARLY": False,
     }
     if operands != "log_rest":
         constants |= {"log_rest_in_ptr": None, "d_rest_ptr": None, "rest_max_ptr": None}

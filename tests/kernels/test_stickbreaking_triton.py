@@ -108,7 +108,7 @@ def test_float32_compiles_for_hopper_without_spilling(which, head_dim):
     config = forward_config(head_dim, torch.float32)
     absent = ("log_rest_in_ptr", "d_rest_ptr", "q_half_ptr", "do_half_ptr")
     constants = {"HAS_REST": False, **dict.fromkeys(absent), "HOIST": 0}
-    constants |= {"DQ_ROWS": config.row_block, "MAX_BLOCKS": 64, "ADD": False, "EARLY": False}
+    constants |= {"DQ_ROWS": config.row_block, "MAX_BLOCKS": 64, "ADD": False}
     found = resources(compiled(kernel, config, head_dim, "float32", **constants))
     assert found.wgmma > 0, "the dots miss wgmma"
     assert not any(found.spills_in_loops), found
@@ -118,7 +118,7 @@ def test_float32_compiles_for_hopper_without_spilling(which, head_dim):
 @pytest.mark.parametrize("kernel", [half.convert_kernel, half.settle_kernel])
 def test_conversion_compiles_for_hopper_in_wide_accesses(kernel, saved):
     """saved: of k and dO, in backward; otherwise of v, in forward."""
-    constants = half.shape_constants(64) | {"EARLY": False}
+    constants = half.shape_constants(64)
     tensors = dict.fromkeys(("x_ptr", "y_ptr"), "*bf16") | {"half_ptr": "*fp16"}
     tensors |= dict.fromkeys(("x_max_ptr", "y_max_ptr", "zeros_ptr", "saved_ptr", "maxima_ptr"), "*i32")
     absent = dict.fromkeys(("zeros_ptr",) if saved else ("y_ptr", "saved_ptr"))
@@ -129,16 +129,6 @@ def test_conversion_compiles_for_hopper_in_wide_accesses(kernel, saved):
     wide = program.asm["ptx"].count("ld.global.v4.b32")
     assert wide > 0
     assert wide % (half.ROWS * 64 * 2 // (16 * 128)) == 0  # 16 bytes a thread, every load of a tensor
-
-
-def test_an_early_conversion_waits_before_it_reads():
-    constants = half.shape_constants(64) | {"EARLY": True, "saved_ptr": None}
-    tensors = {"x_ptr": "*bf16", "half_ptr": "*fp16"}
-    tensors |= dict.fromkeys(("x_max_ptr", "y_max_ptr", "maxima_ptr"), "*i32")
-    ptx = compile_for_hopper(
-        half.settle_kernel, types(half.settle_kernel, constants, **tensors), constants, launch_pdl=True
-    ).asm["ptx"]
-    assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
 
 
 DECODING = [("bfloat16", 16, 64), ("bfloat16", 64, 64)] + [

@@ -34,6 +34,10 @@ def test_every_weight_starts_on_16_bytes_and_only_matrices_decay(name: str, grou
         assert all((weight.dim() >= 2) == (group["weight_decay"] == 0.1) for weight in group["params"])
 
 
+def test_the_host_does_not_wait_for_the_gpu_within_a_step(pool1: Pool) -> None:
+    assert pool1.run("tests.distributed.jobs:waits_of_deepspeed", model=MODELS["ssmax"]) == [0]
+
+
 def test_bf16_training_follows_fp32(pool1: Pool) -> None:
     arguments = {"model": MODELS["ssmax"], "microbatch": 2, "steps": 4}
     (exact,) = pool1.run("tests.distributed.jobs:train", **arguments)

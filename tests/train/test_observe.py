@@ -72,7 +72,7 @@ def test_a_run_shows_its_parts_its_sticks_and_a_profile(corpus: Path, tmp_path: 
         # Four rows on two ranks: two microbatches.
         assert phases == [
             f"phase/{phase}"
-            for phase in ("start", *("forward", "backward", "communication") * 2, "data", "optimizer", "hooks")
+            for phase in ("start", *("forward", "backward", "communication") * 2, "data", "optimizer", "hooks", "next")
         ]
 
 

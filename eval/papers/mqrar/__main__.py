@@ -101,6 +101,12 @@ def main() -> None:
     with sentences():
         if min(arguments.steps, arguments.batch, arguments.test_every) < 1:
             raise UserError("--steps, --batch and --test-every must be at least 1")
+        if arguments.width < 2 or arguments.width % 2:
+            raise UserError(
+                f"--width must be even and at least 2, as RoPE turns pairs of its dims, not {arguments.width}"
+            )
+        if not arguments.minutes >= 0:
+            raise UserError(f"--minutes must be at least 0, not {arguments.minutes:g}")
         rates = whole_numbers(arguments.lrs, "--lrs", 1, len(LEARNING_RATES))
         recipe = replace(
             Recipe(),

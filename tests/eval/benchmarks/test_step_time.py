@@ -69,6 +69,23 @@ def test_a_step_whose_parts_are_known() -> None:
     assert sum(EXPECTED[name] for name in COLUMNS) == 300
 
 
+def test_a_gather_during_the_next_forward_pass_is_hidden() -> None:
+    kernels = [
+        (NCCL, 5, 30, 1),  # of the step before
+        (GEMM, 10, 50, 12),
+        (GEMM, 60, 90, 55),  # the backward pass begins
+        (NCCL, 80, 100, 70),
+        (ADAM, 105, 115, 101),
+        (NCCL, 115, 150, 102),
+        (GEMM, 120, 170, 112),  # forward pass of the next step
+    ]
+    phases = [("start", 0, 11), ("forward", 11, 51), ("backward", 51, 95), ("optimizer", 95, 104), ("next", 104, 130)]
+    found = breakdown(trace_of(kernels, phases))
+    expected = {"matrix products": 80, "attention": 0, "elementwise": 0, "optimizer": 10, "exposed exchange": 15}
+    expected |= {"host": 5, HIDDEN: 40}
+    assert {name: 1e3 * ms for name, ms in found.items()} == pytest.approx(expected)
+
+
 def test_without_annotations_the_step_is_what_the_gpu_did() -> None:
     found = breakdown(trace_of(KERNELS, []))
     assert 1e3 * sum(found[name] for name in COLUMNS) == pytest.approx(300)  # from 20 to 320

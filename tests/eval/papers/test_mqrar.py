@@ -215,6 +215,22 @@ def call(monkeypatch, *arguments):
     main()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--width", 7], "--width must be even and at least 2"),
+        (["--width", 0], "--width must be even and at least 2"),
+        (["--minutes", "nan"], "--minutes must be at least 0, not nan"),
+        (["--minutes", -1], "--minutes must be at least 0, not -1"),
+    ],
+)
+def test_bad_input(arguments, said, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, "curve", "--out", tmp_path, *arguments)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_commands_in_miniature(groups, tmp_path, monkeypatch, capsys):
     """Stick-breaking learns two pairs; figures of both come out of the result files."""
     from eval.papers.figures import recall
