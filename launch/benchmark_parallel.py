@@ -133,8 +133,9 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
             label=f"{whole.label} overlap_gathers", keys=(*whole.keys, "parallel.overlap_gathers=true")
         )
         both = kept._replace(label=f"{kept.label} overlap_gathers", keys=(*kept.keys, overlapped.keys[-1]))
+        copied = kept._replace(label=f"{kept.label} copy_engines", keys=(*kept.keys, "parallel.copy_engines=true"))
         ordered = both._replace(label=f"{both.label} in order", environment=IN_ORDER)
-        return [every[0], tensor, whole, kept, overlapped, both, ordered]
+        return [every[0], tensor, whole, kept, overlapped, both, ordered, copied]
     if part == "zero":
         stages = [every[0]._replace(label=f"ZeRO-{i}", keys=(f"parallel.zero_stage={i}",)) for i in (1, 2, 3)]
         plain = (*stages[-1].keys, "train.compile=none")
@@ -156,6 +157,7 @@ def exchanges(gpus: int) -> list[Run]:
     ways: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
         "": ((), ()),
         " overlap": (overlap, ()),
+        " overlap copy_engines": ((*overlap, "parallel.copy_engines=true"), ()),
         " overlap in order": (overlap, IN_ORDER),
         " overlap in bf16": ((*overlap, "parallel.overlap_bf16=true"), ()),
     }

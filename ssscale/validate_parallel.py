@@ -35,6 +35,7 @@ def check_parallel(config: Config, gpu: bool) -> None:
     _check_compile(config)
     check_fp8(config)
     _check_overlap(config)
+    _check_copy_engines(config)
     bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
     if parallel.zero_stage == 0 and bf16:
         raise UserError(
@@ -64,6 +65,22 @@ def _check_overlap(config: Config) -> None:
         raise UserError(
             "parallel.overlap=true does not go with train.compile=model, whose one graph returns all gradients at its end: "
             "use train.compile=block"
+        )
+
+
+def _check_copy_engines(config: Config) -> None:
+    train, parallel = config.train, config.parallel
+    if not parallel.copy_engines:
+        return
+    products = parallel.tensor > 1 and parallel.sequence and train.compile_exchanges
+    if not products and not parallel.overlap:
+        raise UserError(
+            "parallel.copy_engines=true has no effect here: it needs parallel.overlap=true, or parallel.tensor > 1 with "
+            "parallel.sequence=true and train.compile_exchanges=true"
+        )
+    if products and parallel.overlap_gathers:
+        raise UserError(
+            "parallel.copy_engines=true overlaps gathers in its own way: leave parallel.overlap_gathers=true out"
         )
 
 

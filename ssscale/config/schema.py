@@ -326,6 +326,7 @@ class ParallelConfig:
     sequence: bool = True  # also split the residual stream over the tensor-parallel ranks
     keep_gathered: bool = False  # under `sequence`, keep gathered tokens for backward; else they are gathered again
     overlap_gathers: bool = False  # under `sequence`, multiply a rank's own tokens while those of others are gathered
+    copy_engines: bool = False  # under `sequence`, exchange tokens beside the products by copy engines; one host
     ulysses: int = 1  # ranks that split a microbatch's tokens and exchange them for heads in attention
     ring: int = 1  # ranks that split them and pass keys and values around; with both, ulysses · ring ranks
     zero_stage: int = 1  # what data-parallel ranks split: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights

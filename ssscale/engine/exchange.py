@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ssscale.model.decoder import Decoder
+from ssscale.parallel.copies import Started, peers_of
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import split_dim
 
@@ -84,21 +85,28 @@ class Exchange:
     hidden = True
 
     def __init__(
-        self, buckets: Sequence[Bucket], model: Decoder, groups: Groups, dtype: torch.dtype = torch.float32
+        self,
+        buckets: Sequence[Bucket],
+        model: Decoder,
+        groups: Groups,
+        dtype: torch.dtype = torch.float32,
+        copy_engines: bool = False,
     ) -> None:
         """buckets: in the order in which they are reduced. model: already compiled, if it is to be.
 
         dtype: in which gradients are sent and summed over the ranks. If not float32, each rank first rounds its sums to it.
+        copy_engines: exchange by the copy engines of GPUs of one host (`ssscale.parallel.copies`). On CPUs, as without it.
         """
         self.buckets, self.groups, self.dtype = buckets, groups, dtype
         self.group, self.copy_group = groups.shards.group, groups.shards.copy_group
+        self.peers = peers_of(self.group, groups.device) if copy_engines and groups.on_gpu else None
         across = self.copy_group is not None and groups.device.type == "cuda"
         self.stream = torch.cuda.Stream(groups.device) if across else None  # waits for reduce-scatters
         self.counted = [b for b in buckets if groups.tensor_rank == 0 or not kind(b.parameters[0])]
         self.missing: list[set[int]] = []  # by bucket, the weights whose last gradient of the step has not come yet
         # The reductions that have been started, in the order of the buckets, each with the tensor that gets the sums.
-        self.reducing: list[tuple[dist.Work, Tensor]] = []
-        self.gathering: dict[int, dist.Work] = {}  # by bucket, the gathers that nobody has waited for yet
+        self.reducing: list[tuple[dist.Work | Started, Tensor]] = []
+        self.gathering: dict[int, dist.Work | Started] = {}  # by bucket, the gathers that nobody has waited for yet
         place = {weight: number for number, weight in enumerate(model.parameters())}
         numbers = range(len(buckets))
         self.forward_order = sorted(numbers, key=lambda i: min(place[weight] for weight in buckets[i].parameters))
@@ -143,7 +151,7 @@ class Exchange:
             first = own.storage_offset() - whole.storage_offset()
             whole = whole.to(self.dtype)
             own = whole.narrow(0, first, len(own))
-        work = reduce_scatter(own, whole, self.group)
+        work = self.peers.start_reduction(own, whole) if self.peers else reduce_scatter(own, whole, self.group)
         if self.copy_group is not None:
             with torch.cuda.stream(self.stream):  # None: has no effect
                 work.wait()
@@ -171,7 +179,9 @@ class Exchange:
         """Starts to send the updated weights: `own_weights` of each rank to all replicas."""
         for number in self.forward_order:
             bucket = self.buckets[number]
-            self.gathering[number] = all_gather(bucket.weights, bucket.own_weights, self.group)
+            whole, own = bucket.weights, bucket.own_weights
+            work = self.peers.start_filling(whole, own) if self.peers else all_gather(whole, own, self.group)
+            self.gathering[number] = work
             if not self.hidden:
                 self.wait()
 

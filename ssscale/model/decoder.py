@@ -240,6 +240,7 @@ class Decoder(nn.Module):
         compile_exchanges: bool = False,
         keep_gathered: bool = False,
         overlap_gathers: bool = False,
+        copy_engines: bool = False,
         fp8: Fp8 = Fp8.none,
         fp8_blocks: Collection[int] = (),
     ) -> None:
@@ -251,7 +252,7 @@ class Decoder(nn.Module):
         self.terms: dict[str, float] = {Z_LOSS: z_loss} if z_loss else {}
         for mixer in config.used.values():
             self.terms |= mixer.terms
-        megatron = megatron_config(groups, sequence_parallel, dtype, keep_gathered, overlap_gathers)
+        megatron = megatron_config(groups, sequence_parallel, dtype, keep_gathered, overlap_gathers, copy_engines)
         self.sequence_parallel = megatron.sequence_parallel
         rows = padded_vocab(config.vocab_size, groups.tensor_size)
         self.mixers = config.used

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ssscale.parallel.megatron import RowParallelLinear
 from ssscale.parallel.operators import WAIT
+from ssscale.parallel.overlapped import PRODUCTS as OVERLAPPED
 
 T = TypeVar("T")
 
@@ -54,7 +55,11 @@ def is_kept(parts: tuple[str, ...], operator: Any) -> bool:
 
 
 def _compiled_contexts(parts: tuple[str, ...]) -> Any:
-    parts = (*parts, WAIT)  # backward repeats no exchange; of a sum over ranks the graph keeps the sum, not the product
+    parts = (
+        *parts,
+        WAIT,
+        OVERLAPPED,
+    )  # backward repeats no exchange; of a sum over ranks the graph keeps the sum, not the product
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_kept(parts, operator) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ssscale.parallel import fp8, megatron_patches
+from ssscale.parallel import fp8, megatron_patches, overlapped
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.operators import (
     column_product,
@@ -40,6 +40,7 @@ class MegatronConfig(TransformerConfig):
     group_name: of the tensor-parallel group. in_graph: as in `Groups`. own: the index of this rank if its own tokens are
     multiplied while those of the others are gathered, else −1. keep_gathered: under sequence parallelism, a
     ColumnParallelLinear keeps its gathered input for the gradient of the weight. Otherwise it gathers the input again.
+    copy_engines: under sequence parallelism, exchanges run beside the products (`ssscale.parallel.overlapped`); `own` is set.
     linear_fp8: the recipe of `ssscale.parallel.fp8` for linear layers; empty: none. (Megatron-core's own `fp8` stays off.)
     """
 
@@ -47,6 +48,7 @@ class MegatronConfig(TransformerConfig):
     in_graph: bool = False
     own: int = -1
     keep_gathered: bool = False
+    copy_engines: bool = False
     linear_fp8: str = ""
 
     def in_fp8(self, recipe: str) -> "MegatronConfig":
@@ -62,6 +64,7 @@ def megatron_config(
     dtype: torch.dtype,
     keep_gathered: bool = False,
     overlap_gathers: bool = False,
+    copy_engines: bool = False,
 ) -> MegatronConfig:
     """Returns the configuration for Megatron-core's layers. They do not use the numbers of layers and heads in it.
 
@@ -82,8 +85,9 @@ def megatron_config(
         gradient_accumulation_fusion=False,
         group_name=groups.tensor_group.group_name if in_graph else "",
         in_graph=in_graph,
-        own=groups.tensor_rank if overlap_gathers else -1,
+        own=groups.tensor_rank if overlap_gathers or copy_engines else -1,
         keep_gathered=keep_gathered,
+        copy_engines=copy_engines and sequence_parallel and groups.tensor_size > 1,
     )
 
 
@@ -115,8 +119,11 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         if _is_whole(self):
             return F.linear(input_, self.weight if weight is None else weight), None
         if self.config.in_graph:
-            options = *_exchange_of(self), self.config.keep_gathered
-            return column_product(input_, self.weight if weight is None else weight, *options), None
+            weight = self.weight if weight is None else weight
+            ranks, group, sequence, own = _exchange_of(self)
+            if self.config.copy_engines:
+                return overlapped.column_product(input_, weight, ranks, group, own, self.config.keep_gathered), None
+            return column_product(input_, weight, ranks, group, sequence, own, self.config.keep_gathered), None
         return _forward(self, super().forward, input_, weight)
 
 
@@ -135,7 +142,10 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         if _is_whole(self):
             return F.linear(input_, self.weight), None
         if self.config.in_graph:
-            return row_product(input_, self.weight, *_exchange_of(self)), None
+            ranks, group, sequence, own = _exchange_of(self)
+            if self.config.copy_engines:
+                return overlapped.row_product(input_, self.weight, ranks, group, own), None
+            return row_product(input_, self.weight, ranks, group, sequence, own), None
         return _forward(self, super().forward, input_)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

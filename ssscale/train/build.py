@@ -56,6 +56,7 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
             compile_exchanges=config.train.compile_exchanges,
             keep_gathered=config.parallel.keep_gathered,
             overlap_gathers=config.parallel.overlap_gathers,
+            copy_engines=config.parallel.copy_engines,
             fp8=config.train.fp8,
             fp8_blocks=config.train.fp8_blocks(config.model.num_layers),
         )

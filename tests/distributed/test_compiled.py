@@ -145,9 +145,12 @@ def test_the_operators_compute_what_megatron_computes_bit_by_bit(
 
 
 @pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("option", ["overlap_gathers", "copy_engines"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_own_tokens_may_be_multiplied_while_others_arrive(ranks: int, keep: bool, pool2: Pool, pool4: Pool) -> None:
-    layout = {"tensor": ranks, "ulysses": 1, "sequence": True, "overlap_gathers": True, "keep_gathered": keep}
+def test_own_tokens_may_be_multiplied_while_others_arrive(
+    ranks: int, option: str, keep: bool, pool2: Pool, pool4: Pool
+) -> None:
+    layout = {"tensor": ranks, "ulysses": 1, "sequence": True, option: True, "keep_gathered": keep}
     pool = {2: pool2, 4: pool4}[ranks]
     for found, *_ in pool.run(WHOLE, core="ssmax", backend=None, **layout):
         assert len(found) > 10
@@ -163,6 +166,9 @@ def test_own_tokens_may_be_multiplied_while_others_arrive(ranks: int, keep: bool
         ("ssmax", 2, 1, PARTITIONED, {"sequence": True, "keep_gathered": True}),
         ("stickbreaking", 2, 1, PARTITIONED, {"sequence": True, "recompute": Recompute.selective}),
         ("stickbreaking", 2, 1, PARTITIONED, {"sequence": True, "overlap_gathers": True}),
+        ("ssmax", 2, 1, BACKEND, {"sequence": True, "copy_engines": True, "keep_gathered": True}),
+        ("softmax", 2, 1, PARTITIONED, {"sequence": True, "copy_engines": True, "recompute": Recompute.selective}),
+        ("stickbreaking", 2, 1, PARTITIONED, {"sequence": True, "copy_engines": True, "recompute": Recompute.full}),
         ("ssmax_norm", 2, 1, PARTITIONED, {"sequence": False, "recompute": Recompute.selective}),
         ("softmax", 2, 1, PARTITIONED, {"sequence": True, "keep_gathered": True, "recompute": Recompute.selective}),
         ("ssmax", 1, 2, PARTITIONED, {}),

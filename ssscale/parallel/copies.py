@@ -1,0 +1,298 @@
+"""Exchanges of tokens between the GPUs of one host by their copy engines, which leave all multiprocessors to products.
+
+NCCL's kernels need multiprocessors. A matrix product takes all of them, so a collective beside a product waits until the
+product has ended, or the product waits for the collective (docs/log/2026-11-25-two-gpus.md). A copy engine needs none, nor
+does the command processor, which sets and awaits the flags here (`cuStreamWriteValue32`, `cuStreamWaitValue32`).
+
+Each rank has two slots in memory that all ranks of the group can read and write, and a flag for each rank. Exchanges are
+numbered from 1, the same on all ranks, and take the slots in turn. All copies and waits are in one stream per rank:
+
+    gather n     compute stream: copies x to the rank's own slot
+                 then sets its flag of each other rank to n; for each other rank, waits for its flag and copies its slot
+    scatter n    copies the rows of each other rank to that rank's slot, and sets the flag there to n; waits for all flags
+
+**No slot is overwritten too early.** A rank that has seen all flags n knows that every other rank's stream has done all of
+exchange n − 1 and that its compute stream has read what it received in it, because `wait` of one exchange comes before the
+start of the next scatter. So the slot of exchange n − 1 is free for exchange n + 1. `Peers.gather` writes its own slot in
+the compute stream, which has waited for exchange n by then.
+
+A scatter may start between a gather and its `wait`. Nothing else may start between the start and the `wait` of an exchange.
+
+`start_reduction` and `start_filling` are made of such exchanges, of at most `CHUNK` bytes for each slot. They do all of their
+work in the one stream, also the sums, so any number of them may be started before the first is waited for.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SLOTS = 2
+CHUNK = 2**25  # bytes
+AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of the difference modulo 2³²
+
+
+def part(x: Tensor, rank: int, ranks: int) -> Tensor:
+    """Returns the rows of a rank. x: [T, D], whose rows are divided evenly."""
+    rows = len(x) // ranks
+    return x[rank * rows : (rank + 1) * rows]
+
+
+def others(rank: int, ranks: int) -> Iterator[int]:
+    """Returns the other ranks from the next one on, so that no two ranks begin with the same one."""
+    return (other % ranks for other in range(rank + 1, rank + ranks))
+
+
+def add_up(parts: Sequence[Tensor], own: Tensor) -> None:
+    """Writes the sum of the tensors, in their order, to `own`, which may be one of them. The others are overwritten.
+
+    Sums of more than two are in float32 and rounded once, as a sum of two is anyway.
+    """
+    if len(parts) > 2 and own.dtype != torch.float32:
+        total = parts[0].float()
+        for x in parts[1:]:
+            total += x
+        own.copy_(total)
+        return
+    total = parts[0]
+    for number, x in enumerate(parts[1:], 2):
+        total = torch.add(total, x, out=own if number == len(parts) else total)
+
+
+class Driver:
+    """The functions of CUDA's driver that are used here. They take handles of streams and events, and addresses.
+
+    torch's own calls for streams, events and copies take several times as long on the host, which launches thousands of
+    these per step. Each function raises RuntimeError if CUDA refuses it.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        handle, address, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
+        self.copy = self._function(library.cuMemcpyDtoDAsync_v2, address, address, ctypes.c_size_t, handle)
+        self.set_flag = self._function(library.cuStreamWriteValue32_v2, handle, address, ctypes.c_uint32, number)
+        self.wait_for_flag = self._function(library.cuStreamWaitValue32_v2, handle, address, ctypes.c_uint32, number)
+        self.record = self._function(library.cuEventRecord, handle, handle)
+        self.wait_for = self._function(library.cuStreamWaitEvent, handle, handle, number)
+
+    @staticmethod
+    def _function(function: Any, *types: Any) -> Callable[..., Any]:
+        def check(result: int, *_: Any) -> None:
+            if result:
+                raise RuntimeError(f"{function.__name__} failed with CUDA error {result}")
+
+        function.argtypes, function.restype, function.errcheck = types, ctypes.c_int, check
+        called: Callable[..., Any] = function
+        return called
+
+
+class Peers:
+    """The slots and flags of the ranks of a group. GPUs of one host, each of which can access the others' memory."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device, self.rank, self.ranks = group, device, group.rank(), group.size()
+        self.others = list(others(self.rank, self.ranks))
+        self.number = 0
+        self._prepare()
+        self.flags = self._shared(self.ranks, torch.int32)  # by rank, its flags
+        addresses = [flags.data_ptr() for flags in self.flags]
+        self.flags_there = [address + 4 * self.rank for address in addresses]  # by rank, its flag for this rank
+        self.flags_here = [addresses[self.rank] + 4 * rank for rank in range(self.ranks)]  # this rank's flags
+        self.slots: list[Tensor] = []  # by rank, [SLOTS, bytes]
+        self.addresses: list[list[int]] = []  # of the slots, by number modulo SLOTS and rank
+        self.views: dict[Any, Tensor] = {}  # of slots of this rank
+
+    def _prepare(self) -> None:
+        self.driver: Any = Driver()
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
+        self.side: int = self.stream.cuda_stream
+        self.events = [torch.cuda.Event() for _ in range(1 + SLOTS)]
+        for event in self.events:
+            event.record()  # creates it
+        self.begun, *self.done = (event.cuda_event for event in self.events)
+
+    def _shared(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        """Returns a tensor of zeros of each rank, which all ranks of the group can read and write."""
+        from torch.distributed import _symmetric_memory
+
+        own = _symmetric_memory.empty(size, dtype=dtype, device=self.device)
+        found = _symmetric_memory.rendezvous(own, self.group.group_name)
+        own.zero_()
+        self._meet()
+        return [own if i == self.rank else found.get_buffer(i, (size,), dtype) for i in range(self.ranks)]
+
+    def _meet(self) -> None:
+        """Waits until all ranks have done all that they have launched."""
+        torch.cuda.synchronize(self.device)
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+        torch.cuda.synchronize(self.device)
+
+    def _next(self, size: int) -> list[int]:
+        """Counts the exchange and returns the addresses of its slots, by rank.
+
+        size: bytes that it may put into a slot; all ranks have the same.
+        """
+        if not self.slots or self.slots[0].shape[1] < size:
+            self._meet()
+            size = -(-size // 512) * 512
+            self.slots = [slots.view(SLOTS, size) for slots in self._shared(SLOTS * size, torch.uint8)]
+            self.addresses = [[slots[i].data_ptr() for slots in self.slots] for i in range(SLOTS)]
+            self.views.clear()
+        self.number += 1
+        return self.addresses[self.number % SLOTS]
+
+    def _received(self, rank: int, like: Tensor) -> Tensor:
+        """Returns what a rank has sent in the current scatter, of the shape and dtype of `like`."""
+        key = self.number % SLOTS, rank, like.shape, like.dtype
+        found = self.views.get(key)
+        if found is None:
+            size = like.numel() * like.element_size()
+            bytes_ = self.slots[self.rank][self.number % SLOTS, rank * size : (rank + 1) * size]
+            found = self.views[key] = bytes_.view(like.dtype).view(like.shape)
+        return found
+
+    def _current(self) -> int:
+        """Returns the handle of the current stream."""
+        handle: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        return handle
+
+    def _begin(self) -> int:
+        """Lets the exchanges wait for what has been launched in the current stream, whose handle it returns."""
+        current = self._current()
+        self.driver.record(self.begun, current)
+        self.driver.wait_for(self.side, self.begun, 0)
+        return current
+
+    def _pull(self, slots: list[int], parts: list[int], size: int) -> None:
+        """Copies `size` bytes from the slot of each other rank to the address `parts` of it."""
+        for rank in self.others:
+            self.driver.set_flag(self.side, self.flags_there[rank], self.number, 0)
+        for rank in self.others:
+            self.driver.wait_for_flag(self.side, self.flags_here[rank], self.number, AT_LEAST)
+            self.driver.copy(parts[rank], slots[rank], size, self.side)
+
+    def _push(self, slots: list[int], parts: list[int], size: int) -> None:
+        """Copies `size` bytes from the address `parts` of each other rank to its slot, and waits for theirs."""
+        for rank in self.others:
+            self.driver.copy(slots[rank] + self.rank * size, parts[rank], size, self.side)
+            self.driver.set_flag(self.side, self.flags_there[rank], self.number, 0)
+        for rank in self.others:
+            self.driver.wait_for_flag(self.side, self.flags_here[rank], self.number, AT_LEAST)
+
+    def _end(self, current: int) -> Callable[[], None]:
+        """Returns a function that lets the stream with the handle `current` wait for the exchange."""
+        done = self.done[self.number % SLOTS]
+        self.driver.record(done, self.side)
+        return lambda: self.driver.wait_for(current, done, 0)
+
+    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts to gather x [T / R, D] of all ranks. The result of the call waits for them and returns [T, D]."""
+        size = x.numel() * x.element_size()
+        slots = self._next(size * self.ranks)
+        whole = x.new_empty(len(x) * self.ranks, *x.shape[1:])
+        source, target = x.data_ptr(), whole.data_ptr()
+        self.driver.copy(slots[self.rank], source, size, self._current())
+        current = self._begin()
+        self._pull(slots, [target + rank * size for rank in range(self.ranks)], size)
+        wait = self._end(current)
+        self.driver.copy(target + self.rank * size, source, size, current)
+
+        def finish() -> Tensor:
+            wait()
+            return whole
+
+        return finish
+
+    def scatter(self, x: Tensor) -> Callable[[], list[Tensor]]:
+        """Starts to send each other rank its rows of x [T, D]. This rank's own rows may be written later.
+
+        The result of the call waits for the rows of this rank from the other ranks, and returns them as [T / R, D] each, by
+        rank in ascending order. They may be read until the next exchange starts.
+        """
+        size = x.numel() * x.element_size() // self.ranks
+        slots, source = self._next(size * self.ranks), x.data_ptr()
+        current = self._begin()
+        self._push(slots, [source + rank * size for rank in range(self.ranks)], size)
+        wait = self._end(current)
+        like = part(x, self.rank, self.ranks)
+        received = [self._received(rank, like) for rank in sorted(self.others)]
+
+        def finish() -> list[Tensor]:
+            wait()
+            return received
+
+        return finish
+
+    def start_reduction(self, own: Tensor, whole: Tensor) -> "Started":
+        """Starts to sum `whole` [n] over the ranks into `own` [n / R], the view of it with this rank's part."""
+        self._begin()
+        most = CHUNK // own.element_size()
+        with torch.cuda.stream(self.stream):
+            for first in range(0, len(own), most):
+                chunks = [part(whole, rank, self.ranks)[first : first + most] for rank in range(self.ranks)]
+                mine = chunks[self.rank]
+                slots = self._next(CHUNK * self.ranks)
+                self._push(slots, [chunk.data_ptr() for chunk in chunks], mine.numel() * mine.element_size())
+                received = [mine if rank == self.rank else self._received(rank, mine) for rank in range(self.ranks)]
+                add_up(received, mine)
+        return self._started()
+
+    def start_filling(self, whole: Tensor, own: Tensor) -> "Started":
+        """Starts to fill `whole` [n] with `own` [n / R] of each rank, which is a view of it."""
+        self._begin()
+        share, address = own.numel() * own.element_size(), whole.data_ptr()
+        for first in range(0, share, CHUNK):
+            size = min(CHUNK, share - first)
+            slots = self._next(CHUNK * self.ranks)
+            self.driver.copy(slots[self.rank], own.data_ptr() + first, size, self.side)
+            self._pull(slots, [address + rank * share + first for rank in range(self.ranks)], size)
+        return self._started()
+
+    def _started(self) -> "Started":
+        assert self.stream is not None
+        return Started(self.device, self.stream.record_event())
+
+
+class Started:
+    """An exchange that has been started. `wait` lets the current stream wait for it, as `dist.Work` does."""
+
+    def __init__(self, device: torch.device, done: torch.cuda.Event) -> None:
+        self.device, self.done = device, done
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.done)
+
+
+class Processes:
+    """The same exchanges between processes on CPUs, by gloo. They end before the call returns."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        self.others = list(others(self.rank, self.ranks))
+
+    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+        whole = x.new_empty(len(x) * self.ranks, *x.shape[1:])
+        dist.all_gather_into_tensor(whole, x, group=self.group)
+        return lambda: whole
+
+    def scatter(self, x: Tensor) -> Callable[[], list[Tensor]]:
+        sent = x.clone()
+        part(sent, self.rank, self.ranks).fill_(torch.nan)  # not there yet: must not be read
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return lambda: [part(received, rank, self.ranks) for rank in sorted(self.others)]
+
+
+@functools.cache
+def peers_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns the `Peers` of a process group, or `Processes` on CPUs. On GPUs, its first call is collective."""
+    return (Peers if device.type == "cuda" else Processes)(group, device)
+
+
+def peers(group: str, device: torch.device) -> Any:
+    """As `peers_of`, by the name of the group."""
+    return peers_of(dist.distributed_c10d._resolve_process_group(group), device)

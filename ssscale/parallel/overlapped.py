@@ -1,0 +1,174 @@
+"""Tensor-parallel matrix products whose exchanges run beside them, by copy engines (`parallel.copy_engines`).
+
+They compute what `column_product` and `row_product` of `ssscale.parallel.operators` compute under sequence parallelism, with
+the same shapes. A rank multiplies what needs no exchange, or what the others wait for, first:
+
+    gather     its own rows, while those of the others arrive; then those
+    scatter    the rows of the other ranks, which are sent while it multiplies its own; a column product's gradient of the
+               weight comes after that, and hides the rest
+
+Each operator is one node of a compiled graph. Sums over the ranks are in float32, in the order of the ranks, and are rounded
+once.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssscale.parallel import copies
+from ssscale.parallel.copies import add_up, peers
+
+PRODUCTS = "ssscale_overlapped"  # substring of the names of these operators
+
+# As in `operators`, the digest keeps compiled graphs of another version out.
+_NAMESPACE = (
+    f"{PRODUCTS}_"
+    + hashlib.sha256(b"".join(Path(str(file)).read_bytes() for file in (__file__, copies.__file__))).hexdigest()[:8]
+)
+
+_library = torch.library.Library(_NAMESPACE, "DEF")
+
+
+def _operator(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Registers the decorated function as an operator. `torch.library.custom_op` takes longer for each call.
+
+    shapes: returns empty tensors of the shapes and dtypes of the results.
+    """
+
+    def register(body: Callable[..., Any]) -> Any:
+        _library.define(schema)
+        name = schema.partition("(")[0]
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, body, device)
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", shapes, lib=_library)
+        return getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+    return register
+
+
+def _multiply_and_send(x: Tensor, right: Tensor, own: int, exchange: Any) -> Callable[[], Tensor]:
+    """Multiplies x [T, D] by `right` [D, F], the rows of the other ranks first, which are sent meanwhile.
+
+    The result of the call waits for the other ranks, and returns this rank's rows [T / R, F] of the sum over the ranks.
+    """
+    product = x.new_empty(len(x), right.shape[1])
+    rows, parts = x.chunk(exchange.ranks), product.chunk(exchange.ranks)
+    for rank in exchange.others:
+        torch.mm(rows[rank], right, out=parts[rank])
+    arriving = exchange.scatter(product)
+    torch.mm(rows[own], right, out=parts[own])
+
+    def finish() -> Tensor:
+        received = arriving()
+        received.insert(own, parts[own])
+        total = torch.empty_like(parts[own])
+        add_up(received, total)
+        return total
+
+    return finish
+
+
+@_operator(
+    "gather_and_multiply(Tensor x, Tensor right, int ranks, str group, int own) -> (Tensor, Tensor)",
+    lambda x, right, ranks, group, own: (
+        x.new_empty(len(x) * ranks, right.shape[1]),
+        x.new_empty(len(x) * ranks, x.shape[1]),
+    ),
+)
+def gather_and_multiply(x: Tensor, right: Tensor, ranks: int, group: str, own: int) -> tuple[Tensor, Tensor]:
+    """Returns the product [T, F] of all ranks' rows with `right` [D, F], and all ranks' rows [T, D].
+
+    x: [T / R, D], this rank's rows. own: the index of this rank.
+    """
+    rows = len(x)
+    arriving = peers(group, x.device).gather(x.contiguous())
+    product = x.new_empty(rows * ranks, right.shape[1])
+    sizes = [own * rows, rows, (ranks - 1 - own) * rows]
+    parts = product.split(sizes)
+    torch.mm(x, right, out=parts[1])
+    whole = arriving()
+    some = whole.split(sizes)
+    for place in (0, 2):
+        if sizes[place]:
+            torch.mm(some[place], right, out=parts[place])
+    return product, whole
+
+
+@_operator(
+    "multiply_and_scatter(Tensor x, Tensor right, int ranks, str group, int own) -> Tensor",
+    lambda x, right, ranks, group, own: x.new_empty(len(x) // ranks, right.shape[1]),
+)
+def multiply_and_scatter(x: Tensor, right: Tensor, ranks: int, group: str, own: int) -> Tensor:
+    """Returns this rank's rows [T / R, F] of the product of x [T, D] with `right` [D, F], summed over the ranks."""
+    return _multiply_and_send(x, right, own, peers(group, x.device))()
+
+
+@_operator(
+    "column_gradients(Tensor gradient, Tensor weight, Tensor x, int ranks, str group, int own, bool again) -> (Tensor, Tensor)",
+    lambda gradient, weight, x, ranks, group, own, again: (
+        x.new_empty(len(gradient) // ranks, weight.shape[1]),
+        weight.new_empty(weight.shape),
+    ),
+)
+def column_gradients(
+    gradient: Tensor, weight: Tensor, x: Tensor, ranks: int, group: str, own: int, again: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of a column product: of this rank's rows [T / R, D], summed over the ranks, and of the weight.
+
+    gradient: [T, F]. weight: [F, D]. x: all rows [T, D], or with `again` this rank's, and all are gathered.
+    """
+    exchange = peers(group, x.device)
+    gathering = exchange.gather(x.contiguous()) if again else None
+    of_rows = _multiply_and_send(gradient, weight, own, exchange)
+    of_weight = gradient.t() @ (x if gathering is None else gathering())
+    return of_rows(), of_weight
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: int, group: str, own: int, keep_gathered: bool) -> Tensor:
+        product, whole = gather_and_multiply(x, weight.t(), ranks, group, own)
+        ctx.save_for_backward(whole if keep_gathered else x, weight)
+        ctx.options = ranks, group, own, not keep_gathered
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_rows, of_weight = column_gradients(gradient.contiguous(), weight, x, *ctx.options)
+        return of_rows, of_weight, None, None, None, None
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: int, group: str, own: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = ranks, group, own
+        return multiply_and_scatter(x, weight.t(), ranks, group, own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_rows, whole = gather_and_multiply(gradient, weight, *ctx.options)
+        return of_rows, whole.t() @ x, None, None, None
+
+
+def _register(schema: str, body: Any) -> Any:
+    """Registers an operator that is replaced by its body wherever it is differentiated or compiled, as in `operators`."""
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    _library.impl(name, body, "CompositeImplicitAutograd")
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+
+column_product = _register(
+    "column_product(Tensor x, Tensor weight, int ranks, str group, int own, bool keep_gathered) -> Tensor",
+    _ColumnProduct.apply,
+)
+row_product = _register(
+    "row_product(Tensor x, Tensor weight, int ranks, str group, int own) -> Tensor", _RowProduct.apply
+)

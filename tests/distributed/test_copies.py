@@ -1,0 +1,163 @@
+"""Addresses, slots and flags of the exchanges by copy engines, with threads in place of GPUs.
+
+The commands of a stream run at once here, in the thread of their rank. tests/gpu/test_copies.py has the real ones.
+"""
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from ssscale.parallel import copies
+from ssscale.parallel.copies import Peers, add_up, part
+
+CASES = 40
+
+
+class Memory:
+    """What `copies.Driver` does, with this process's memory."""
+
+    patience = 20.0  # seconds that a rank waits for a flag
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+
+    def _delay(self) -> None:
+        if self.chance.random() < 0.1:
+            time.sleep(2e-3)
+
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
+        self._delay()
+        ctypes.memmove(to, source, size)
+
+    def set_flag(self, stream: int, flag: int, value: int, _: int) -> None:
+        self._delay()
+        ctypes.c_int32.from_address(flag).value = value
+
+    def wait_for_flag(self, stream: int, flag: int, value: int, _: int) -> None:
+        end = time.monotonic() + self.patience
+        while ctypes.c_int32.from_address(flag).value < value:
+            assert time.monotonic() < end, "the flag was never set"
+            time.sleep(1e-6)
+
+    def record(self, *_: int) -> None: ...
+
+    def wait_for(self, *_: int) -> None: ...
+
+
+class Place:
+    """Where the threads meet."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.barrier, self.tensors = ranks, threading.Barrier(ranks, timeout=20), [torch.empty(0)] * ranks
+
+
+class Thread(Peers):
+    def __init__(self, place: Place, rank: int) -> None:
+        class Group:
+            def rank(self) -> int:
+                return rank
+
+            def size(self) -> int:
+                return place.ranks
+
+        self.place = place
+        super().__init__(Group(), torch.device("cpu"))  # type: ignore[arg-type]  # these methods are all that is called
+
+    def _prepare(self) -> None:
+        self.driver, self.stream, self.side = Memory(random.Random(self.rank)), None, 0
+        self.begun, *self.done = range(1 + copies.SLOTS)
+
+    def _shared(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        self.place.tensors[self.rank] = torch.zeros(size, dtype=dtype)
+        self.place.barrier.wait()
+        found = list(self.place.tensors)
+        self.place.barrier.wait()
+        return found
+
+    def _meet(self) -> None:
+        self.place.barrier.wait()
+
+    def _current(self) -> int:
+        return 0
+
+    def _started(self) -> Any:
+        return None
+
+
+def on_threads(ranks: int, work: Callable[[Thread], Any]) -> list[Any]:
+    place = Place(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: work(Thread(place, rank)), range(ranks)))
+
+
+def tensors(ranks: int, case: int, dtype: torch.dtype) -> list[Tensor]:
+    """Returns those of all ranks, [rows, dim]. Later ones may be larger or smaller."""
+    generator = torch.Generator().manual_seed(case)
+    rows, dim = 1 + case * 7 % 11, (8, 24, 3)[case % 3]
+    return [torch.randn(rows * ranks, dim, generator=generator).to(dtype) for _ in range(ranks)]
+
+
+def sum_of(parts: list[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for x in parts[1:]:
+        total = total + x.float()
+    return total.to(parts[0].dtype)
+
+
+def check_exchanges(peers: Thread, dtype: torch.dtype) -> None:
+    rank, ranks = peers.rank, peers.ranks
+    for case in range(CASES):
+        every = tensors(ranks, case, dtype)
+        mine = every[rank].clone()
+        gathering = peers.gather(part(mine, rank, ranks)) if case % 3 else None
+        received = peers.scatter(mine)() if case % 2 else None
+        if received is not None:
+            received.insert(rank, part(mine, rank, ranks))
+            total = torch.empty_like(received[0])
+            add_up(received, total)
+            assert torch.equal(total, sum_of([part(x, rank, ranks) for x in every])), f"scatter {case}"
+        if gathering is not None:
+            expected = torch.cat([part(x, i, ranks) for i, x in enumerate(every)])
+            assert torch.equal(gathering(), expected), f"gather {case}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gathers_and_scatters(ranks: int, dtype: torch.dtype) -> None:
+    on_threads(ranks, lambda peers: check_exchanges(peers, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("size", [1, 5, 16, 33])
+def test_buffers_are_reduced_and_filled_in_chunks(ranks: int, size: int, dtype: torch.dtype) -> None:
+    every = [torch.randn(size * ranks, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(ranks)]
+    sums = sum_of(every)
+
+    def work(peers: Thread) -> Tensor:
+        whole = every[peers.rank].clone()
+        own = part(whole, peers.rank, ranks)
+        peers.start_reduction(own, whole)
+        assert torch.equal(own, part(sums, peers.rank, ranks))
+        peers.start_filling(whole, own)
+        return whole
+
+    with patch.object(copies, "CHUNK", 64):
+        for whole in on_threads(ranks, work):
+            assert torch.equal(whole, sums)
+
+
+def test_a_slot_that_is_used_again_too_early_is_noticed() -> None:
+    """A rank that fails leaves the others waiting."""
+    planted = patch.object(copies, "SLOTS", 1), patch.object(Memory, "patience", 2.0)
+    with planted[0], planted[1], pytest.raises(AssertionError, match=r"gather|scatter|never set"):
+        on_threads(3, lambda peers: check_exchanges(peers, torch.float32))
