@@ -4,11 +4,10 @@ part=losses   the losses of each layout next to those of data parallelism and of
 part=speed    tokens/s, peak and estimated memory of each layout, with rows / data-parallel ranks per microbatch
 part=long     the same for the layouts with context parallelism only; use it with data of long rows
 part=weak     tokens/s per GPU on one GPU and on all, with ZeRO-1, accumulation 1 and rows / gpus on each GPU
-part=tensor   data parallelism, and tensor parallelism with blocks in pieces, whole, with the options of gathers, and
-              with CUDA_DEVICE_MAX_CONNECTIONS=1, which starts kernels in the order of their launches
+part=tensor   data parallelism, and tensor parallelism with blocks in pieces, whole, and with the options of its exchanges
 part=zero     the ZeRO stages, and stage 3 without compiled blocks
-part=exchange as part=weak, by NVLink, through host memory and through sockets, with parallel.overlap off, on, with
-              kernels in the order of their launches, and in bf16
+part=exchange as part=weak, also on the last GPU alone, which may be slower than the first; by NVLink, through host memory
+              and through sockets, with parallel.overlap off, on, in bf16, and by NVLink with parallel.copy_engines
 part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
 Figures are medians over the steps after the fourth. Each run prints a line when it ends and writes its output to
@@ -45,7 +44,6 @@ TRANSPORTS = {
     "through host memory": (("NCCL_P2P_DISABLE", "1"),),
     "through sockets": (("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")),
 }
-IN_ORDER = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)
 COMMAND = Command(
     about=__doc__,
     usage="python launch/benchmark_parallel.py part=PART gpus=N data=FOLDER [key=value ...]",
@@ -134,8 +132,7 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         )
         both = kept._replace(label=f"{kept.label} overlap_gathers", keys=(*kept.keys, overlapped.keys[-1]))
         copied = kept._replace(label=f"{kept.label} copy_engines", keys=(*kept.keys, "parallel.copy_engines=true"))
-        ordered = both._replace(label=f"{both.label} in order", environment=IN_ORDER)
-        return [every[0], tensor, whole, kept, overlapped, both, ordered, copied]
+        return [every[0], tensor, whole, kept, overlapped, both, copied]
     if part == "zero":
         stages = [every[0]._replace(label=f"ZeRO-{i}", keys=(f"parallel.zero_stage={i}",)) for i in (1, 2, 3)]
         plain = (*stages[-1].keys, "train.compile=none")
@@ -152,20 +149,22 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
 
 
 def exchanges(gpus: int) -> list[Run]:
-    """Returns one GPU, and data parallelism over each transport in each way."""
+    """Returns the first and the last GPU alone, and data parallelism over each transport in each way."""
     overlap = ("parallel.overlap=true",)
-    ways: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
-        "": ((), ()),
-        " overlap": (overlap, ()),
-        " overlap copy_engines": ((*overlap, "parallel.copy_engines=true"), ()),
-        " overlap in order": (overlap, IN_ORDER),
-        " overlap in bf16": ((*overlap, "parallel.overlap_bf16=true"), ()),
+    ways: dict[str, tuple[str, ...]] = {
+        "": (),
+        " overlap": overlap,
+        " overlap in bf16": (*overlap, "parallel.overlap_bf16=true"),
+        " overlap copy_engines": (*overlap, "parallel.copy_engines=true"),
     }
+    last = Run("DP1 on the last GPU", 1, environment=(("CUDA_VISIBLE_DEVICES", str(gpus - 1)),))
     return [
         Run("DP1", 1),
+        last,
         *(
-            Run(f"DP{gpus}{way} {transport}", gpus, keys=keys, environment=(*network, *more))
-            for (transport, network), (way, (keys, more)) in itertools.product(TRANSPORTS.items(), ways.items())
+            Run(f"DP{gpus}{way} {transport}", gpus, keys=keys, environment=network)
+            for (transport, network), (way, keys) in itertools.product(TRANSPORTS.items(), ways.items())
+            if "copy_engines" not in way or not network  # which use no transport of NCCL
         ),
     ]
 

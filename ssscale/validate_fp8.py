@@ -30,6 +30,10 @@ def check_fp8(config: Config) -> None:
             f"{fp8} with parallel.tensor={parallel.tensor} needs train.compile_exchanges=true: otherwise Megatron-core's "
             "layers run, which do not have this option"
         )
+    if config.copies_tokens:
+        raise UserError(
+            f"{fp8} does not go with parallel.copy_engines=true, whose products are in bf16: use parallel.copy_engines=false"
+        )
     if parallel.overlap_gathers:
         raise UserError(
             f"{fp8} does not go with parallel.overlap_gathers=true, which multiplies tokens before all are there to be scaled: "

@@ -69,16 +69,15 @@ def _check_overlap(config: Config) -> None:
 
 
 def _check_copy_engines(config: Config) -> None:
-    train, parallel = config.train, config.parallel
+    parallel = config.parallel
     if not parallel.copy_engines:
         return
-    products = parallel.tensor > 1 and parallel.sequence and train.compile_exchanges
-    if not products and not parallel.overlap:
+    if not config.copies_tokens and not parallel.overlap:
         raise UserError(
             "parallel.copy_engines=true has no effect here: it needs parallel.overlap=true, or parallel.tensor > 1 with "
             "parallel.sequence=true and train.compile_exchanges=true"
         )
-    if products and parallel.overlap_gathers:
+    if config.copies_tokens and parallel.overlap_gathers:
         raise UserError(
             "parallel.copy_engines=true overlaps gathers in its own way: leave parallel.overlap_gathers=true out"
         )

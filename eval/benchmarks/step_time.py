@@ -38,7 +38,7 @@ COLUMNS = ("matrix products", "attention", "elementwise", "optimizer", EXPOSED, 
 PHASE = "phase/"  # ssscale/train/hooks/profile.py begins the names of its annotations with it
 # Parts of kernels' names, in lower case, in the order in which they are tried. FlashAttention's kernels name CUTLASS, too.
 KINDS = {
-    EXCHANGE: re.compile(r"nccl|multimem|one_shot_all_reduce|two_shot_all_reduce"),
+    EXCHANGE: re.compile(r"nccl|^memcpy ptop|multimem|one_shot_all_reduce|two_shot_all_reduce"),
     "attention": re.compile(
         r"flash|fmha|sdpa|attention|dot_do_o|convert_dq"
         r"|^(forward|backward|reduce|dq|dkv|value|operands|key_maxima|rest_maxima)_kernel"  # of kernels/

@@ -175,11 +175,11 @@ def steps() -> list[Job]:
     parallel = (
         f'python launch/benchmark_parallel.py gpus=2 data="$WORK/rows4096" {VOCABULARY} data.one_document=true part='
     )
-    best = ",TP2 whole keep_gathered overlap_gathers"
+    best = ",TP2 whole keep_gathered copy_engines"
     layouts = {
-        ("1b_sb", 8): f"DP2{best}{best} in order",
-        ("1b_sb", 4): f"DP2{best} in order",
-        ("1b_softmax", 8): f"DP2{best} in order",
+        ("1b_sb", 8): f"DP2{best}",
+        ("1b_sb", 4): f"DP2{best}",
+        ("1b_softmax", 8): f"DP2{best}",
     }
     tensor = (
         f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor/{config}_{rows}" '
@@ -187,10 +187,12 @@ def steps() -> list[Job]:
         for (config, rows), only in layouts.items()
     )
     ways = {
-        "by NVLink": ("", " overlap", " overlap in order"),
-        "through host memory": ("", " overlap", " overlap in order"),
+        "by NVLink": ("", " overlap", " overlap copy_engines"),
+        "through host memory": ("", " overlap"),
     }
-    only = ",".join(["DP1", *(f"DP2{way} {transport}" for transport, some in ways.items() for way in some)])
+    only = ",".join(
+        ["DP1", "DP1 on the last GPU", *(f"DP2{way} {transport}" for transport, some in ways.items() for way in some)]
+    )
     exchange = f'{parallel}exchange config=1b_softmax steps=20 {TRACED} folder="$WORK/exchange" only='
     exchanges = (
         f'{exchange}"{only}" | tee "$HERE/exchange.txt"',

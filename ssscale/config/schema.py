@@ -373,6 +373,13 @@ class Config:
             sizes = {"ring": parallel.ring}
         return [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
 
+    @property
+    def copies_tokens(self) -> bool:
+        """Whether tensor-parallel ranks exchange tokens by copy engines (`parallel.copy_engines`)."""
+        parallel = self.parallel
+        shared = parallel.tensor > 1 and parallel.sequence and self.train.compile_exchanges
+        return parallel.copy_engines and shared
+
     def gathers_blocks(self, gpu: bool = True) -> bool:
         """Whether ZeRO-3 gathers all weights of a block before it runs, so that the block can be compiled."""
         return self.parallel.zero_stage == 3 and self.compiled(gpu) is Compile.block

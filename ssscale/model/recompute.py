@@ -55,11 +55,8 @@ def is_kept(parts: tuple[str, ...], operator: Any) -> bool:
 
 
 def _compiled_contexts(parts: tuple[str, ...]) -> Any:
-    parts = (
-        *parts,
-        WAIT,
-        OVERLAPPED,
-    )  # backward repeats no exchange; of a sum over ranks the graph keeps the sum, not the product
+    # Backward repeats no exchange. Of a sum over ranks, the graph keeps the sum and not the product.
+    parts = (*parts, WAIT, OVERLAPPED)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_kept(parts, operator) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -24,12 +24,16 @@ work in the one stream, also the sums, so any number of them may be started befo
 
 import ctypes
 import functools
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ssscale.errors import UserError
+from ssscale.parallel.exchange import gather_json
 
 SLOTS = 2
 CHUNK = 2**25  # bytes
@@ -97,7 +101,9 @@ class Peers:
         self.group, self.device, self.rank, self.ranks = group, device, group.rank(), group.size()
         self.others = list(others(self.rank, self.ranks))
         self.number = 0
-        self._prepare()
+        self.driver, self.stream, self.events = self._prepare()
+        self.side: int = self.stream.cuda_stream if self.stream is not None else 0
+        self.begun, *self.done = (event.cuda_event for event in self.events)
         self.flags = self._shared(self.ranks, torch.int32)  # by rank, its flags
         addresses = [flags.data_ptr() for flags in self.flags]
         self.flags_there = [address + 4 * self.rank for address in addresses]  # by rank, its flag for this rank
@@ -106,21 +112,31 @@ class Peers:
         self.addresses: list[list[int]] = []  # of the slots, by number modulo SLOTS and rank
         self.views: dict[Any, Tensor] = {}  # of slots of this rank
 
-    def _prepare(self) -> None:
-        self.driver: Any = Driver()
-        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
-        self.side: int = self.stream.cuda_stream
-        self.events = [torch.cuda.Event() for _ in range(1 + SLOTS)]
-        for event in self.events:
+    def _prepare(self) -> tuple[Any, torch.cuda.Stream | None, Sequence[Any]]:
+        """Returns the driver, the stream of all exchanges, and events. Raises UserError if the ranks are not on one host."""
+        hosts = sorted(set(gather_json(socket.gethostname(), self.group)))
+        if len(hosts) > 1:
+            raise UserError(
+                f"parallel.copy_engines=true is for GPUs of one host, and {hosts[0]} and {hosts[1]} exchange with each other: "
+                "use parallel.copy_engines=false, or groups of ranks that fit on a host"
+            )
+        events = [torch.cuda.Event() for _ in range(1 + SLOTS)]
+        for event in events:
             event.record()  # creates it
-        self.begun, *self.done = (event.cuda_event for event in self.events)
+        return Driver(), torch.cuda.Stream(self.device, priority=-1), events
 
     def _shared(self, size: int, dtype: torch.dtype) -> list[Tensor]:
-        """Returns a tensor of zeros of each rank, which all ranks of the group can read and write."""
+        """Returns a tensor of zeros of each rank, which all ranks of the group can read and write. Collective."""
         from torch.distributed import _symmetric_memory
 
         own = _symmetric_memory.empty(size, dtype=dtype, device=self.device)
-        found = _symmetric_memory.rendezvous(own, self.group.group_name)
+        try:
+            found = _symmetric_memory.rendezvous(own, self.group.group_name)
+        except RuntimeError as error:
+            raise UserError(
+                "parallel.copy_engines=true: this GPU cannot share memory with the other GPUs of its host "
+                f"({str(error).splitlines()[0]}): use parallel.copy_engines=false"
+            ) from error
         own.zero_()
         self._meet()
         return [own if i == self.rank else found.get_buffer(i, (size,), dtype) for i in range(self.ranks)]

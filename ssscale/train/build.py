@@ -13,6 +13,7 @@ from ssscale.data.stream import PackedData
 from ssscale.environment import stack_note
 from ssscale.model.decoder import Decoder, padded_vocab
 from ssscale.optim.base import in_one_pass
+from ssscale.parallel.copies import peers_of
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import saved_config
@@ -41,9 +42,12 @@ def memory_of(device: torch.device) -> int:
 def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
     """Returns the decoder of a configuration on its device, with uninitialized weights.
 
-    Raises UserError if the weights do not fit into the memory of the device.
+    Raises UserError if the weights do not fit into the memory of the device, or if GPUs that are to exchange tokens by copy
+    engines cannot reach each other's memory.
     """
     check_weights(config, dtype.itemsize, memory_of(groups.device))
+    if config.copies_tokens:
+        peers_of(groups.tensor_group, groups.device)  # raises before anything is built, if they cannot reach each other
     with torch.device(groups.device):
         return Decoder(
             config.model,

@@ -144,7 +144,7 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
         + FP8_COPIES * block * len(train.fp8_blocks(model.num_layers)),
         gradients=(width * n, summed, partitioned, partitioned)[stage],
         optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / shard_ranks(config, gpus, per_node),
-        activations=tokens * activation_bytes_per_token(config)
+        activations=tokens * (activation_bytes_per_token(config) + slot_bytes_per_token(config))
         + model.place.kept_bytes(model.num_heads / tensor / parallel.ulysses, config.data.length),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
     )
@@ -246,6 +246,11 @@ def activation_bytes_per_token(config: Config) -> float:
         kept = w * (products * d + 2 * q + 2 * kv + 2 * f) + gathered
     again = sum(mixed) if config.train.recompute is Recompute.selective else 0.0
     return model.num_layers * kept + again + block + max(mixed) + ends
+
+
+def slot_bytes_per_token(config: Config) -> int:
+    """Returns the bytes per token of a microbatch in the two slots of `parallel.copy_engines` (ssscale/parallel/copies.py)."""
+    return 2 * weight_bytes(config) * config.model.hidden_size if config.copies_tokens else 0
 
 
 def logit_bytes(config: Config) -> float:

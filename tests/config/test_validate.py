@@ -67,6 +67,17 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         ),
         (["parallel.keep_gathered=true"], "parallel.keep_gathered=true needs train.compile_exchanges=true"),
         (["parallel.overlap_gathers=true"], "parallel.overlap_gathers=true needs train.compile_exchanges=true"),
+        (["parallel.copy_engines=true"], "parallel.copy_engines=true has no effect here"),
+        (["parallel.copy_engines=true", "parallel.tensor=2"], "tensor > 1 with parallel.sequence=true and train.compile_exch"),
+        (
+            [
+                "parallel.copy_engines=true",
+                "parallel.tensor=2",
+                "train.compile_exchanges=true",
+                "parallel.overlap_gathers=true",
+            ],
+            "parallel.copy_engines=true overlaps gathers in its own way",
+        ),
         (["parallel.zero_stage=0", "train.precision=bf16"], "parallel.zero_stage=0 cannot train in bf16"),
         (["parallel.overlap=true", "parallel.zero_stage=3"], "parallel.overlap=true needs parallel.zero_stage=1, not 3"),
         (["parallel.overlap_bf16=true"], "parallel.overlap_bf16=true has no effect without parallel.overlap=true"),

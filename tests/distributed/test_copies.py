@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -72,9 +73,8 @@ class Thread(Peers):
         self.place = place
         super().__init__(Group(), torch.device("cpu"))  # type: ignore[arg-type]  # these methods are all that is called
 
-    def _prepare(self) -> None:
-        self.driver, self.stream, self.side = Memory(random.Random(self.rank)), None, 0
-        self.begun, *self.done = range(1 + copies.SLOTS)
+    def _prepare(self) -> Any:
+        return Memory(random.Random(self.rank)), None, [SimpleNamespace(cuda_event=0)] * (1 + copies.SLOTS)
 
     def _shared(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         self.place.tensors[self.rank] = torch.zeros(size, dtype=dtype)

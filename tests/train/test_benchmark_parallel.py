@@ -21,7 +21,7 @@ def test_layouts_fill_the_gpus(part: str, gpus: int) -> None:
     runs = runs_of(part, gpus, 32)
     assert len({layout.label for layout in runs}) == len(runs)
     for layout in runs:
-        assert layout.gpus == (1 if layout.label == "DP1" else gpus)
+        assert layout.gpus == (1 if layout.label.startswith("DP1") else gpus)
         assert layout.gpus % (layout.tensor * layout.ulysses * layout.ring) == 0
         assert chosen(part, gpus, 32, layout.label) == [layout]  # every label can be named
 
@@ -46,7 +46,7 @@ def test_tensor_parallelism_is_compared_with_itself() -> None:
         "TP2 whole keep_gathered",
         "TP2 whole overlap_gathers",
         "TP2 whole keep_gathered overlap_gathers",
-        "TP2 whole keep_gathered overlap_gathers in order",
+        "TP2 whole keep_gathered copy_engines",
     ]
     for run in runs:
         validate(load_config(["config=1b_sb", f"parallel.tensor={run.tensor}", *run.keys]), 2, gpu=True)

@@ -143,6 +143,10 @@ def config_of(*arguments: str, name: str = "1b_ssmax") -> Config:
             ["train.fp8=rowwise", "parallel.tensor=2", "train.compile_exchanges=true", "parallel.overlap_gathers=true"],
             "does not go with parallel.overlap_gathers=true",
         ),
+        (
+            ["train.fp8=rowwise", "parallel.tensor=2", "train.compile_exchanges=true", "parallel.copy_engines=true"],
+            "does not go with parallel.copy_engines=true",
+        ),
         (["train.fp8_bf16_blocks=[0]"], "train.fp8_bf16_blocks=[0] has no effect under train.fp8=none"),
         (["train.fp8=rowwise", "train.fp8_bf16_blocks=[0,-99]"], "there is no block -99 in model.num_layers="),
         (["train.fp8=rowwise", "model.num_layers=2"], "leaves no block of model.num_layers=2 to train.fp8=rowwise"),
