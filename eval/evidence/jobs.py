@@ -188,7 +188,7 @@ def steps() -> list[Job]:
     )
     ways = {
         "by NVLink": ("", " overlap", " overlap copy_engines"),
-        "through host memory": ("", " overlap"),
+        "through host memory": (" overlap", " overlap in bf16"),
     }
     only = ",".join(
         ["DP1", "DP1 on the last GPU", *(f"DP2{way} {transport}" for transport, some in ways.items() for way in some)]
@@ -215,7 +215,7 @@ def steps() -> list[Job]:
         Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
         Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
         Job("links", "docs/results/predicted_scaling.md", links, 1.8, gpus=2),
-        Job("exchange", several, all_of(*exchanges), 6.5, gpus=2, after=("rows4096",)),
+        Job("exchange", several, all_of(*exchanges), 9.0, gpus=2, after=("rows4096",)),
         Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
         Job("tensor", several, all_of(*tensor, parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
     ]

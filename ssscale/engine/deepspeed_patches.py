@@ -133,8 +133,7 @@ def hide_exchange(engine: Any, exchange: Exchange, update: Any = None) -> None:
 
     def grads_for_norm(for_clipping: bool = False) -> Any:
         """`step` adds up the squared norms of the returned tensors over the tensor-parallel ranks."""
-        own = [bucket.own_gradients for bucket in exchange.buckets]
-        return own if for_clipping else ([exchange.grad_norm()], {})
+        return exchange.sums if for_clipping else ([exchange.grad_norm()], {})
 
     @torch.no_grad()
     def update_weights() -> None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ssscale.model.decoder import Decoder
-from ssscale.parallel.copies import Started, peers_of
+from ssscale.parallel.copies import Started, part, peers_of
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import split_dim
 
@@ -95,23 +95,58 @@ class Exchange:
         """buckets: in the order in which they are reduced. model: already compiled, if it is to be.
 
         dtype: in which gradients are sent and summed over the ranks. If not float32, each rank first rounds its sums to it.
-        copy_engines: exchange by the copy engines of GPUs of one host (`ssscale.parallel.copies`). On CPUs, as without it.
+        copy_engines: exchange by the copy engines of GPUs of one host (`ssscale.parallel.copies`), and sum in float32.
         """
         self.buckets, self.groups, self.dtype = buckets, groups, dtype
         self.group, self.copy_group = groups.shards.group, groups.shards.copy_group
-        self.peers = peers_of(self.group, groups.device) if copy_engines and groups.on_gpu else None
+        self.peers = peers_of(self.group, groups.device) if copy_engines else None
+        # By bucket: the reduced gradients of this rank's partition, [n / d] float32.
+        self.sums = [bucket.own_gradients for bucket in buckets]
+        # By bucket, with `direct`: the gradients in bf16 [n], and by weight the views of them.
+        self.halves: list[Tensor] = []
+        self.half_of: list[list[Tensor]] = []
         across = self.copy_group is not None and groups.device.type == "cuda"
         self.stream = torch.cuda.Stream(groups.device) if across else None  # waits for reduce-scatters
-        self.counted = [b for b in buckets if groups.tensor_rank == 0 or not kind(b.parameters[0])]
+        # The buckets that count in the norm.
+        self.counted = [i for i, b in enumerate(buckets) if groups.tensor_rank == 0 or not kind(b.parameters[0])]
         self.missing: list[set[int]] = []  # by bucket, the weights whose last gradient of the step has not come yet
-        # The reductions that have been started, in the order of the buckets, each with the tensor that gets the sums.
-        self.reducing: list[tuple[dist.Work | Started, Tensor]] = []
+        # The reductions that have been started, in the order of the buckets. Each with the tensor that gets the sums, and
+        # the one that is sent, whose memory is needed until then.
+        self.reducing: list[tuple[dist.Work | Started, Tensor, Tensor]] = []
         self.gathering: dict[int, dist.Work | Started] = {}  # by bucket, the gathers that nobody has waited for yet
         place = {weight: number for number, weight in enumerate(model.parameters())}
         numbers = range(len(buckets))
         self.forward_order = sorted(numbers, key=lambda i: min(place[weight] for weight in buckets[i].parameters))
         self.bucket_of = {weight: i for i, bucket in enumerate(buckets) for weight in bucket.parameters}
         call_before_parts(model, self._waiting_for)
+
+    @property
+    def direct(self) -> bool:
+        """Whether gradients are kept and sent in bf16 (`set_direct`)."""
+        return bool(self.halves)
+
+    def can_be_direct(self) -> bool:
+        """Whether `set_direct` changes no bit of the sums of a step with one microbatch, for a model in bf16.
+
+        Its gradients are in bf16 then. Copies are summed in float32 anyway, and with `dtype` bf16, they are sent in it.
+        """
+        return self.peers is not None or self.dtype == torch.bfloat16
+
+    def set_direct(self, direct: bool, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Sets whether gradients are kept in bf16, so that the caller may release the memory of the fp32 buffers.
+
+        gradients: by bucket and weight, the views of the fp32 buffer. Of those without memory, only place and size are read.
+        """
+        self.halves, self.half_of = [], []
+        self.sums = [bucket.own_gradients for bucket in self.buckets]
+        if not direct:
+            return
+        for bucket, views in zip(self.buckets, gradients, strict=True):
+            half = torch.zeros_like(bucket.weights)
+            first = bucket.gradients.storage_offset()
+            self.halves.append(half)
+            self.half_of.append([half.narrow(0, view.storage_offset() - first, view.numel()) for view in views])
+        self.sums = [torch.zeros_like(bucket.master) for bucket in self.buckets]
 
     def begin(self, last: bool) -> None:
         """Announces a backward pass. last: whether it is the last one before the update."""
@@ -138,25 +173,31 @@ class Exchange:
             self._reduce_next()
             if not self.hidden:
                 self.reducing[-1][0].wait()
-        for bucket, (work, sums) in zip(self.buckets, self.reducing, strict=True):
+        for own, (work, sums, _) in zip(self.sums, self.reducing, strict=True):
             work.wait()
-            if sums is not bucket.own_gradients:
-                bucket.own_gradients.copy_(sums)
+            if sums is not own:
+                own.copy_(sums)
         self.reducing, self.missing = [], []
 
     def _reduce_next(self) -> None:
-        bucket = self.buckets[len(self.reducing)]
-        whole, own = bucket.gradients, bucket.own_gradients
-        if self.dtype != torch.float32:
-            first = own.storage_offset() - whole.storage_offset()
+        number = len(self.reducing)
+        whole, own = self.buckets[number].gradients, self.sums[number]
+        if self.direct:
+            whole = self.halves[number]
+        elif self.dtype != torch.float32:
             whole = whole.to(self.dtype)
-            own = whole.narrow(0, first, len(own))
-        work = self.peers.start_reduction(own, whole) if self.peers else reduce_scatter(own, whole, self.group)
+        work: dist.Work | Started
+        if self.peers:
+            work = self.peers.start_reduction(own, whole)
+        else:
+            if whole.dtype != own.dtype:
+                own = part(whole, self.groups.shards.rank, self.groups.shards.size)
+            work = reduce_scatter(own, whole, self.group)
         if self.copy_group is not None:
             with torch.cuda.stream(self.stream):  # None: has no effect
                 work.wait()
                 work = all_reduce(own, self.copy_group)
-        self.reducing.append((work, own))
+        self.reducing.append((work, own, whole))
 
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the reduced gradients over the replicas, a float32 scalar.
@@ -165,7 +206,7 @@ class Exchange:
         tensor-parallel ranks' norms add up to that of the whole gradient. If nodes hold copies of the shards, the first of
         these ranks returns the norm of the whole gradient and the others 0.
         """
-        parts = [bucket.own_gradients for bucket in self.counted] or [self.buckets[0].own_gradients[:0]]
+        parts = [self.sums[number] for number in self.counted] or [self.sums[0][:0]]
         squares = sum_of_squares(parts)
         if self.copy_group is None:
             dist.all_reduce(squares, group=self.group)

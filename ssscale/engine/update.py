@@ -37,9 +37,9 @@ class Piece:
 class OnePassUpdate:
     """Norm, then clipping, AdamW and the bf16 copy in one pass. `replace_update` gives its methods to a BF16_Optimizer.
 
-    direct: whether gradients stay in bf16 where autograd has put them, and the memory of the fp32 sums is released. This is
-        so if a step has one microbatch and there is no `exchange`. Results have the same bits: the sum of one bf16 gradient
-        is that gradient, and DeepSpeed reduces in bf16.
+    direct: whether gradients stay in bf16, and the memory of the fp32 sums is released. This is so if a step has one
+        microbatch, unless an `exchange` sends fp32. Without one, they stay where autograd has put them. Results have the same
+        bits: the sum of one bf16 gradient is that gradient, and DeepSpeed reduces in bf16.
     """
 
     def __init__(
@@ -47,8 +47,7 @@ class OnePassUpdate:
     ) -> None:
         """optimizer: DeepSpeed's BF16_Optimizer, before its first step. clip: `optimizer.clip`.
 
-        exchange: reduces the fp32 sums and gathers the weights; None: DeepSpeed does. It reduces flat buffers, so `direct`
-            stays False.
+        exchange: reduces flat buffers of gradients and gathers the weights; None: DeepSpeed does.
         """
         self.exchange = exchange
         self.optimizer, self.kind, self.groups, self.clip = optimizer, kind, groups, clip
@@ -68,7 +67,9 @@ class OnePassUpdate:
 
     def set_accumulation(self, microbatches: int) -> None:
         """Sets the number of microbatches per step. Called between steps."""
-        self.direct = microbatches == 1 and self.exchange is None
+        self.direct = microbatches == 1 and (self.exchange is None or self.exchange.can_be_direct())
+        if self.exchange is not None and self.exchange.direct != self.direct:
+            self.exchange.set_direct(self.direct, self.optimizer.fp32_groups_gradients)
         for total in self.optimizer.fp32_groups_gradients_flat:
             storage, needed = total.untyped_storage(), total.numel() * total.element_size()
             if self.direct:
@@ -94,7 +95,10 @@ class OnePassUpdate:
         gradient = weight.grad.view(total.shape)
         if self.direct:
             assert not seen[index], "a weight got two gradients in a step with one microbatch"
-            self._taken[group, index] = gradient
+            if self.exchange is None:
+                self._taken[group, index] = gradient
+            else:
+                self.exchange.half_of[group][index].copy_(gradient)
         elif seen[index]:
             total.add_(gradient)
         else:
@@ -107,7 +111,9 @@ class OnePassUpdate:
         optimizer = self.optimizer
         for i, seen in enumerate(optimizer.fp32_groups_has_gradients):
             for j in (j for j, found in enumerate(seen) if not found):
-                if self.direct:
+                if self.direct and self.exchange is not None:
+                    self.exchange.half_of[i][j].zero_()
+                elif self.direct:
                     self._taken[i, j] = torch.zeros_like(optimizer.bf16_groups[i][j]).view(-1)
                 else:
                     optimizer.fp32_groups_gradients[i][j].zero_()
@@ -182,6 +188,8 @@ class OnePassUpdate:
         )
 
     def _gradients(self) -> list[Tensor]:
+        if self.exchange is not None:
+            return [self.exchange.sums[piece.group].narrow(0, piece.offset, piece.size) for piece in self.pieces]
         whole = self.optimizer.fp32_groups_gradients
         return [
             (self._taken[p.group, p.index] if self.direct else whole[p.group][p.index]).narrow(0, p.start, p.size)

@@ -54,8 +54,14 @@ def others(rank: int, ranks: int) -> Iterator[int]:
 def add_up(parts: Sequence[Tensor], own: Tensor) -> None:
     """Writes the sum of the tensors, in their order, to `own`, which may be one of them. The others are overwritten.
 
-    Sums of more than two are in float32 and rounded once, as a sum of two is anyway.
+    own: of the dtype of the tensors, or float32. Sums of more than two are in float32 and rounded once, as a sum of two is
+    anyway.
     """
+    if own.dtype != parts[0].dtype:
+        own.copy_(parts[0])
+        for x in parts[1:]:
+            own += x
+        return
     if len(parts) > 2 and own.dtype != torch.float32:
         total = parts[0].float()
         for x in parts[1:]:
@@ -244,9 +250,12 @@ class Peers:
         return finish
 
     def start_reduction(self, own: Tensor, whole: Tensor) -> "Started":
-        """Starts to sum `whole` [n] over the ranks into `own` [n / R], the view of it with this rank's part."""
+        """Starts to sum `whole` [n] over the ranks into `own` [n / R].
+
+        own: the view of `whole` with this rank's part, or other memory, then also float32.
+        """
         self._begin()
-        most = CHUNK // own.element_size()
+        most = CHUNK // whole.element_size()
         with torch.cuda.stream(self.stream):
             for first in range(0, len(own), most):
                 chunks = [part(whole, rank, self.ranks)[first : first + most] for rank in range(self.ranks)]
@@ -254,7 +263,7 @@ class Peers:
                 slots = self._next(CHUNK * self.ranks)
                 self._push(slots, [chunk.data_ptr() for chunk in chunks], mine.numel() * mine.element_size())
                 received = [mine if rank == self.rank else self._received(rank, mine) for rank in range(self.ranks)]
-                add_up(received, mine)
+                add_up(received, own[first : first + most])
         return self._started()
 
     def start_filling(self, whole: Tensor, own: Tensor) -> "Started":
@@ -270,17 +279,19 @@ class Peers:
 
     def _started(self) -> "Started":
         assert self.stream is not None
-        return Started(self.device, self.stream.record_event())
+        return Started(self.stream.record_event())
 
 
 class Started:
     """An exchange that has been started. `wait` lets the current stream wait for it, as `dist.Work` does."""
 
-    def __init__(self, device: torch.device, done: torch.cuda.Event) -> None:
-        self.device, self.done = device, done
+    def __init__(self, done: torch.cuda.Event | None) -> None:
+        """done: None if the exchange has ended."""
+        self.done = done
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.done)
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
 
 
 class Processes:
@@ -301,6 +312,16 @@ class Processes:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return lambda: [part(received, rank, self.ranks) for rank in sorted(self.others)]
+
+    def start_reduction(self, own: Tensor, whole: Tensor) -> "Started":
+        received = torch.empty_like(whole)
+        dist.all_to_all_single(received, whole, group=self.group)
+        add_up(received.chunk(self.ranks), own)
+        return Started(None)
+
+    def start_filling(self, whole: Tensor, own: Tensor) -> "Started":
+        dist.all_gather_into_tensor(whole, own.clone(), group=self.group)
+        return Started(None)
 
 
 @functools.cache

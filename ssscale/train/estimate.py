@@ -120,8 +120,8 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
     | 3 | w·N'/D + w·(one block) | 4·N'/D + w·(bucket) | (4 + o)·N'/D |
 
     With `train.fp8`, weights include the casts of one step, FP8_COPIES bytes per weight of its blocks. Where the update is
-    one pass (`in_one_pass`), a step of one microbatch keeps its gradients in bf16: w·N'. With `parallel.overlap`, only a
-    single rank does, as the exchange reduces fp32 buffers.
+    one pass (`in_one_pass`), a step of one microbatch keeps its gradients in bf16: w·N'. With `parallel.overlap`, several
+    ranks do so only with `copy_engines` or `overlap_bf16`, and have the sums besides: w·N' + 4·N'/D.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -135,8 +135,11 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
     partitioned = 4 * n / ranks + width * min(n, bucket)
     summed = 4 * n + width * largest
     single = train.microbatch_rows * (ranks // parallel.context) == train.batch_size
-    if in_one_pass(config, width == 2) and single and (ranks == 1 or not parallel.overlap):
-        summed = width * n
+    if in_one_pass(config, width == 2) and single:
+        if ranks == 1 or not parallel.overlap:
+            summed = width * n
+        elif parallel.copy_engines or parallel.overlap_bf16:
+            summed = width * n + 4 * n / shard_ranks(config, gpus, per_node)
     kept = config.optimizer.chosen.mean_state_bytes(parts["matrices"] / tensor / n)
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(

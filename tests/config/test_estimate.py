@@ -54,6 +54,19 @@ def test_zero_stages(stage, weights, gradients, optimizer):
     )
 
 
+def test_gradients_of_one_microbatch_stay_in_bf16():
+    def gradients(*keys):
+        config = load_config(["config=3b_sb", "train.microbatch=1", "train.precision=bf16", *keys])
+        return memory_per_gpu(config, 64).gradients
+
+    one = "train.batch_size=64"
+    assert gradients(one) == 2 * N
+    assert gradients(one, "parallel.overlap=true") > 4 * N
+    for key in ("copy_engines", "overlap_bf16"):
+        assert gradients(one, "parallel.overlap=true", f"parallel.{key}=true") == 2 * N + 4 * N / 64
+        assert gradients("train.batch_size=128", "parallel.overlap=true", f"parallel.{key}=true") > 4 * N
+
+
 def test_shards_within_nodes():
     """Eight nodes of eight GPUs: each node holds all of the optimizer's state."""
 

@@ -86,6 +86,7 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     in_bf16: bool = False,
     within: int | ShardWithin = ShardWithin.all,
+    copies: bool = False,
 ) -> tuple[DeepSpeedEngine, Groups]:
     ulysses, ring = CONTEXT[layout.context]
     groups = regroup(layout.tensor, ulysses, ring, within)
@@ -104,6 +105,7 @@ def make_engine(
             overlap=overlap,
             overlap_bf16=in_bf16,
             shard_within=within,
+            copy_engines=copies,
         ),
     )
     recompute = Recompute(layout.recompute)

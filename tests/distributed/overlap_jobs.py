@@ -136,14 +136,22 @@ def train(
     load: str | None = None,
     save: str | None = None,
     within: int | ShardWithin = ShardWithin.all,
+    copies: bool = False,
+    direct: bool = True,
 ) -> dict[str, Any]:
     """accumulations: microbatches of each step; (): those of the layout.
 
+    copies: exchanges as those by copy engines. direct: whether gradients may stay in bf16.
+
     unused: by step, the ranks on which a weight gets no gradient. nan: the step in which the last rank has a gradient of NaN.
     """
-    with exchanging(way), patch.object(matrix_jobs, "DeepSpeedEngine", compile_first if compiled else DeepSpeedEngine):
+    with (
+        exchanging(way),
+        patch.object(matrix_jobs, "DeepSpeedEngine", compile_first if compiled else DeepSpeedEngine),
+        ExitStack() if direct else patch.object(exchange.Exchange, "can_be_direct", lambda self: False),
+    ):
         engine, groups = make_engine(
-            layout, load, overlap, torch.bfloat16 if bf16 else torch.float32, sums_bf16, within
+            layout, load, overlap, torch.bfloat16 if bf16 else torch.float32, sums_bf16, within, copies
         )
         reduce = engine.engine.allreduce_gradients
 
@@ -173,5 +181,6 @@ def train(
             "norms": [norm for _, norm in results],
             "state": digests(engine),
             "events": events,
+            "direct": engine.exchange is not None and engine.exchange.direct,
             "elements": sum(weight.numel() for weight in engine.module.parameters()),
         }

@@ -136,6 +136,20 @@ def test_gathers_and_scatters(ranks: int, dtype: torch.dtype) -> None:
     on_threads(ranks, lambda peers: check_exchanges(peers, dtype))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bf16_is_summed_in_fp32(ranks: int) -> None:
+    every = [torch.randn(50 * ranks, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(ranks)]
+    sums = sum_of([x.float() for x in every])
+
+    def work(peers: Thread) -> None:
+        own = torch.full((50,), torch.nan)
+        peers.start_reduction(own, every[peers.rank])
+        assert torch.equal(own, part(sums, peers.rank, ranks))
+
+    with patch.object(copies, "CHUNK", 64):
+        on_threads(ranks, work)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("size", [1, 5, 16, 33])

@@ -61,6 +61,29 @@ def test_hidden_exchanges_change_no_bit(case: str, pool1: Pool, pool4: Pool) -> 
     assert hidden[0]["norms"] == pytest.approx(alone["norms"], rel=rounding)
 
 
+@pytest.mark.parametrize("options", [{"copies": True}, {"sums_bf16": True}, {"copies": True, "sums_bf16": True}])
+def test_gradients_that_stay_in_bf16_give_the_same_bits(options: dict[str, bool], pool2: Pool, pool4: Pool) -> None:
+    """With one microbatch per step, and in between with two, and with a weight that gets no gradient."""
+    for pool, shape, without in ((pool2, layout(2), (1,)), (pool4, layout(tensor=2, variant=1), (0, 1))):
+        more = {"accumulations": (1, 1, 2, 1), "unused": {1: without}, "bf16": True, **options}
+        stay, summed = (pool.run(JOB, layout=shape, way="hidden", direct=direct, **more) for direct in (True, False))
+        assert [rank["direct"] for rank in stay + summed] == [True] * len(stay) + [False] * len(stay)
+        for key in ("losses", "norms", "state"):
+            assert [rank[key] for rank in stay] == [rank[key] for rank in summed], key
+
+
+def test_copies_sum_in_fp32(pool2: Pool, pool4: Pool) -> None:
+    """Two ranks have the bits of fp32 sums by collectives, four those of another order."""
+    for pool, shape in ((pool2, layout(2)), (pool4, layout(accumulation=2))):
+        copied, sent = (pool.run(JOB, layout=shape, way="hidden", bf16=True, copies=copies) for copies in (True, False))
+        for rank, other in zip(copied, sent, strict=True):
+            assert rank["losses"] == pytest.approx(other["losses"], rel=1e-3)
+            if pool is pool2:
+                assert [rank[key] for key in ("losses", "norms", "state")] == [
+                    other[key] for key in ("losses", "norms", "state")
+                ]
+
+
 def test_a_step_with_nan_is_skipped_on_all_ranks(pool4: Pool) -> None:
     one, stopped = (pool4.run(JOB, layout=layout(), way="late", nan=1, steps=steps) for steps in (2, 1))
     assert [rank["norms"] for rank in one] == [[stopped[0]["norms"][0], float("inf")]] * 4

@@ -66,6 +66,13 @@ def _buffers(peers: Peers, dtype: torch.dtype) -> None:
         work.wait()
     for own, found in zip(owns, expected, strict=True):
         assert torch.equal(own, found)
+    if dtype == torch.bfloat16:
+        for whole in (torch.randn(n, device="cuda").to(dtype) for n in sizes):
+            found = torch.empty(len(whole) // peers.ranks, device="cuda")
+            dist.reduce_scatter_tensor(found, whole.float())
+            own = torch.full_like(found, torch.nan)
+            peers.start_reduction(own, whole).wait()
+            assert torch.equal(own, found)
     wholes = []
     for whole, own in zip(buffers, owns, strict=True):
         wholes.append(torch.empty_like(whole))
