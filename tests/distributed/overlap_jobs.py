@@ -77,8 +77,11 @@ def noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def exchanging(way: str) -> Iterator[None]:
-    """way: `hidden`, as in runs; `late` (see `Late`); `open`, where each collective is waited for at once."""
+def exchanging(way: str, direct: bool = True) -> Iterator[None]:
+    """way: `hidden`, as in runs; `late` (see `Late`); `open`, where each collective is waited for at once.
+
+    direct: whether gradients may stay in bf16.
+    """
     reduce_scatter, all_reduce, all_gather = exchange_reduce_scatter, exchange_all_reduce, exchange_all_gather
     if way == "late":
         reduce_scatter, all_reduce, all_gather = late_reduce_scatter, late_all_reduce, late_all_gather
@@ -90,6 +93,8 @@ def exchanging(way: str) -> Iterator[None]:
         }.items():
             stack.enter_context(patch.object(exchange, name, value))
         stack.enter_context(patch.object(exchange.Exchange, "hidden", way != "open"))
+        if not direct:
+            stack.enter_context(patch.object(exchange.Exchange, "can_be_direct", lambda self: False))
         stack.enter_context(patch("ssscale.engine.deepspeed.overlap_bucket", lambda replicas: BUCKET))
         yield
 
@@ -121,6 +126,16 @@ def compile_first(decoder: Decoder, *arguments: Any) -> DeepSpeedEngine:
     return DeepSpeedEngine(decoder, *arguments)
 
 
+def note_end_of_backward(engine: DeepSpeedEngine) -> None:
+    reduce = engine.engine.allreduce_gradients
+
+    def end_of_backward() -> None:
+        EVENTS.append(("end of backward",))
+        reduce()
+
+    engine.engine.allreduce_gradients = end_of_backward
+
+
 def train(
     layout: Layout,
     way: str,
@@ -146,20 +161,13 @@ def train(
     unused: by step, the ranks on which a weight gets no gradient. nan: the step in which the last rank has a gradient of NaN.
     """
     with (
-        exchanging(way),
+        exchanging(way, direct),
         patch.object(matrix_jobs, "DeepSpeedEngine", compile_first if compiled else DeepSpeedEngine),
-        ExitStack() if direct else patch.object(exchange.Exchange, "can_be_direct", lambda self: False),
     ):
         engine, groups = make_engine(
             layout, load, overlap, torch.bfloat16 if bf16 else torch.float32, sums_bf16, within, copies
         )
-        reduce = engine.engine.allreduce_gradients
-
-        def end_of_backward() -> None:
-            EVENTS.append(("end of backward",))
-            reduce()
-
-        engine.engine.allreduce_gradients = end_of_backward
+        note_end_of_backward(engine)
         results = []
         for step in range(first, first + steps):
             EVENTS.clear()
