@@ -135,11 +135,10 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
     partitioned = 4 * n / ranks + width * min(n, bucket)
     summed = 4 * n + width * largest
     single = train.microbatch_rows * (ranks // parallel.context) == train.batch_size
-    if in_one_pass(config, width == 2) and single:
-        if ranks == 1 or not parallel.overlap:
-            summed = width * n
-        elif parallel.copy_engines or parallel.overlap_bf16:
-            summed = width * n + 4 * n / shard_ranks(config, gpus, per_node)
+    if in_one_pass(config, width == 2) and single and stays_in_bf16(config, ranks):
+        summed = width * n
+        if parallel.overlap and ranks > 1:
+            summed += 4 * n / shard_ranks(config, gpus, per_node)
     kept = config.optimizer.chosen.mean_state_bytes(parts["matrices"] / tensor / n)
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(
@@ -151,6 +150,15 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
         + model.place.kept_bytes(model.num_heads / tensor / parallel.ulysses, config.data.length),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
     )
+
+
+def stays_in_bf16(config: Config, ranks: int) -> bool:
+    """Whether a one-pass update after one microbatch leaves gradients in bf16 (`ssscale.engine.update`).
+
+    ranks: those that hold the same weights.
+    """
+    parallel = config.parallel
+    return ranks == 1 or not parallel.overlap or parallel.copy_engines or parallel.overlap_bf16
 
 
 def overlap_bucket(replicas: int) -> int:

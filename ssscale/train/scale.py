@@ -30,6 +30,7 @@ from ssscale.train.estimate import (
     memory_per_gpu,
     overlap_bucket,
     shard_ranks,
+    stays_in_bf16,
     weight_bytes,
 )
 from ssscale.train.links import (
@@ -280,7 +281,7 @@ def _update(config: Config, cluster: Cluster, accumulation: int) -> float:
     split = shard_ranks(config, cluster.size, cluster.gpus) if config.parallel.zero_stage else 1
     if not in_one_pass(config, weight_bytes(config) == 2):
         return SUMS.value * accumulation + OWN_STEP.value * (1 - SPLIT.value + SPLIT.value / split)
-    direct = accumulation == 1 and (ranks == 1 or not overlap)  # gradients stay in bf16 (`ssscale.engine.update`)
+    direct = accumulation == 1 and stays_in_bf16(config, ranks)
     buckets = 0.0 if ranks == 1 or overlap else (DIRECT_BUCKETS if direct else BUCKETS).value
     return (0.0 if direct else SUMS.value * accumulation) + buckets + OPTIMIZER.value / split
 
