@@ -113,6 +113,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--data", help="the data folder, if it has moved")
     arguments = parser.parse_args()
+    file = arguments.figure or arguments.run / "pn.png"
+    if file.suffix != ".png":
+        raise UserError(f"--figure {file}: the figure is a PNG image, so its name has to end in .png")
     run = Run.open(arguments.run)
     p = learned_pn(run)
     weights = occurrences(training_lengths(run, arguments.data), len(p))
@@ -122,7 +125,6 @@ def main() -> None:
     )
     if arguments.json is not None:
         write(arguments.json, {"kind": "pn", "run": run.name, "pn": p.round(4).tolist(), **fit._asdict()})
-    file = arguments.figure or arguments.run / "pn.png"
     draw(p, fit, f"{run.name}: {run.tokens / 1e6:,.0f}M tokens", file)
     print(file)
 

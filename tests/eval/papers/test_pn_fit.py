@@ -65,3 +65,11 @@ def test_a_run_without_pn_says_so(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pn_fit", str(run)])
     with pytest.raises(UserError, match="has no p_n: the run needs"):
         main()
+
+
+def test_a_figure_of_another_kind_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pn_fit", str(tmp_path), "--figure", "pn.svg"])
+    with pytest.raises(
+        UserError, match=r"--figure pn\.svg: the figure is a PNG image, so its name has to end in \.png"
+    ):
+        main()
