@@ -93,6 +93,7 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         mixers.append(f"{name} {mixer.chosen(config.model, groups.device, dtype, config.data.length)}".rstrip())
     logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", ", ".join(mixers))
     with_exchanges = config.train.compile_exchanges and groups.tensor_size * groups.ulysses_size > 1
+    copied = " by copy engines" if config.copies_tokens and groups.on_gpu else ""
     logger.info(
         "precision %s, compile %s%s, ZeRO stage %d, tensor parallel %d%s, Ulysses %d, ring %d, data parallel %d, device %s",
         str(dtype).removeprefix("torch."),
@@ -100,7 +101,7 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         " with exchanges" if with_exchanges else "",
         config.parallel.zero_stage,
         groups.tensor_size,
-        " with sequence parallel" if config.parallel.sequence and groups.tensor_size > 1 else "",
+        f" with sequence parallel{copied}" if config.parallel.sequence and groups.tensor_size > 1 else "",
         groups.ulysses_size,
         groups.ring_size,
         groups.data_size,
