@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ssscale.parallel import copies
@@ -64,6 +65,8 @@ class Place:
 class Thread(Peers):
     def __init__(self, place: Place, rank: int) -> None:
         class Group:
+            """What `Peers` asks of its group."""
+
             def rank(self) -> int:
                 return rank
 
@@ -71,7 +74,7 @@ class Thread(Peers):
                 return place.ranks
 
         self.place = place
-        super().__init__(Group(), torch.device("cpu"))  # type: ignore[arg-type]  # these methods are all that is called
+        super().__init__(cast(dist.ProcessGroup, Group()), torch.device("cpu"))
 
     def _prepare(self) -> Any:
         return Memory(random.Random(self.rank)), None, [SimpleNamespace(cuda_event=0)] * (1 + copies.SLOTS)
