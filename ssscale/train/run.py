@@ -235,9 +235,11 @@ class Run:
         self._rebuild(reader)
 
     def stop(self) -> NoReturn:
-        """Saves the last step unless it is saved already, and raises Stop."""
-        saved = self.saving.save_now(self)
+        """Saves the last step unless it is saved already, and raises Stop. Before the first step, there is nothing to save."""
         reason = self.signals.received.name if self.signals and self.signals.received else "a signal to another rank"
+        if self.state.step == 0:
+            raise Stop(f"{reason} before the first step; the same command starts the run", SAVED)
+        saved = self.saving.save_now(self)
         if not saved:
             newest = self.saving.saved_step
             raise Stop(f"{reason}; step {self.state.step} could not be saved; the last saved step is {newest}", SAVED)

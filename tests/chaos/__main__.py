@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--only", nargs="+", default=[], metavar="KIND:NUMBER")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssscale-chaos-") as folder:

@@ -52,8 +52,9 @@ def check_long(scene: Scene, code: int | None, since: int = 0) -> None:
     check_identical(scene.run, scene.world.folder / "long", since)
 
 
-def wait_for_step(scene: Scene, ranks: Ranks, most: int = LONG - 10) -> None:
-    step = scene.rng.randrange(0, most)
+def wait_for_step(scene: Scene, ranks: Ranks, least: int = 0) -> None:
+    """Waits for a random step from `least` on. 0 is at once, when the process may not even have begun its start."""
+    step = scene.rng.randrange(least, LONG - 10)
     end = time.monotonic() + HANG_S
     while disks.shown_step(ranks) < step and ranks.processes[0].is_alive():
         demand(time.monotonic() < end, f"it hangs:\n{ranks.output()}")
@@ -165,12 +166,14 @@ def clock_jumps(scene: Scene) -> None:
 
 
 def stop_and_go_on(kind: Kind, scene: Scene) -> None:
-    """A signal at any moment from the start of the first step on; then the same command."""
+    """A signal at any moment after the first step; then the same command. Before the start's first lines, a signal has
+    its default effect: tests/train/test_stop.py has those of the start.
+    """
     begin(scene, scene.folder / "long")
     number = scene.rng.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 
     def during(ranks: Ranks) -> None:
-        wait_for_step(scene, ranks)
+        wait_for_step(scene, ranks, least=1)
         scene.harmed += f" {number.name}"
         time.sleep(scene.rng.uniform(0, 0.05))
         if ranks.processes[0].is_alive():

@@ -1,8 +1,10 @@
-"""The chaos test's short form: one case of some kinds, one of each area at least; and that it can fail."""
+"""The chaos test's short form: one case of some kinds, one of each area at least; and that it can fail.
+
+The cases are always the same, so that a change never fails here for what it did not touch. `make test-chaos` tries more.
+"""
 
 import dataclasses
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,7 @@ def test_the_short_form_has_every_area() -> None:
 def test_damage_comes_out_as_declared(name: str, world: World) -> None:
     if os.geteuid() != 0 and name == "read-only-disk":
         pytest.skip("only root can mount")
-    number = random.randrange(10**6)
-    assert attempt(world, name, number, seed=0) == "", f"python -m tests.chaos --only {name}:{number}"
+    assert attempt(world, name, 0, seed=0) == "", f"python -m tests.chaos --only {name}:0"
 
 
 def test_a_wrong_outcome_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

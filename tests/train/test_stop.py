@@ -54,6 +54,26 @@ def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, argumen
     assert f"resumed from {checkpoint} (step {last})" in again.output()
 
 
+@promises(
+    "Stops and starts",
+    "SIGUSR1, SIGTERM or SIGINT during the start",
+    seen="`… before the first step; the same command starts the run`",
+    code="75",
+    identical="yes",
+    do="the same command",
+)
+def test_a_signal_during_the_start_stops_before_the_first_step(arguments: list[str], tmp_path: Path) -> None:
+    with running([*arguments, "train.max_steps=2000"], tmp_path / "run") as ranks:
+        ranks.wait_for(lambda: bool(ranks.output()))  # the first line of the log, before the model is built
+        ranks.send(signal.SIGUSR1)
+        assert ranks.wait() == [75, 75]
+    assert "SIGUSR1 before the first step; the same command starts the run" in ranks.output()
+    assert not list_checkpoints(tmp_path / "run/checkpoints")
+    again = Ranks([*arguments, "train.max_steps=2"], tmp_path / "run")
+    again.finish()
+    assert again.records()[-1]["step"] == 2
+
+
 def stop_slowly() -> None:
     from ssscale.train.hooks.checkpointing import Checkpointing
 
