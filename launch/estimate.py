@@ -16,7 +16,8 @@ from rich.table import Table
 
 from launch.boot import EVERY_KEY, Command, Option, run
 from ssscale.config import load_config
-from ssscale.config.schema import Compile, Config, Fp8, Recompute, ShardWithin
+from ssscale.config.choices import Compile, Fp8, Recompute, ShardWithin
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS
 from ssscale.train.estimate import Estimate, estimate, fp8_speedup

@@ -29,7 +29,7 @@ def train_on_ranks(config: "Config", make: "Callable[[Groups], Run]") -> None:
 
     Raises UserError and Stop.
     """
-    from ssscale.config.schema import Fp8
+    from ssscale.config.choices import Fp8
     from ssscale.errors import TOGETHER, Stop
     from ssscale.parallel.fp8 import refuse_without_fp8
     from ssscale.parallel.groups import initialize, shutdown, shutdown_together

@@ -8,11 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ssscale.config.registry import IN_PLUGIN, MIXERS, OPTIMIZERS, POSITIONS, SCHEDULES
-from ssscale.config.schema import (
-    Config,
-    ModelConfig,
-    StageConfig,
-)
+from ssscale.config.schema import Config, ModelConfig, StageConfig
 from ssscale.errors import UserError
 from ssscale.model.positions.base import Position
 from ssscale.train.microbatch import with_microbatch

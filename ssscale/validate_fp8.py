@@ -1,6 +1,7 @@
 """Refuses what `train.fp8` does not combine with, and says what would. The GPU is checked by `ssscale.parallel.fp8`."""
 
-from ssscale.config.schema import Compile, Config, Fp8, Precision, TrainConfig
+from ssscale.config.choices import Compile, Fp8, Precision
+from ssscale.config.schema import Config, TrainConfig
 from ssscale.errors import UserError
 
 MULTIPLE = 16  # sizes of matrices, as in ssscale/parallel/fp8.py, which needs torch

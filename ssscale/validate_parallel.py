@@ -3,7 +3,8 @@
 import math
 from dataclasses import replace
 
-from ssscale.config.schema import Auto, Compile, Config, Precision, Recompute, ShardWithin, TrainConfig
+from ssscale.config.choices import Auto, Compile, Precision, Recompute, ShardWithin
+from ssscale.config.schema import Config, TrainConfig
 from ssscale.errors import UserError
 from ssscale.validate_fp8 import check_fp8
 

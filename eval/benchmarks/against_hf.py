@@ -101,7 +101,7 @@ class Backends:
 
         from eval.checkpoint.harness import PackedLM
         from eval.checkpoint.text import TextTokenizer
-        from ssscale.config.schema import Precision
+        from ssscale.config.choices import Precision
         from ssscale.hf import register
         from ssscale.hf.convert import export_checkpoint
         from ssscale.parallel.groups import initialize

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softplus
 
 from eval.checkpoint.command import sentences
-from ssscale.config.schema import Precision
+from ssscale.config.choices import Precision
 from ssscale.data.stream import PackedData
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Attention, Decoder

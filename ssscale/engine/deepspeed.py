@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssscale.config.schema import Config, Fp8
+from ssscale.config.choices import Fp8
+from ssscale.config.schema import Config
 from ssscale.engine.base import Fragment, Microbatch, StepResult
 from ssscale.engine.casts import WeightCasts
 from ssscale.engine.deepspeed_patches import (

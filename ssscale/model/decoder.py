@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ssscale.config.schema import Fp8, ModelConfig, Recompute
+from ssscale.config.choices import Fp8, Recompute
+from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
 from ssscale.model.mixers.base import Tables
 from ssscale.model.recompute import keep_products, leave_products_whole

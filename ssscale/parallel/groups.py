@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ssscale.config.schema import ShardWithin
+from ssscale.config.choices import ShardWithin
 from ssscale.errors import STALLED, Stop, UserError
 from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.shards import Shards, make_shards

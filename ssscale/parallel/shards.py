@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ssscale.config.schema import ShardWithin
+from ssscale.config.choices import ShardWithin
 from ssscale.errors import UserError
 from ssscale.parallel.exchange import gather_json
 from ssscale.validate_parallel import check_node

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from ssscale.config import change
-from ssscale.config.schema import Compile, Config, Fp8, ModelConfig, Precision
+from ssscale.config.choices import Compile, Fp8, Precision
+from ssscale.config.schema import Config, ModelConfig
 from ssscale.data.stream import PackedData
 from ssscale.environment import stack_note
 from ssscale.model.decoder import Decoder, padded_vocab

@@ -7,7 +7,8 @@ share of the fp32 master weights and of the optimizer's states (`ssscale.optim.b
 
 from dataclasses import dataclass, fields, replace
 
-from ssscale.config.schema import Auto, Compile, Config, Fp8, Precision, Recompute, ShardWithin
+from ssscale.config.choices import Auto, Compile, Fp8, Precision, Recompute, ShardWithin
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.model.mixers.base import Sizes

@@ -8,7 +8,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ssscale.config.schema import Auto, Config
+from ssscale.config.choices import Auto
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.train.estimate import memory_per_gpu
 from ssscale.train.stages import Part, Plan

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ssscale.config.schema import Auto
+from ssscale.config.choices import Auto
 from ssscale.errors import STALLED, Stop, UserError
 from ssscale.parallel.groups import Groups
 from ssscale.train.hooks.guard import listed

@@ -11,7 +11,8 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from ssscale.config.schema import Compile, Config
+from ssscale.config.choices import Compile
+from ssscale.config.schema import Config
 from ssscale.data.batch import Batch
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.errors import DIVERGED, SAVED, Stop, UserError

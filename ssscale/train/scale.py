@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ssscale.config.schema import Compile, Config, Recompute, ShardWithin
+from ssscale.config.choices import Compile, Recompute, ShardWithin
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.optim.base import in_one_pass

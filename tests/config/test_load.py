@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from ssscale.config import from_yaml, load_config, save, to_yaml
-from ssscale.config.schema import Config, DecayShape, StageConfig, optimizer_config
+from ssscale.config.choices import DecayShape
+from ssscale.config.schema import Config, StageConfig, optimizer_config
 from ssscale.errors import UserError
 
 

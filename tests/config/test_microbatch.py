@@ -6,7 +6,8 @@ import pytest
 
 from launch import estimate as command
 from ssscale.config import from_yaml, load_config, to_yaml
-from ssscale.config.schema import Auto, Config
+from ssscale.config.choices import Auto
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.train.estimate import memory_per_gpu
 from ssscale.train.microbatch import H100_MEMORY, with_microbatch

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from ssscale.config import load_config
-from ssscale.config.schema import DecayShape, ScheduleConfig, StageConfig
+from ssscale.config.choices import DecayShape
+from ssscale.config.schema import ScheduleConfig, StageConfig
 from ssscale.train.schedule import learning_rate, stage_at
 from ssscale.train.schedules.shapes import decay_factor, power_learning_rate
 from ssscale.train.stages import Plan

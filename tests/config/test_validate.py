@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ssscale.config import load_config
+from ssscale.config.choices import Compile
 from ssscale.config.registry import MIXERS, POSITIONS
-from ssscale.config.schema import Compile
 from ssscale.errors import UserError
 from ssscale.validate import validate
 

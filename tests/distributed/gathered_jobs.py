@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssscale.config import load_config
-from ssscale.config.schema import Compile, Config, DataConfig, ParallelConfig, Recompute, TrainConfig, optimizer_config
+from ssscale.config.choices import Compile, Recompute
+from ssscale.config.schema import Config, DataConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine import deepspeed
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout

@@ -12,15 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
-from ssscale.config.schema import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    ShardWithin,
-    TrainConfig,
-    optimizer_config,
-)
+from ssscale.config.choices import ShardWithin
+from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import IGNORE, VOCAB_WEIGHTS, Decoder

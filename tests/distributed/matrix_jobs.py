@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ssscale.config.choices import Recompute, ShardWithin
 from ssscale.config.schema import (
     Config,
     DataConfig,
     ModelConfig,
     ParallelConfig,
-    Recompute,
-    ShardWithin,
     TrainConfig,
     mixer_config,
     optimizer_config,

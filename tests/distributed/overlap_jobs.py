@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ssscale.config.schema import ShardWithin
+from ssscale.config.choices import ShardWithin
 from ssscale.engine import exchange
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.model.decoder import Decoder

@@ -5,14 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from ssscale.config.schema import (
-    Compile,
-    Config,
-    DataConfig,
-    ParallelConfig,
-    Recompute,
-    TrainConfig,
-)
+from ssscale.config.choices import Compile, Recompute
+from ssscale.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssscale.config.schema import ShardWithin
+from ssscale.config.choices import ShardWithin
 from ssscale.engine.exchange import add_up
 from ssscale.errors import Stop, UserError
 from ssscale.parallel.shards import ranks_per_node

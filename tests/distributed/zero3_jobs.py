@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partitioned_param_coordinator
 
-from ssscale.config.schema import Compile, Config, DataConfig, ParallelConfig, TrainConfig, optimizer_config
+from ssscale.config.choices import Compile
+from ssscale.config.schema import Config, DataConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine import deepspeed
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout

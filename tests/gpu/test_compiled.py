@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssscale.config.schema import Recompute
+from ssscale.config.choices import Recompute
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights

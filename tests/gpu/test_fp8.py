@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ssscale.config.schema import Fp8, Recompute
+from ssscale.config.choices import Fp8, Recompute
 from ssscale.engine.casts import WeightCasts
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder

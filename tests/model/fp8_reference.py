@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ssscale.config.schema import Fp8
+from ssscale.config.choices import Fp8
 from ssscale.parallel import fp8
 
 RECIPES = [recipe.value for recipe in Fp8 if recipe is not Fp8.none]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ssscale.config import load_config, run_names
-from ssscale.config.schema import ModelConfig, Recompute, WidthConfig
+from ssscale.config.choices import Recompute
+from ssscale.config.schema import ModelConfig, WidthConfig
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import IGNORE, Decoder
 from ssscale.model.flops import count_parameters

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssscale.config.schema import Fp8, Recompute
+from ssscale.config.choices import Fp8, Recompute
 from ssscale.engine.casts import WeightCasts
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout

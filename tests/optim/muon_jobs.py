@@ -9,15 +9,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ssscale.config.schema import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    ShardWithin,
-    TrainConfig,
-    optimizer_config,
-)
+from ssscale.config.choices import ShardWithin
+from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.errors import UserError
 from ssscale.model.decoder import Decoder

@@ -11,16 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssscale.config.schema import (
-    Config,
-    DataConfig,
-    Fp8,
-    ParallelConfig,
-    Recompute,
-    ShardWithin,
-    TrainConfig,
-    optimizer_config,
-)
+from ssscale.config.choices import Fp8, Recompute, ShardWithin
+from ssscale.config.schema import Config, DataConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine import casts
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.model.decoder import Decoder

@@ -10,7 +10,8 @@ import pytest
 from safetensors import safe_open
 
 from ssscale.config import load_config
-from ssscale.config.schema import Config, Fp8
+from ssscale.config.choices import Fp8
+from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.estimate import estimate, fp8_speedup

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ssscale.config import from_yaml
-from ssscale.config.schema import Auto
+from ssscale.config.choices import Auto
 from tests.train.ranks import Ranks
 
 ARGUMENTS = ["train.microbatch=auto", "train.save_every=4", "data.num_workers=0", "train.batch_size=8"]

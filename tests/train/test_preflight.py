@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ssscale.config.schema import Auto
+from ssscale.config.choices import Auto
 from ssscale.errors import STALLED, Stop, UserError
 from ssscale.parallel.groups import Groups
 from ssscale.train import preflight as module

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from ssscale.config import load_config
+from ssscale.config.choices import Precision
 from ssscale.config.kinds import spelled
-from ssscale.config.schema import Precision
 from ssscale.errors import UserError
 from ssscale.train.run_folder import check_folder, record_config
 

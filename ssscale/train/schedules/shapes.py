@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ssscale.config.choices import DecayShape
 from ssscale.config.registry import SCHEDULES
-from ssscale.config.schema import DecayShape
 from ssscale.train.schedules.base import Schedule, Stretch
 
 if TYPE_CHECKING:
