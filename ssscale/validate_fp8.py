@@ -7,8 +7,8 @@ from ssscale.errors import UserError
 MULTIPLE = 16  # sizes of matrices, as in ssscale/parallel/fp8.py, which needs torch
 
 
-def check_fp8(config: Config) -> None:
-    """Raises UserError if the linear layers of the model cannot run in fp8 as `config` asks."""
+def check_fp8(config: Config, gpu: bool) -> None:
+    """Raises UserError if the linear layers of the model cannot run in fp8 as `config` asks. gpu: whether it runs on GPUs."""
     model, train, parallel = config.model, config.train, config.parallel
     fp8 = f"train.fp8={train.fp8.value}"
     if train.fp8 is Fp8.none:
@@ -26,12 +26,12 @@ def check_fp8(config: Config) -> None:
         raise UserError(
             f"{fp8} does not go with train.compile=model: weights are cast between blocks; use train.compile=block"
         )
-    if parallel.tensor > 1 and not train.compile_exchanges:
+    if parallel.tensor > 1 and not config.whole_blocks(gpu):
         raise UserError(
             f"{fp8} with parallel.tensor={parallel.tensor} needs train.compile_exchanges=true: otherwise Megatron-core's "
             "layers run, which do not have this option"
         )
-    if config.copies_tokens:
+    if config.copies_tokens(gpu):
         raise UserError(
             f"{fp8} does not go with parallel.copy_engines=true, whose products are in bf16: use parallel.copy_engines=false"
         )

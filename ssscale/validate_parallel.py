@@ -33,10 +33,10 @@ def check_parallel(config: Config, gpu: bool) -> None:
             f"parallel.tensor={tensor} ranks, which does not divide it: set parallel.sequence=false or another "
             "train.microbatch"
         )
-    _check_compile(config)
-    check_fp8(config)
+    _check_compile(config, gpu)
+    check_fp8(config, gpu)
     _check_overlap(config)
-    _check_copy_engines(config)
+    _check_copy_engines(config, gpu)
     bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)
     if parallel.zero_stage == 0 and bf16:
         raise UserError(
@@ -69,38 +69,38 @@ def _check_overlap(config: Config) -> None:
         )
 
 
-def _check_copy_engines(config: Config) -> None:
+def _check_copy_engines(config: Config, gpu: bool) -> None:
     parallel = config.parallel
-    if not parallel.copy_engines:
+    if parallel.copy_engines is not True:
         return
-    if not config.copies_tokens and not parallel.overlap:
+    if not config.copies_tokens(gpu) and not parallel.overlap:
         raise UserError(
             "parallel.copy_engines=true has no effect here: it needs parallel.overlap=true, or parallel.tensor > 1 with "
             "parallel.sequence=true and train.compile_exchanges=true"
         )
-    if config.copies_tokens and parallel.overlap_gathers:
+    if config.copies_tokens(gpu) and parallel.overlap_gathers:
         raise UserError(
             "parallel.copy_engines=true overlaps gathers in its own way: leave parallel.overlap_gathers=true out"
         )
 
 
-def _check_compile(config: Config) -> None:
+def _check_compile(config: Config, gpu: bool) -> None:
     train, parallel = config.train, config.parallel
     if parallel.tensor > 1 and train.compile is Compile.model:
         raise UserError(
             f"train.compile=model needs parallel.tensor=1, not {parallel.tensor}: tensor parallelism breaks the graph between "
             "blocks; use train.compile=block"
         )
-    broken_by = config.breaks_in_blocks
+    broken_by = config.breaks_in_blocks(gpu)
     if broken_by and train.recompute is Recompute.selective and train.compile is Compile.block:
         whole = replace(config, train=replace(train, compile_exchanges=True))
-        also = "" if whole.breaks_in_blocks else ", train.compile_exchanges=true"
+        also = "" if whole.breaks_in_blocks(gpu) else ", train.compile_exchanges=true"
         raise UserError(
             f"train.compile=block does not go with train.recompute=selective and {broken_by[0]}: recomputation needs "
             f"each block in one graph, and that breaks it; use train.compile=auto{also} or train.recompute=full"
         )
     for key in ("keep_gathered", "overlap_gathers"):
-        if getattr(parallel, key) and not train.compile_exchanges:
+        if getattr(parallel, key) is True and not config.whole_blocks(gpu):
             raise UserError(
                 f"parallel.{key}=true needs train.compile_exchanges=true: otherwise Megatron-core's layers run, which do not "
                 "have this option"

@@ -219,7 +219,9 @@ class TrainConfig:
     seed: int = 0  # seed of the initial weights
     precision: Precision = Precision.auto  # auto: bf16 with fp32 master weights on a GPU, fp32 on a CPU
     compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU (docs/guide/training.md)
-    compile_exchanges: bool = False  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/training.md)
+    compile_exchanges: bool | Auto = (
+        False  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/parallelism.md)
+    )
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
     fp8: Fp8 = Fp8.none  # linear layers of blocks in fp8, on H100 and newer GPUs (docs/guide/training.md)
     fp8_bf16_blocks: list[int] = field(default_factory=lambda: [0, -1])  # blocks that fp8 leaves in bf16; -1: the last
@@ -269,9 +271,11 @@ class TrainConfig:
 class ParallelConfig:
     tensor: int = 1  # tensor-parallel ranks, which split each matrix
     sequence: bool = True  # also split the residual stream over the tensor-parallel ranks
-    keep_gathered: bool = False  # under `sequence`, keep gathered tokens for backward; else they are gathered again
+    keep_gathered: bool | Auto = (
+        False  # under `sequence`, keep gathered tokens for backward; else they are gathered again
+    )
     overlap_gathers: bool = False  # under `sequence`, multiply a rank's own tokens while those of others are gathered
-    copy_engines: bool = False  # under `sequence`, exchange tokens beside the products by copy engines; one host
+    copy_engines: bool | Auto = False  # under `sequence`, exchange tokens beside products by copy engines, on one host
     ulysses: int = 1  # ranks that split a microbatch's tokens and exchange them for heads in attention
     ring: int = 1  # ranks that split them and pass keys and values around; with both, ulysses · ring ranks
     zero_stage: int = 1  # what data-parallel ranks split: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights
@@ -306,24 +310,50 @@ class Config:
     def tokens_per_step(self) -> int:
         return self.train.batch_size * self.data.length
 
+    def whole_blocks(self, gpu: bool = True) -> bool:
+        """Whether tensor-parallel and Ulysses ranks compile whole blocks (`train.compile_exchanges`).
+
+        `auto`: on GPUs, tensor-parallel ranks without context parallelism and ZeRO-3, the layouts that were measured.
+        """
+        train, parallel = self.train, self.parallel
+        if not isinstance(train.compile_exchanges, Auto):
+            return train.compile_exchanges
+        measured = parallel.tensor > 1 and parallel.context == 1 and parallel.zero_stage < 3
+        return gpu and measured and train.compile in (Compile.auto, Compile.block)
+
+    def keeps_gathered(self, gpu: bool = True) -> bool:
+        """Whether backward finds the gathered tokens kept (`parallel.keep_gathered`). `auto`: if it recomputes nothing."""
+        parallel = self.parallel
+        if not isinstance(parallel.keep_gathered, Auto):
+            return parallel.keep_gathered
+        return parallel.sequence and self.whole_blocks(gpu) and self.train.recompute is Recompute.none
+
     @property
-    def breaks_in_blocks(self) -> list[str]:
+    def copies_gradients(self) -> bool:
+        """Whether `parallel.overlap` exchanges by copy engines. `parallel.copy_engines=auto` does not choose this."""
+        return self.parallel.overlap and self.parallel.copy_engines is True
+
+    def copies_tokens(self, gpu: bool = True) -> bool:
+        """Whether tensor-parallel ranks exchange tokens by copy engines (`parallel.copy_engines`).
+
+        `auto`: on GPUs, in bf16, unless `overlap_gathers` is asked for. `build_model` sees whether they can.
+        """
+        parallel = self.parallel
+        shared = parallel.tensor > 1 and parallel.sequence and self.whole_blocks(gpu)
+        if not isinstance(parallel.copy_engines, Auto):
+            return parallel.copy_engines and shared
+        return gpu and shared and not parallel.overlap_gathers and self.train.fp8 is Fp8.none
+
+    def breaks_in_blocks(self, gpu: bool = True) -> list[str]:
         """The keys that prevent a block from compiling to one graph, because ranks communicate inside of it.
 
         With `train.compile_exchanges`, the graph holds the exchanges of tensor parallelism and Ulysses.
         """
         parallel = self.parallel
         sizes = {"tensor": parallel.tensor, "ulysses": parallel.ulysses, "ring": parallel.ring}
-        if self.train.compile_exchanges:
+        if self.whole_blocks(gpu):
             sizes = {"ring": parallel.ring}
         return [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
-
-    @property
-    def copies_tokens(self) -> bool:
-        """Whether tensor-parallel ranks exchange tokens by copy engines (`parallel.copy_engines`)."""
-        parallel = self.parallel
-        shared = parallel.tensor > 1 and parallel.sequence and self.train.compile_exchanges
-        return parallel.copy_engines and shared
 
     def gathers_blocks(self, gpu: bool = True) -> bool:
         """Whether ZeRO-3 gathers all weights of a block before it runs, so that the block can be compiled."""
@@ -338,4 +368,4 @@ class Config:
         if train.compile != Compile.auto:
             return train.compile
         needs_whole = train.recompute is Recompute.selective or self.parallel.zero_stage == 3
-        return Compile.block if gpu and not (needs_whole and self.breaks_in_blocks) else Compile.none
+        return Compile.block if gpu and not (needs_whole and self.breaks_in_blocks(gpu)) else Compile.none

@@ -152,9 +152,7 @@ class DeepSpeedEngine:
         self.exchange: Exchange | None = None
         if overlap:
             summed = torch.bfloat16 if config.parallel.overlap_bf16 else torch.float32
-            self.exchange = Exchange(
-                buckets_of(self.engine.optimizer), model, groups, summed, config.parallel.copy_engines
-            )
+            self.exchange = Exchange(buckets_of(self.engine.optimizer), model, groups, summed, config.copies_gradients)
         self.update: OnePassUpdate | None = None
         if in_one_pass(config, next(model.parameters()).dtype == torch.bfloat16):
             self.update = OnePassUpdate(self.engine.optimizer, self.kind, groups, config.optimizer.clip, self.exchange)

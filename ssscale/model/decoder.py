@@ -270,9 +270,7 @@ class Decoder(nn.Module):
             leave_products_whole(self)
 
     def num_parameters(self) -> int:
-        """Returns the parameters of the whole model, without padding. Slices of tensor-parallel ranks count as whole
-        tensors.
-        """
+        """Returns the parameters of the whole model, not only of this tensor-parallel rank, without padding."""
         total = sum(torch.Size(global_shape(p, self.groups.tensor_size)).numel() for p in self.parameters())
         padding = padded_vocab(self.config.vocab_size, self.groups.tensor_size) - self.config.vocab_size
         return total - padding * self.config.hidden_size * (1 if self.config.tie_embeddings else 2)

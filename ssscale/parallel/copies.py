@@ -100,6 +100,14 @@ class Driver:
         return called
 
 
+class CannotCopyError(UserError):
+    """GPUs cannot access each other's memory. obstacle: why."""
+
+    def __init__(self, obstacle: str) -> None:
+        super().__init__(f"parallel.copy_engines=true: {obstacle}: use parallel.copy_engines=false")
+        self.obstacle = obstacle
+
+
 class Peers:
     """The slots and flags of the ranks of a group. GPUs of one host, each of which can access the others' memory."""
 
@@ -119,12 +127,11 @@ class Peers:
         self.views: dict[Any, Tensor] = {}  # of slots of this rank
 
     def _prepare(self) -> tuple[Any, torch.cuda.Stream | None, Sequence[Any]]:
-        """Returns the driver, the stream of all exchanges, and events. Raises UserError if the ranks are not on one host."""
+        """Returns the driver, the stream of all exchanges, and events. Raises CannotCopyError on several hosts."""
         hosts = sorted(set(gather_json(socket.gethostname(), self.group)))
         if len(hosts) > 1:
-            raise UserError(
-                f"parallel.copy_engines=true is for GPUs of one host, and {hosts[0]} and {hosts[1]} exchange with each other: "
-                "use parallel.copy_engines=false, or groups of ranks that fit on a host"
+            raise CannotCopyError(
+                f"copy engines serve GPUs of one host, and {hosts[0]} and {hosts[1]} exchange with each other"
             )
         events = [torch.cuda.Event() for _ in range(1 + SLOTS)]
         for event in events:
@@ -132,17 +139,21 @@ class Peers:
         return Driver(), torch.cuda.Stream(self.device, priority=-1), events
 
     def _shared(self, size: int, dtype: torch.dtype) -> list[Tensor]:
-        """Returns a tensor of zeros of each rank, which all ranks of the group can read and write. Collective."""
+        """Returns a tensor of zeros of each rank, which all ranks of the group can read and write. Collective.
+
+        Raises CannotCopyError on all ranks if it fails on one.
+        """
         from torch.distributed import _symmetric_memory
 
-        own = _symmetric_memory.empty(size, dtype=dtype, device=self.device)
+        own, failed, found = _symmetric_memory.empty(size, dtype=dtype, device=self.device), None, None
         try:
             found = _symmetric_memory.rendezvous(own, self.group.group_name)
         except RuntimeError as error:
-            raise UserError(
-                "parallel.copy_engines=true: this GPU cannot share memory with the other GPUs of its host "
-                f"({str(error).splitlines()[0]}): use parallel.copy_engines=false"
-            ) from error
+            failed = str(error).splitlines()[0]
+        for rank, reason in enumerate(gather_json(failed, self.group)):
+            if reason is not None:
+                raise CannotCopyError(f"GPU {rank} of {self.ranks} cannot share memory with the others ({reason})")
+        assert found is not None
         own.zero_()
         self._meet()
         return [own if i == self.rank else found.get_buffer(i, (size,), dtype) for i in range(self.ranks)]
@@ -326,8 +337,20 @@ class Processes:
 
 @functools.cache
 def peers_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Returns the `Peers` of a process group, or `Processes` on CPUs. On GPUs, its first call is collective."""
+    """Returns the `Peers` of a process group, or `Processes` on CPUs. On GPUs, its first call is collective.
+
+    Raises CannotCopyError if GPUs cannot access each other's memory.
+    """
     return (Peers if device.type == "cuda" else Processes)(group, device)
+
+
+def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Returns why the ranks of a group cannot exchange by copy engines, or None if they can. Collective."""
+    try:
+        peers_of(group, device)
+    except CannotCopyError as error:
+        return error.obstacle
+    return None
 
 
 def peers(group: str, device: torch.device) -> Any:

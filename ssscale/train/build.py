@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 from ssscale.config import change
-from ssscale.config.choices import Compile, Fp8, Precision
+from ssscale.config.choices import Auto, Compile, Fp8, Precision
 from ssscale.config.schema import Config, ModelConfig
 from ssscale.data.stream import PackedData
 from ssscale.environment import stack_note
 from ssscale.model.decoder import Decoder, padded_vocab
 from ssscale.optim.base import in_one_pass
-from ssscale.parallel.copies import peers_of
+from ssscale.parallel.copies import CannotCopyError, obstacle
+from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import saved_config
@@ -47,8 +48,8 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
     engines cannot reach each other's memory.
     """
     check_weights(config, dtype.itemsize, memory_of(groups.device))
-    if config.copies_tokens:
-        peers_of(groups.tensor_group, groups.device)  # raises before anything is built, if they cannot reach each other
+    copy_engines = copies_tokens(config, groups)
+    instead = config.copies_tokens(groups.on_gpu) and not copy_engines
     with torch.device(groups.device):
         return Decoder(
             config.model,
@@ -58,13 +59,31 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
             sequence_parallel=config.parallel.sequence,
             recompute=config.train.recompute,
             z_loss=config.train.z_loss,
-            compile_exchanges=config.train.compile_exchanges,
-            keep_gathered=config.parallel.keep_gathered,
-            overlap_gathers=config.parallel.overlap_gathers,
-            copy_engines=config.parallel.copy_engines,
+            compile_exchanges=config.whole_blocks(groups.on_gpu),
+            keep_gathered=config.keeps_gathered(groups.on_gpu),
+            overlap_gathers=config.parallel.overlap_gathers or instead,
+            copy_engines=copy_engines,
             fp8=config.train.fp8,
             fp8_blocks=config.train.fp8_blocks(config.model.num_layers),
         )
+
+
+def copies_tokens(config: Config, groups: Groups) -> bool:
+    """Returns whether the ranks exchange tokens by copy engines, the same on all of them. Collective.
+
+    Raises CannotCopyError if `parallel.copy_engines=true` asks for it and they cannot.
+    """
+    if groups.tensor_size == 1 or not config.copies_tokens(groups.on_gpu):
+        return False
+    obstacles = [found for found in gather_json(obstacle(groups.tensor_group, groups.device)) if found]
+    if not obstacles:
+        return True
+    if config.parallel.copy_engines is not Auto.auto:
+        raise CannotCopyError(obstacles[0])
+    logger.info(
+        "parallel.copy_engines=auto: %s; NCCL gathers tokens, beside the products of a rank's own", obstacles[0]
+    )
+    return False
 
 
 def open_data(
@@ -93,8 +112,7 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
     for name, mixer in config.model.used.items():
         mixers.append(f"{name} {mixer.chosen(config.model, groups.device, dtype, config.data.length)}".rstrip())
     logger.info("model: %s parameters, attention %s", f"{model.num_parameters():,}", ", ".join(mixers))
-    with_exchanges = config.train.compile_exchanges and groups.tensor_size * groups.ulysses_size > 1
-    copied = " by copy engines" if config.copies_tokens and groups.on_gpu else ""
+    with_exchanges = config.whole_blocks(groups.on_gpu) and groups.tensor_size * groups.ulysses_size > 1
     logger.info(
         "precision %s, compile %s%s, ZeRO stage %d, tensor parallel %d%s, Ulysses %d, ring %d, data parallel %d, device %s",
         str(dtype).removeprefix("torch."),
@@ -102,7 +120,7 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         " with exchanges" if with_exchanges else "",
         config.parallel.zero_stage,
         groups.tensor_size,
-        f" with sequence parallel{copied}" if config.parallel.sequence and groups.tensor_size > 1 else "",
+        " with sequence parallel" if config.parallel.sequence and groups.tensor_size > 1 else "",
         groups.ulysses_size,
         groups.ring_size,
         groups.data_size,

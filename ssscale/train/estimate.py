@@ -159,7 +159,7 @@ def stays_in_bf16(config: Config, ranks: int) -> bool:
     ranks: those that hold the same weights.
     """
     parallel = config.parallel
-    return ranks == 1 or not parallel.overlap or parallel.copy_engines or parallel.overlap_bf16
+    return ranks == 1 or not parallel.overlap or config.copies_gradients or parallel.overlap_bf16
 
 
 def overlap_bucket(replicas: int) -> int:
@@ -245,7 +245,7 @@ def activation_bytes_per_token(config: Config) -> float:
         )
         for mixer in model.layer_mixers
     ]
-    gathered = 2 * w * model.hidden_size if d < model.hidden_size and parallel.keep_gathered else 0
+    gathered = 2 * w * model.hidden_size if d < model.hidden_size and config.keeps_gathered() else 0
     block = w * (2 * d + 2 * q + 2 * kv + 3 * f) + (gathered or 2 * w * d) + norms
     if config.compiled() is Compile.none:
         block += w * f
@@ -262,7 +262,7 @@ def activation_bytes_per_token(config: Config) -> float:
 
 def slot_bytes_per_token(config: Config) -> int:
     """Returns the bytes per token of a microbatch in the two slots of `parallel.copy_engines` (ssscale/parallel/copies.py)."""
-    return 2 * weight_bytes(config) * config.model.hidden_size if config.copies_tokens else 0
+    return 2 * weight_bytes(config) * config.model.hidden_size if config.copies_tokens() else 0
 
 
 def logit_bytes(config: Config) -> float:

@@ -289,7 +289,7 @@ def _update(config: Config, cluster: Cluster, accumulation: int) -> float:
 
 def _launch(config: Config, count: int) -> float:
     """Returns the seconds of the host for a microbatch whose blocks make `count` exchanges. Without any, it is never late."""
-    whole = count and config.compiled() is not Compile.none and not config.breaks_in_blocks
+    whole = count and config.compiled() is not Compile.none and not config.breaks_in_blocks()
     return WHOLE.value * config.model.num_layers if whole else LAUNCH.value * count
 
 
@@ -306,7 +306,7 @@ def _block_exchanges(config: Config, cluster: Cluster, tokens: int) -> dict[str,
         t > 1
     ):  # per layer 6 gathers and 4 scatters, at the ends 3 and 2; or 4 and 2 all-reduces, each of twice the bytes
         size, times = (t - 1) / t * model.hidden_size * tokens / (u * r) * width, 2 * layers + 1
-        gathers, scatters = (2 if parallel.keep_gathered else 3) * times, 2 * times
+        gathers, scatters = (2 if config.keeps_gathered() else 3) * times, 2 * times
         each = [
             Exchange(ALL_GATHER, t, 1, gathers, gathers * size),
             Exchange(REDUCE_SCATTER, t, 1, scatters, scatters * size),

@@ -169,6 +169,32 @@ def test_whole_blocks_compile_with_selective_recomputation():
     validate(replace(whole, train=replace(whole.train, compile=Compile.block)))
 
 
+@pytest.mark.parametrize(
+    ("keys", "chosen"),  # whole blocks, gathered tokens kept, tokens copied
+    [
+        ([], (True, True, True)),
+        (["parallel.sequence=false"], (True, False, False)),
+        (["train.recompute=full"], (True, False, True)),
+        (["train.fp8=rowwise"], (True, True, False)),
+        (["parallel.overlap_gathers=true"], (True, True, False)),
+        (["parallel.copy_engines=false", "parallel.keep_gathered=false"], (True, False, False)),
+        (["train.compile=none"], (False, False, False)),
+        (["parallel.zero_stage=3"], (False, False, False)),
+        (["parallel.ring=2"], (False, False, False)),
+        (["parallel.ulysses=2"], (False, False, False)),
+        (["parallel.tensor=1"], (False, False, False)),
+        (["train.compile_exchanges=false"], (False, False, False)),
+    ],
+)
+def test_auto_chooses_the_fast_exchanges_of_tensor_parallelism(keys, chosen):
+    asked = ["train.compile_exchanges=auto", "parallel.keep_gathered=auto", "parallel.copy_engines=auto"]
+    config = load_config(["config=1b_sb", "parallel.tensor=2", *asked, *keys])
+    validate(config, config.parallel.tensor * config.parallel.context, gpu=True)
+    assert (config.whole_blocks(), config.keeps_gathered(), config.copies_tokens()) == chosen
+    assert (config.whole_blocks(False), config.keeps_gathered(False), config.copies_tokens(False)) == (False,) * 3
+    assert not config.copies_gradients
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_blocks_that_zero_3_gathers_compile_if_they_are_one_graph(recompute):
     keys = ["config=1b_sb", "parallel.zero_stage=3", f"train.recompute={recompute}"]

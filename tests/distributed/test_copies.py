@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ssscale.config.choices import Auto
 from ssscale.parallel import copies
 from ssscale.parallel.copies import Peers, add_up, part
+from tests.pool import Pool
 
 CASES = 40
 
@@ -178,3 +180,23 @@ def test_a_slot_that_is_used_again_too_early_is_noticed() -> None:
     planted = patch.object(copies, "SLOTS", 1), patch.object(Memory, "patience", 2.0)
     with planted[0], planted[1], pytest.raises(AssertionError, match=r"gather|scatter|never set"):
         on_threads(3, lambda peers: check_exchanges(peers, torch.float32))
+
+
+def test_all_ranks_learn_which_one_cannot_share_memory(pool2: Pool) -> None:
+    said = "parallel.copy_engines=true: GPU 1 of 2 cannot share memory with the others (peer access is not supported)"
+    assert (
+        pool2.run("tests.distributed.obstacle_jobs:share", broken=1) == [said + ": use parallel.copy_engines=false"] * 2
+    )
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1])
+def test_gathers_are_overlapped_where_tokens_cannot_be_copied(pool2: Pool, broken: int | None) -> None:
+    def chosen(given: bool | Auto) -> Any:
+        first, second = pool2.run("tests.distributed.obstacle_jobs:choose", given=given, broken=broken)
+        assert first == second
+        return first
+
+    assert chosen(Auto.auto) == ((True, False) if broken is None else (False, True))
+    assert chosen(False) == (False, False)
+    refusal = "parallel.copy_engines=true: this one is broken: use parallel.copy_engines=false"
+    assert chosen(True) == ((True, False) if broken is None else refusal)
