@@ -3,8 +3,9 @@
 For each run file and layout, one run trains all steps. Another one is killed (SIGKILL to all of its processes) after step
 `kill` and started again with the same command, which continues from the save before. SHA-256 of all weights and of all
 states of the optimizer in both last checkpoints must be equal, and so must all losses. The layouts are one process and,
-with two GPUs or `processes=2`, tensor and data parallelism over two ranks (TP2 and DP2). `at_once` of these runs share the
-GPUs. At the end, each run file trains once with and once without the option, one run per GPU, for the cost.
+with two GPUs or `processes=2`, tensor and data parallelism over two ranks (TP2 and DP2), both also with exchanges by copy
+engines (TP2_copies, with validations, and DP2_copies). `at_once` of these runs share the GPUs. At the end, each run file
+trains once with and once without the option, one run per GPU, for the cost.
 
 The command prints two tables and writes FOLDER/results.json. Its exit code is 1 if anything differs.
 """
@@ -46,7 +47,12 @@ COMMAND = Command(
     options=(
         Option("data", str, "a packed data folder", required=True, metavar="FOLDER"),
         Option("configs", str, "run files", default="162m_softmax,162m_ssmax,162m_sb", metavar="NAME,..."),
-        Option("layouts", str, "some of one, TP2 and DP2 (all that the ranks allow)", metavar="NAME,..."),
+        Option(
+            "layouts",
+            str,
+            "some of one, TP2, DP2, TP2_copies and DP2_copies (all that the ranks allow)",
+            metavar="NAME,...",
+        ),
         Option("gpus", int, "GPUs to use (all of this machine, at most 2)", at_least=1, at_most=2),
         Option("processes", int, "ranks of a run on a CPU", default=1, at_least=1, at_most=2),
         Option("steps", int, "steps of each run", default=50, at_least=2),
@@ -67,8 +73,17 @@ class Layout(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
+COPIES = "parallel.copy_engines=true"
+WHOLE = ("train.compile_exchanges=true", "parallel.keep_gathered=true", "train.eval_every=10")
 LAYOUTS = {
-    layout.name: layout for layout in (Layout("one", 1), Layout("TP2", 2, ("parallel.tensor=2",)), Layout("DP2", 2))
+    layout.name: layout
+    for layout in (
+        Layout("one", 1),
+        Layout("TP2", 2, ("parallel.tensor=2",)),
+        Layout("DP2", 2),
+        Layout("TP2_copies", 2, ("parallel.tensor=2", *WHOLE, COPIES)),
+        Layout("DP2_copies", 2, ("parallel.overlap=true", COPIES)),
+    )
 }
 
 

@@ -5,7 +5,8 @@
     python -m eval.evidence --plan GPUS [NAME ...] [--minutes N]
 
 A job is one figure or table: `--print` shows the jobs with their commands and minutes, `--plan` when each would begin and
-end on so many H200s. Without names, all of them run.
+end on so many H200s. Without names, all of them run. The first one that fits into the free GPUs and the time left starts
+next; behind one that needs more GPUs than are free, all wait.
 TEXT is a folder with train.NAME.jsonl.zst, valid.NAME.jsonl.zst and tokenizer.json. Jobs whose time is a result have a
 GPU alone, others share one. No job starts that would end after --minutes.
 
@@ -28,14 +29,14 @@ GIB = 139.0  # of an H200
 
 
 def chosen(names: list[str]) -> list[Job]:
-    """Returns the named jobs and what must run before them, in the order of the list. Raises UserError for other names."""
+    """Returns what must run before the named jobs, and then these in their order. Raises UserError for other names."""
     every = jobs()
     if unknown := [name for name in names if name not in every]:
         raise UserError(f"there is no job {unknown[0]}; use {', '.join(every)}")
-    wanted = set(names or every)
-    for name in list(wanted):
-        wanted.update(every[name].after)
-    return [job for job in every.values() if job.name in wanted]
+    wanted = list(dict.fromkeys(names)) or list(every)
+    before = {needed for name in wanted for needed in every[name].after}
+    first = [name for name in every if name in before]
+    return [every[name] for name in dict.fromkeys([*first, *wanted])]
 
 
 def planned(some: list[Job], gpus: int, seconds: float) -> list[str]:

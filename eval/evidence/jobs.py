@@ -248,7 +248,7 @@ def options() -> list[Job]:
     )
     return [
         Job("zero", "docs/results/several_gpus.md", all_of(*zero, parts("zero/*")), 3.8, gpus=2, after=("rows4096",)),
-        Job("deterministic", "train.deterministic", (bits, clean), 8.0, gpus=2, after=("rows1024",)),
+        Job("deterministic", "train.deterministic", (bits, clean), 11.0, gpus=2, after=("rows1024",)),
         Job("fp8", "train.fp8", fp8, 15.0, after=("rows4096",)),
         Job("muon", "optimizer.name=muon", muon, 8.0, after=("rows1024",)),
     ]

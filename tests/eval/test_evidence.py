@@ -152,6 +152,8 @@ def test_every_command_exists(one):
 
 def test_choosing_jobs_takes_what_they_need():
     assert [x.name for x in chosen(["1b_sb"])] == ["rows4096", "1b_sb"]
+    assert [x.name for x in chosen(["muon", "fp8", "muon"])] == ["rows4096", "rows1024", "muon", "fp8"]
+    assert sorted(x.name for x in chosen([])) == sorted(jobs())
     with pytest.raises(UserError, match="there is no job 2b"):
         chosen(["2b"])
 

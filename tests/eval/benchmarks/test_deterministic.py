@@ -16,7 +16,12 @@ from tests.train.jobs import SMALL
 MODEL = [f"{key}={value}" for key, value in SMALL.items() if key.startswith("model.")]
 
 
-@pytest.mark.parametrize(("layout", "cost"), [("one", "false"), pytest.param("TP2", "true", marks=pytest.mark.slow)])
+SLOW = [("TP2", "true"), ("TP2_copies", "false"), ("DP2_copies", "false")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "cost"), [("one", "false"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_a_killed_run_ends_with_the_same_bits(
     layout: str, cost: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
