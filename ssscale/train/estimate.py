@@ -21,6 +21,7 @@ FP8_COPIES = 2  # bytes per weight of fp8 layers: W and Wᵀ (ssscale/parallel/f
 # tokens at the sizes of 1b (3b: 1.13 and, with dW in bf16, 1.19). `rowwise` was not measured, so that no gain is assumed.
 FP8_GAIN = {Fp8.none: 1.0, Fp8.tensorwise: 1.13, Fp8.rowwise: 1.0, Fp8.rowwise_bf16_dw: 1.13}
 PRODUCTS_SHARE = 0.54  # of a step in bf16 that is matrix products, with those of the head
+COPY_SLOTS = 2 * 2**25  # bytes per rank that a rank's two slots of the exchange take (ssscale/parallel/copies.py)
 REDUCE_BUCKET = 500_000_000  # gradient elements that DeepSpeed's ZeRO 2 and 3 collect before they reduce them
 
 
@@ -121,7 +122,8 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
 
     With `train.fp8`, weights include the casts of one step, FP8_COPIES bytes per weight of its blocks. Where the update is
     one pass (`in_one_pass`), a step of one microbatch keeps its gradients in bf16: w·N'. With `parallel.overlap`, several
-    ranks do so only with `copy_engines` or `overlap_bf16`, and have the sums besides: w·N' + 4·N'/D.
+    ranks do so only with `copy_engines` or `overlap_bf16`, and have the sums besides: w·N' + 4·N'/D. With `overlap` and
+    `copy_engines`, gradients include the slots of the exchange: COPY_SLOTS · D, with D of `shard_within`.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -138,6 +140,8 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
     overlap = parallel.overlap and ranks > 1
     if stays_in_bf16(config, ranks, train.batch_size // (train.microbatch_rows * (ranks // parallel.context))):
         summed = width * n + (4 * n / shards if overlap else 0)
+    if overlap and parallel.copy_engines:
+        summed += COPY_SLOTS * shards
     kept = config.optimizer.chosen.mean_state_bytes(parts["matrices"] / tensor / n)
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ssscale.parallel import copies
 from ssscale.parallel.copies import Peers, add_up, part
+from ssscale.train.estimate import COPY_SLOTS
 
 CASES = 40
 
@@ -178,3 +179,15 @@ def test_a_slot_that_is_used_again_too_early_is_noticed() -> None:
     planted = patch.object(copies, "SLOTS", 1), patch.object(Memory, "patience", 2.0)
     with planted[0], planted[1], pytest.raises(AssertionError, match=r"gather|scatter|never set"):
         on_threads(3, lambda peers: check_exchanges(peers, torch.float32))
+
+
+def test_the_estimate_counts_the_slots() -> None:
+    """However few bytes the exchange of gradients and weights has."""
+
+    def exchange(peers: Thread) -> int:
+        whole = torch.zeros(4 * peers.ranks)
+        peers.start_reduction(part(whole, peers.rank, peers.ranks), whole)
+        peers.start_filling(whole, part(whole, peers.rank, peers.ranks))
+        return peers.slots[peers.rank].nbytes
+
+    assert on_threads(3, exchange) == [3 * COPY_SLOTS] * 3
