@@ -85,7 +85,7 @@ def run_stack(
 ) -> dict[str, float]:
     """Runs the stack once. Returns medians by column, or {} if the run failed, whose output is then in `log_of`.
 
-    name: a run file, and perhaps keys of its own (NAME+KEY=VALUE).
+    name: a run file, and perhaps keys of its own (NAME+KEY=VALUE). Raises UserError if the run left no records.
     """
     config, *own = name.split("+")
     folder = folder_of(name, options, accumulation)
@@ -120,6 +120,10 @@ def run_stack(
         return {}
     first = [line for line in process.stderr.splitlines() if line.startswith("first step after")]
     records = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
+    if not records:
+        raise UserError(
+            f"{folder} has no record of a step in its metrics.jsonl: train.log_every must be at most {steps}"
+        )
     print(f"# loss {records[0]['loss']:.3f} -> {records[-1]['loss']:.3f} in {len(records)} steps", flush=True)
     dropped = 4 if log_every == 1 else 1
     settled = records[-max(1, options["last"] // log_every) :] if options["last"] else records[dropped:] or records

@@ -19,6 +19,7 @@ from ssscale.config.schema import TrainConfig
 from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters
 from ssscale.train.checkpoint_folder import list_checkpoints, verify
+from ssscale.train.early import check_data
 from ssscale.train.records import read_metrics
 
 COMMAND = Command(
@@ -49,11 +50,21 @@ def records_of(options: dict[str, Any], accumulation: int, steps: int, keys: lis
 
 
 def rate(records: Records, first: int, last: int) -> float:
-    """Returns tokens per second of wall-clock time between the records of two steps."""
-    begin, end = (
-        next(record for record in records if "loss" in record and record["step"] == step) for step in (first, last)
-    )
+    """Returns tokens per second of wall-clock time between the records of two steps. Raises UserError if one is missing."""
+    by_step = {record["step"]: record for record in records if "loss" in record}
+    for step in (first, last):
+        if step not in by_step:
+            raise UserError(
+                f"the run has no record of step {step} in its metrics.jsonl, so its rate cannot be computed"
+            )
+    begin, end = by_step[first], by_step[last]
     return (end["tokens"] - begin["tokens"]) / (end["time"] - begin["time"])
+
+
+def check_run(options: dict[str, Any], extra: list[str]) -> None:
+    """Raises UserError if a run of these options cannot start: for its keys, or for its data folder."""
+    keys = [f"config={options['config']}", f"data.path={options['data']}", *extra]
+    check_data(load_config(keys, options=COMMAND.names))
 
 
 def check_room(options: dict[str, Any], folder: Path) -> None:
@@ -76,6 +87,7 @@ def measure_saves(options: dict[str, Any], extra: list[str]) -> None:
     every = steps // 4
     if every < 3:
         raise UserError(f"steps={steps} leaves no steps between saves: give 12 or more")
+    check_run(options, extra)
     check_room(options, Path(options["folder"]))
     print("| save | blocked s | written s | GB | dip in tokens/s | tokens/s over two saves |", flush=True)
     print("|---|---|---|---|---|---|", flush=True)
@@ -84,7 +96,10 @@ def measure_saves(options: dict[str, Any], extra: list[str]) -> None:
         keys = [f"train.save_background={key}", f"train.save_every={every}", "train.observe_every=0", "train.keep=1"]
         records = records_of(options, accumulation, steps, [*extra, *keys])
         folder = folder_of(options["config"], options, accumulation)
-        problem = verify(list_checkpoints(folder / "checkpoints")[-1])
+        saved = list_checkpoints(folder / "checkpoints")
+        if not saved:
+            raise UserError(f"{folder} has no checkpoint, although train.save_every={every}")
+        problem = verify(saved[-1])
         if problem is not None:
             raise UserError(problem)
         shutil.rmtree(folder / "checkpoints")
@@ -113,6 +128,7 @@ def measure_metrics(options: dict[str, Any], extra: list[str]) -> None:
     half = (steps - 1) // 2
     if half < 2:
         raise UserError(f"steps={steps} leaves too few steps to compare: give 5 or more")
+    check_run(options, extra)
     rates: dict[str, list[float]] = {"all": [], "none": []}
     looks: list[float] = []
     for _ in range(options["repeats"]):
@@ -144,9 +160,6 @@ def verdict(value: float, goal: float, unit: str) -> str:
 def main(argv: list[str]) -> None:
     options, extra = COMMAND.parse(argv)
     measures = {"saves": measure_saves, "metrics": measure_metrics}
-    load_config([f"config={options['config']}", *extra], options=COMMAND.names)
-    if not Path(options["data"]).is_dir():
-        raise UserError(f"data={options['data']}: there is no such folder")
     measures[options["of"]](options, extra)
 
 

@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=100, help="maximum number of windows of the longest length")
     parser.add_argument("--join", action="store_true", help="read all documents as one")
     parser.add_argument("--articles", action="store_true", help="read every document by itself and whole")
-    parser.add_argument("--processes", type=int, help="processes that share the windows (one per GPU)")
+    parser.add_argument("--processes", type=int, help="processes that share the windows (default: one per GPU)")
     parser.add_argument("--share", help=argparse.SUPPRESS)  # what share_out starts
     arguments = parser.parse_intermixed_args()
     prepare()
@@ -293,7 +293,7 @@ def main() -> None:
         lengths = parse_lengths(arguments.lengths)
         runs, changes = runs_and_changes(arguments.runs)
         share = Share.parse(arguments.share) if arguments.share else None
-        if share is None and (count := processes_of(arguments.processes)) > 1:
+        if share is None and (count := processes_of(arguments.processes, -(-arguments.windows // PART))) > 1:
             share_out("eval.papers.long_context", sys.argv[1:], count)
         for run in runs:
             evaluation = Evaluation(run, changes, arguments, lengths)

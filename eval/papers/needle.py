@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100, help="prompts per length and depth")
     parser.add_argument("--scores", action="store_true", help="measure attention to the number instead of retrieval")
     parser.add_argument("--trials", type=int, default=100, help="prompts with --scores")
-    parser.add_argument("--processes", type=int, help="processes that share the prompts (one per GPU)")
+    parser.add_argument("--processes", type=int, help="processes that share the prompts (default: one per GPU)")
     parser.add_argument("--share", help=argparse.SUPPRESS)  # what share_out starts
     arguments = parser.parse_intermixed_args()
     prepare()
@@ -292,7 +292,8 @@ def main() -> None:
         runs, changes = runs_and_changes(arguments.runs)
         kind = "needle_scores" if arguments.scores else "needle"
         share = Share.parse(arguments.share) if arguments.share else None
-        if share is None and (count := processes_of(arguments.processes)) > 1:
+        most = 1 + -(-arguments.trials // TRIALS) if arguments.scores else len(lengths) * len(depths)
+        if share is None and (count := processes_of(arguments.processes, most)) > 1:
             share_out("eval.papers.needle", sys.argv[1:], count)
         for run in runs:
             evaluation = Evaluation(run, changes, arguments, kind)

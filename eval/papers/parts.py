@@ -70,11 +70,22 @@ class Parts:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def processes_of(given: int | None) -> int:
-    """Return the number of processes: as given, or one per GPU. Raises UserError for a number below 1."""
+def processes_of(given: int | None, parts: int) -> int:
+    """Return the number of processes: as given, or one per GPU, but at most one per part.
+
+    parts: the largest number of parts that can be computed at once.
+
+    Raises UserError for a number below 1, and for one above the numbers of GPUs and CPU cores.
+    """
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     if given is not None and given < 1:
         raise UserError(f"--processes must be at least 1, not {given}")
-    return given or max(1, torch.cuda.device_count())
+    if given is not None and given > max(gpus, cores):
+        raise UserError(
+            f"--processes={given} is too many for this machine, which has {gpus} GPUs and {cores} CPU cores: each process "
+            f"loads the model, so give at most {max(gpus, cores)}"
+        )
+    return min(given or max(1, gpus), parts)
 
 
 def share_out(module: str, arguments: list[str], count: int) -> None:

@@ -19,10 +19,7 @@ that a rank multiplies. Under sequence parallelism these are the gathered tokens
 Shapes: T tokens, weight [F, D] of this rank. F and D must be multiples of 16. T is padded with zeros where it is summed over.
 """
 
-import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssscale.errors import UserError
+from ssscale.parallel.registry import new_library, register
 
 MULTIPLE = 16  # `torch._scaled_mm` needs rows of 16 bytes
 # Smaller maxima count as this one, so that a tensor of zeros has a finite scale. Gradients stay far above it.
@@ -40,9 +38,7 @@ ABOVE_175 = 0x001F_FFFF  # added to the bits of m · 2^e, 1 ≤ m < 2: carries i
 INVERSE = 0x7F00_0000  # minus the bits of a power of two: the bits of its inverse
 
 _collectives = torch.ops._c10d_functional
-# torch caches compiled graphs on disk by the names of their operators. The digest keeps graphs of another version out.
-_NAMESPACE = "ssscale_fp8_" + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-_library = torch.library.Library(_NAMESPACE, "DEF")
+_library = new_library("ssscale_fp8", __file__)
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,7 @@ def _wait(x: Tensor) -> Tensor:
     return _collectives.wait_tensor(x)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::multiply_and_gather", mutates_args=())
+@torch.library.custom_op(f"{_library.ns}::multiply_and_gather", mutates_args=())
 def multiply_and_gather(
     a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, fast: bool, x: Tensor, ranks: int, group: str
 ) -> tuple[Tensor, Tensor]:
@@ -232,15 +228,8 @@ def _weight_gradient(gradient: Tensor, x: Tensor, recipe: Recipe, scale: Scale |
     return multiply(columns, cast(x.t(), torch.float8_e4m3fn, recipe.rowwise), x.dtype, recipe.fast_backward)
 
 
-def _register(schema: str, body: Callable[..., Any]) -> Any:
-    """Registers an operator that Dynamo does not trace and AOTAutograd replaces by its body, as in `operators`."""
-    _library.define(schema)
-    name = schema.partition("(")[0]
-    _library.impl(name, body, "CompositeImplicitAutograd")
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
-
-
-product = _register(
+product = register(
+    _library,
     "product(Tensor x, Tensor weight, Tensor out, Tensor out_inverse, Tensor back, Tensor back_inverse, str recipe, "
     "bool column, int ranks, str group, bool sequence, bool keep_gathered) -> Tensor",
     _Product.apply,

@@ -11,29 +11,19 @@ product, the whole weight is [R · F, D], divided by output features. For a row 
 features.
 """
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers the shapes of the operators in _c10d_functional
 from torch import Tensor
 
+from ssscale.parallel.registry import new_library, register
+
 WAIT = "_c10d_functional.wait_tensor"  # the operator that returns the result of any collective
 
 _collectives = torch.ops._c10d_functional
-# torch caches compiled graphs on disk by the names of their operators. The digest keeps graphs of another version out.
-_NAMESPACE = "ssscale_parallel_" + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-_library = torch.library.Library(_NAMESPACE, "DEF")
-
-
-def _register(schema: str, body: Callable[..., Any]) -> Any:
-    """Registers an operator that is replaced by its body wherever it is differentiated or compiled. Returns it."""
-    _library.define(schema)
-    name = schema.partition("(")[0]
-    _library.impl(name, body, "CompositeImplicitAutograd")
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+_library = new_library("ssscale_parallel", __file__)
 
 
 @torch.compiler.disable
@@ -204,17 +194,20 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradient, *ctx.options), None, None
 
 
-column_product = _register(
+column_product = register(
+    _library,
     "column_product(Tensor x, Tensor weight, int ranks, str group, bool sequence, int own, bool keep_gathered) -> Tensor",
     _ColumnProduct.apply,
 )
-row_product = _register(
-    "row_product(Tensor x, Tensor weight, int ranks, str group, bool sequence, int own) -> Tensor", _RowProduct.apply
+row_product = register(
+    _library,
+    "row_product(Tensor x, Tensor weight, int ranks, str group, bool sequence, int own) -> Tensor",
+    _RowProduct.apply,
 )
-sum_over_ranks = _register("sum_over_ranks(Tensor part, str group) -> Tensor", _Sum.apply)
-sum_gradient = _register("sum_gradient(Tensor(a) weight, str group) -> Tensor(a)", _SumGradient.apply)
+sum_over_ranks = register(_library, "sum_over_ranks(Tensor part, str group) -> Tensor", _Sum.apply)
+sum_gradient = register(_library, "sum_gradient(Tensor(a) weight, str group) -> Tensor(a)", _SumGradient.apply)
 # −ln softmax(logits)[label] in nats, [T], for logits [T, V] of the columns from `first` on.
-cross_entropy = _register(
-    "cross_entropy(Tensor logits, Tensor labels, int first, str group) -> Tensor", _CrossEntropy.apply
+cross_entropy = register(
+    _library, "cross_entropy(Tensor logits, Tensor labels, int first, str group) -> Tensor", _CrossEntropy.apply
 )
-all_to_all = _register("all_to_all(Tensor x, int ranks, str group) -> Tensor", _AllToAll.apply)
+all_to_all = register(_library, "all_to_all(Tensor x, int ranks, str group) -> Tensor", _AllToAll.apply)

@@ -11,9 +11,7 @@ Each operator is one node of a compiled graph. Sums over the ranks are in float3
 once.
 """
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +19,11 @@ from torch import Tensor
 
 from ssscale.parallel import copies
 from ssscale.parallel.copies import add_up, peers
+from ssscale.parallel.registry import new_library, register
 
 PRODUCTS = "ssscale_overlapped"  # substring of the names of these operators
 
-# As in `operators`, the digest keeps compiled graphs of another version out.
-_NAMESPACE = (
-    f"{PRODUCTS}_"
-    + hashlib.sha256(b"".join(Path(str(file)).read_bytes() for file in (__file__, copies.__file__))).hexdigest()[:8]
-)
-
-_library = torch.library.Library(_NAMESPACE, "DEF")
+_library = new_library(PRODUCTS, __file__, copies.__file__)
 
 
 def _operator(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -39,15 +32,15 @@ def _operator(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[...
     shapes: returns empty tensors of the shapes and dtypes of the results.
     """
 
-    def register(body: Callable[..., Any]) -> Any:
+    def made(body: Callable[..., Any]) -> Any:
         _library.define(schema)
         name = schema.partition("(")[0]
         for device in ("CPU", "CUDA"):
             _library.impl(name, body, device)
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", shapes, lib=_library)
-        return getattr(getattr(torch.ops, _NAMESPACE), name).default
+        torch.library.register_fake(f"{_library.ns}::{name}", shapes, lib=_library)
+        return getattr(getattr(torch.ops, _library.ns), name).default
 
-    return register
+    return made
 
 
 def _multiply_and_send(x: Tensor, right: Tensor, own: int, exchange: Any) -> Callable[[], Tensor]:
@@ -157,18 +150,11 @@ class _RowProduct(torch.autograd.Function):
         return of_rows, whole.t() @ x, None, None, None
 
 
-def _register(schema: str, body: Any) -> Any:
-    """Registers an operator that is replaced by its body wherever it is differentiated or compiled, as in `operators`."""
-    _library.define(schema)
-    name = schema.partition("(")[0]
-    _library.impl(name, body, "CompositeImplicitAutograd")
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
-
-
-column_product = _register(
+column_product = register(
+    _library,
     "column_product(Tensor x, Tensor weight, int ranks, str group, int own, bool keep_gathered) -> Tensor",
     _ColumnProduct.apply,
 )
-row_product = _register(
-    "row_product(Tensor x, Tensor weight, int ranks, str group, int own) -> Tensor", _RowProduct.apply
+row_product = register(
+    _library, "row_product(Tensor x, Tensor weight, int ranks, str group, int own) -> Tensor", _RowProduct.apply
 )

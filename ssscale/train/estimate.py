@@ -22,6 +22,7 @@ FP8_COPIES = 2  # bytes per weight of fp8 layers: W and Wᵀ (ssscale/parallel/f
 # tokens at the sizes of 1b (3b: 1.13 and, with dW in bf16, 1.19). `rowwise` was not measured, so that no gain is assumed.
 FP8_GAIN = {Fp8.none: 1.0, Fp8.tensorwise: 1.13, Fp8.rowwise: 1.0, Fp8.rowwise_bf16_dw: 1.13}
 PRODUCTS_SHARE = 0.54  # of a step in bf16 that is matrix products, with those of the head
+COPY_SLOTS = 2 * 2**25  # bytes per rank that a rank's two slots of the exchange take (ssscale/parallel/copies.py)
 REDUCE_BUCKET = 500_000_000  # gradient elements that DeepSpeed's ZeRO 2 and 3 collect before they reduce them
 
 
@@ -122,7 +123,8 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
 
     With `train.fp8`, weights include the casts of one step, FP8_COPIES bytes per weight of its blocks. Where the update is
     one pass (`in_one_pass`), a step of one microbatch keeps its gradients in bf16: w·N'. With `parallel.overlap`, several
-    ranks do so only with `copy_engines` or `overlap_bf16`, and have the sums besides: w·N' + 4·N'/D.
+    ranks do so only with `copy_engines` or `overlap_bf16`, and have the sums besides: w·N' + 4·N'/D. With `overlap` and
+    `copy_engines`, gradients include the slots of the exchange: COPY_SLOTS · D, with D of `shard_within`.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -135,31 +137,33 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
     bucket = overlap_bucket(ranks) if config.gathers_blocks() else REDUCE_BUCKET
     partitioned = 4 * n / ranks + width * min(n, bucket)
     summed = 4 * n + width * largest
-    single = train.microbatch_rows * (ranks // parallel.context) == train.batch_size
-    if in_one_pass(config, width == 2) and single and stays_in_bf16(config, ranks):
-        summed = width * n
-        if parallel.overlap and ranks > 1:
-            summed += 4 * n / shard_ranks(config, gpus, per_node)
+    shards = shard_ranks(config, gpus, per_node)
+    overlap = parallel.overlap and ranks > 1
+    if stays_in_bf16(config, ranks, train.batch_size // (train.microbatch_rows * (ranks // parallel.context))):
+        summed = width * n + (4 * n / shards if overlap else 0)
+    if overlap and config.copies_gradients:
+        summed += COPY_SLOTS * shards
     kept = config.optimizer.chosen.mean_state_bytes(parts["matrices"] / tensor / n)
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(
         weights=width * (n if stage < 3 else n / ranks + block)
         + FP8_COPIES * block * len(train.fp8_blocks(model.num_layers)),
         gradients=(width * n, summed, partitioned, partitioned)[stage],
-        optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / shard_ranks(config, gpus, per_node),
+        optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / shards,
         activations=tokens * (activation_bytes_per_token(config) + slot_bytes_per_token(config))
         + model.place.kept_bytes(model.num_heads / tensor / parallel.ulysses, config.data.length),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
     )
 
 
-def stays_in_bf16(config: Config, ranks: int) -> bool:
-    """Whether a one-pass update after one microbatch leaves gradients in bf16 (`ssscale.engine.update`).
+def stays_in_bf16(config: Config, ranks: int, microbatches: int) -> bool:
+    """Whether a step keeps its gradients in bf16: one of one microbatch, with a one-pass update (`ssscale.engine.update`).
 
-    ranks: those that hold the same weights.
+    With `parallel.overlap`, they are sent in bf16 then. ranks: those that hold the same weights. microbatches: per step.
     """
     parallel = config.parallel
-    return ranks == 1 or not parallel.overlap or config.copies_gradients or parallel.overlap_bf16
+    sent = ranks == 1 or not parallel.overlap or config.copies_gradients or parallel.overlap_bf16
+    return microbatches == 1 and sent and in_one_pass(config, weight_bytes(config) == 2)
 
 
 def overlap_bucket(replicas: int) -> int:

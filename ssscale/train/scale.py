@@ -2,11 +2,11 @@
 
 The step is modelled as the stack runs it now. Nothing of the exchange of gradients and weights is hidden behind computation:
 after the last backward pass DeepSpeed reduces all gradients in the dtype of the weights (bf16, although it accumulates in
-fp32), steps, and gathers the weights. With `parallel.overlap`, the last backward pass hides the reduction, which is in fp32,
-and the next forward pass hides the gather. Only the embedding's share stays in the open: its gradient comes last, and its
-weights are needed first. With `parallel.shard_within=node`, a bucket's all-reduce between nodes runs beside the
-reduce-scatters of later buckets within them. Tensor and context parallelism exchange between compiled pieces of a block, or,
-with `train.compile_exchanges`, within whole blocks, which the host launches in less time.
+fp32), steps, and gathers the weights. With `parallel.overlap`, the last backward pass hides the reduction, which is in fp32
+unless gradients stay in bf16, and the next forward pass hides the gather. Only the embedding's share stays in the open: its
+gradient comes last, and its weights are needed first. With `parallel.shard_within=node`, a bucket's all-reduce between nodes
+runs beside the reduce-scatters of later buckets within them. Tensor and context parallelism exchange between compiled pieces
+of a block, or, with `train.compile_exchanges`, within whole blocks, which the host launches in less time.
 
 Not modelled: how much exchanges slow down the computation beside them (with `parallel.overlap` on two H200s, a backward pass
 of 1b takes 0.228 s in place of 0.197 s, docs/log/2026-11-25-two-gpus.md), exchanges that whole blocks hide, DeepSpeed's hooks
@@ -47,7 +47,7 @@ from ssscale.train.links import (
     Traffic,
 )
 from ssscale.train.microbatch import MOST_TOKENS, fits
-from ssscale.validate_parallel import check_node, check_parallel
+from ssscale.validate_parallel import check_copies, check_node, check_parallel
 
 OPTIMIZER = Constant(
     6e-12,
@@ -182,10 +182,11 @@ def predict(config: Config, cluster: Cluster, mfu: float | None = None) -> Predi
 
 
 def check_cluster(config: Config, cluster: Cluster) -> None:
-    """Raises UserError if the GPUs of a node cannot divide the optimizer's state among them (`parallel.shard_within=node`)."""
+    """Raises UserError if a layout needs other nodes (`parallel.shard_within=node`, `parallel.copy_engines`)."""
     parallel = config.parallel
     if parallel.shard_within is ShardWithin.node:
         check_node(parallel.shard_within, cluster.gpus, parallel.tensor, cluster.size)
+    check_copies(config, shard_ranks(config, cluster.size, cluster.gpus), cluster.gpus)
 
 
 def other_shards(config: Config, cluster: Cluster) -> Config | None:
@@ -282,7 +283,7 @@ def _update(config: Config, cluster: Cluster, accumulation: int) -> float:
     split = shard_ranks(config, cluster.size, cluster.gpus) if config.parallel.zero_stage else 1
     if not in_one_pass(config, weight_bytes(config) == 2):
         return SUMS.value * accumulation + OWN_STEP.value * (1 - SPLIT.value + SPLIT.value / split)
-    direct = accumulation == 1 and stays_in_bf16(config, ranks)
+    direct = stays_in_bf16(config, ranks, accumulation)
     buckets = 0.0 if ranks == 1 or overlap else (DIRECT_BUCKETS if direct else BUCKETS).value
     return (0.0 if direct else SUMS.value * accumulation) + buckets + OPTIMIZER.value / split
 
@@ -350,7 +351,7 @@ def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation:
     if ranks == 1:
         return {}
     if config.parallel.overlap:
-        return _overlapped(config, cluster, n, ranks)
+        return _overlapped(config, cluster, n, accumulation)
     share = (ranks - 1) / ranks * n * weight_bytes(config)
     buckets = math.ceil(n / REDUCE_BUCKET) if stage < 3 else 2 * config.model.num_layers
     gradients, weights = ((1, 0), (1, 1), (accumulation, 1), (accumulation, 2 * accumulation))[stage]
@@ -361,15 +362,20 @@ def _replica_exchanges(config: Config, cluster: Cluster, n: float, accumulation:
     }
 
 
-def _overlapped(config: Config, cluster: Cluster, n: float, ranks: int) -> dict[str, list[Exchange]]:
-    """Returns the exchanges with `parallel.overlap`. ranks: that hold the same weights."""
+def _overlapped(config: Config, cluster: Cluster, n: float, accumulation: int) -> dict[str, list[Exchange]]:
+    """Returns the exchanges with `parallel.overlap`.
+
+    Copy engines leave the sums within a node in fp32, in which they are then summed between nodes, whatever was sent.
+    """
     parallel, stride = config.parallel, config.parallel.tensor
+    ranks = cluster.size // stride  # that hold the same weights
     buckets = math.ceil(n / overlap_bucket(ranks))
     shards = shard_ranks(config, cluster.size, cluster.gpus)
-    copies, part, width = ranks // shards, (shards - 1) / shards * n, 2 if parallel.overlap_bf16 else 4
+    copies, part = ranks // shards, (shards - 1) / shards * n
+    width = 2 if parallel.overlap_bf16 or stays_in_bf16(config, ranks, accumulation) else 4
     gradients = [Exchange(REDUCE_SCATTER, shards, stride, buckets, part * width)]
     if copies > 1:  # an all-reduce passes around the ring twice
-        sent = 2 * (copies - 1) / copies * n / shards * width
+        sent = 2 * (copies - 1) / copies * n / shards * (4 if config.copies_gradients else width)
         gradients.append(Exchange(ALL_REDUCE, copies, stride * shards, buckets, sent))
     weights = [Exchange(ALL_GATHER, shards, stride, buckets, part * weight_bytes(config))]
     return {"gradients": gradients, "weights": weights}

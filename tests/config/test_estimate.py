@@ -62,9 +62,27 @@ def test_gradients_of_one_microbatch_stay_in_bf16():
     one = "train.batch_size=64"
     assert gradients(one) == 2 * N
     assert gradients(one, "parallel.overlap=true") > 4 * N
-    for key in ("copy_engines", "overlap_bf16"):
-        assert gradients(one, "parallel.overlap=true", f"parallel.{key}=true") == 2 * N + 4 * N / 64
-        assert gradients("train.batch_size=128", "parallel.overlap=true", f"parallel.{key}=true") > 4 * N
+    for key, slots in (("copy_engines", 64 * 2**26), ("overlap_bf16", 0)):
+        assert gradients(one, "parallel.overlap=true", f"parallel.{key}=true") == 2 * N + 4 * N / 64 + slots
+        several = gradients("train.batch_size=128", "parallel.overlap=true", f"parallel.{key}=true")
+        assert several == 4 * N + 2 * 2304 * 50_304 + slots
+
+
+def test_slots_of_copy_engines():
+    """Two slots of 32 MiB for each rank of the exchange: all that hold the same weights, or those of a node."""
+
+    def slots(*keys, per_node=8, gpus=64):
+        plain, copied = (
+            memory_per_gpu(load_config(["config=3b_sb", "parallel.overlap=true", *keys, *more]), gpus, per_node)
+            for more in ([], ["parallel.copy_engines=true"])
+        )
+        assert (copied.weights, copied.optimizer, copied.logits) == (plain.weights, plain.optimizer, plain.logits)
+        return copied.gradients - plain.gradients
+
+    assert slots() == 64 * 2**26
+    assert slots("parallel.shard_within=node") == 8 * 2**26
+    assert slots("parallel.shard_within=node", "parallel.tensor=2") == 4 * 2**26
+    assert slots(gpus=1) == 0
 
 
 def test_shards_within_nodes():

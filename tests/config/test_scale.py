@@ -94,6 +94,8 @@ def test_the_update_by_hand() -> None:
     assert spent(4, "train.batch_size=8") == pytest.approx(6e-12 / 4 + 3e-12)
     assert spent(4, "train.batch_size=16") == pytest.approx(6e-12 / 4 + 8e-12 + 2 * SUMS.value)
     assert spent(4, "train.batch_size=8", "parallel.overlap=true") == pytest.approx(6e-12 / 4 + SUMS.value)
+    engines = ("parallel.overlap=true", "parallel.copy_engines=true")
+    assert spent(4, "train.batch_size=8", *engines) == pytest.approx(6e-12 / 4)
     own = 20e-12 * (0.5 + 0.5 / 4) + SUMS.value
     assert spent(4, "train.batch_size=8", "parallel.zero_stage=2") == pytest.approx(own)
 
@@ -178,6 +180,41 @@ def test_shards_within_nodes_by_hand(network: int) -> None:
     undivided = predict(other_shards(config, hosts(64)) or config, hosts(64, network=network))
     assert sum(undivided.traffic) == pytest.approx(6 * N * 511 / 512)
     assert undivided.traffic.between == pytest.approx(6 * N * 511 / 512 / 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "within", "between"),
+    [
+        ("train.batch_size=1024", 4, 4),
+        ("train.batch_size=1024 parallel.overlap_bf16=true", 2, 2),
+        ("train.batch_size=1024 parallel.copy_engines=true", 2, 4),  # one microbatch, whose gradients stay in bf16
+        ("train.batch_size=2048 parallel.copy_engines=true", 4, 4),
+        ("train.batch_size=2048 parallel.copy_engines=true parallel.overlap_bf16=true", 2, 4),
+        ("train.batch_size=1024 parallel.copy_engines=true train.precision=fp32", 4, 4),
+    ],
+)
+def test_width_of_overlapped_gradients(keys: str, within: int, between: int) -> None:
+    """Bytes per gradient: what `Exchange` sends within nodes, and the sums that it adds up between them."""
+    parallel = ("parallel.overlap=true", "parallel.shard_within=node", "train.microbatch=2")
+    config = load_config(["config=3b_sb", *parallel, *keys.split()])
+    weights = 4 if "fp32" in keys else 2
+    found = predict(config, hosts(64)).traffic
+    assert found.within == pytest.approx((within + weights) * N * 7 / 8)
+    assert found.between == pytest.approx(2 * between * N / 8 * 63 / 64)
+
+
+def test_copy_engines_stay_within_a_node() -> None:
+    overlap = ["config=3b_sb", "parallel.overlap=true", "parallel.copy_engines=true"]
+    for key in ("parallel.shard_within=node", "parallel.tensor=8"):
+        check_cluster(load_config([*overlap, "parallel.shard_within=node", key]), hosts(8))
+    check_cluster(load_config(overlap), hosts(1))
+    with pytest.raises(UserError, match=r"here 64 exchange .* a node has 8: use .*shard_within=node"):
+        check_cluster(load_config(overlap), hosts(8))
+    assert {row.config.parallel.shard_within.value for row in layouts(load_config(overlap), hosts(8))} == {"node"}
+    tensor = ["config=3b_sb", "parallel.tensor=4", "train.compile_exchanges=true", "parallel.copy_engines=true"]
+    check_cluster(load_config(tensor), hosts(8, 4))
+    with pytest.raises(UserError, match=r"4 exchange .* a node has 2: use parallel\.copy_engines=false$"):
+        check_cluster(load_config(tensor), hosts(8, 2))
 
 
 def test_shards_of_one_tensor_parallel_group_per_node() -> None:

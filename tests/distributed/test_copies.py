@@ -21,6 +21,7 @@ from torch import Tensor
 from ssscale.config.choices import Auto
 from ssscale.parallel import copies
 from ssscale.parallel.copies import Peers, add_up, part
+from ssscale.train.estimate import COPY_SLOTS
 from tests.pool import Pool
 
 CASES = 40
@@ -200,3 +201,15 @@ def test_gathers_are_overlapped_where_tokens_cannot_be_copied(pool2: Pool, broke
     assert chosen(False) == (False, False)
     refusal = "parallel.copy_engines=true: this one is broken: use parallel.copy_engines=false"
     assert chosen(True) == ((True, False) if broken is None else refusal)
+
+
+def test_the_estimate_counts_the_slots() -> None:
+    """However few bytes the exchange of gradients and weights has."""
+
+    def exchange(peers: Thread) -> int:
+        whole = torch.zeros(4 * peers.ranks)
+        peers.start_reduction(part(whole, peers.rank, peers.ranks), whole)
+        peers.start_filling(whole, part(whole, peers.rank, peers.ranks))
+        return peers.slots[peers.rank].nbytes
+
+    assert on_threads(3, exchange) == [3 * COPY_SLOTS] * 3

@@ -99,8 +99,24 @@ def test_shares():
     for text in ("4/4", "a/2", "1"):
         with pytest.raises(UserError, match="--share"):
             Share.parse(text)
-    with pytest.raises(UserError, match="--processes"):
-        processes_of(0)
+
+
+def test_processes_are_bounded(run, texts, monkeypatch, groups):
+    """By the GPUs or cores of the machine, and by the parts, of which some processes would otherwise get none."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert [processes_of(given, 3) for given in (None, 1, 2, 4)] == [1, 1, 2, 3]
+    for given in (0, -1, 5, 99):
+        with pytest.raises(UserError, match=f"--processes(=| must be at least 1, not ){given}\\b"):
+            processes_of(given, 100)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert [processes_of(given, most) for given, most in ((None, 3), (None, 99), (8, 99))] == [3, 8, 8]
+    started = []
+    for kind, parts_ in {"long_context": 3, "articles": 9, "needle": 3, "needle_scores": 3}.items():
+        module, options = CASES[kind]
+        monkeypatch.setattr(module, "share_out", lambda *arguments: started.append(arguments[2]))
+        call(monkeypatch, module, run, "--texts", texts, *options)
+        assert started.pop() == min(parts_, 8)
 
 
 def test_share_out_starts_every_share_on_its_gpu(tmp_path, monkeypatch):
