@@ -210,6 +210,7 @@ def steps() -> list[Job]:
     of_162m = f'{alone}60 accumulation=4 microbatch=64 configs=162m_softmax data="$WORK/rows1024" out="$HERE/162m.json"'
     ring = f'{parallel}long config=1b_sb rows=1 steps=12 data.length=65536 only="ring 2" | tee "$HERE/ring.txt"'
     ring = ring.replace("$WORK/rows4096", "$WORK/rows65536")
+    slow = 'python -m pytest -q -m gpu tests/train/test_stragglers.py | tee "$HERE/slow_rank.txt"'
     page, several = "docs/results/training_speed.md", "docs/results/several_gpus.md"
     return [
         Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
@@ -217,6 +218,7 @@ def steps() -> list[Job]:
         Job("links", "docs/results/predicted_scaling.md", links, 1.8, gpus=2),
         Job("exchange", several, all_of(*exchanges), 9.0, gpus=2, after=("rows4096",)),
         Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
+        Job("slow_rank", "docs/log/2026-11-24-step-time.md", (slow,), 1.5, gpus=2),
         Job("tensor", several, all_of(*tensor, parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
     ]
 
