@@ -18,10 +18,20 @@ def _accumulate(x, y, acc, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _load_rows(q_ptr, sq_t, sq_n, head, block, q_len, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
+    row = blocks.each_round(tl.arange(0, ROWS), block, H)
+    dims = tl.arange(0, BH)
+    first_row = block * ROWS
+    in_rows = (row < q_len - first_row)[:, None] & (dims < H)[None, :]
+    q_rows = q_ptr + (first_row.to(tl.int64) * sq_t + head * sq_n) + (row[:, None] * sq_t + dims[None, :])
+    return tl.load(q_rows, mask=in_rows, other=0.0)
+
+
+@triton.jit
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to state: dk and dv [KEYS, BH], or [BH, 32]."""
     dk, dv = state
@@ -32,6 +42,8 @@ def _dkv_run(
     DIVIDE: tl.constexpr = not EXACT and not FLOAT32
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
+    if AHEAD:
+        logits = tile.dot(_load_rows(q_ptr, sq_t, sq_n, head, first, q_len, ROWS, H, BH), tl.trans(k))
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     for block in tl.range(
         first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1
@@ -49,7 +61,14 @@ def _dkv_run(
         scratch = head * scratch_head + first64
         carry = tl.load(carry_ptr + scratch + row, mask=row_ok, other=-1e30)
         behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
-        z = tile.dot(q, tl.trans(k)) * logit_scale
+        if AHEAD:
+            # Triton waits for all products before it uses one. So dO·v comes first, and the next logits follow it.
+            d = tile.dot(do, tl.trans(v))
+            z = logits * logit_scale
+            q_next = _load_rows(q_ptr, sq_t, sq_n, head, block + 1, q_len, ROWS, H, BH)
+            logits = tile.dot(q_next, tl.trans(k))
+        else:
+            z = tile.dot(q, tl.trans(k)) * logit_scale
         position = tl.minimum(offset + first_row + row, num_keys)
         u, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
@@ -64,7 +83,9 @@ def _dkv_run(
             dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
         if NARROW:
             do = tl.load(do_rows, mask=in_rows, other=0.0)
-        da = tile.take_apart(tile.dot(do, tl.trans(v)), ROWS)
+        if not AHEAD:
+            d = tile.dot(do, tl.trans(v))
+        da = tile.take_apart(d, ROWS)
         if PARTS == 1 and not NARROW:
             dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
         if DIVIDE:
@@ -104,7 +125,7 @@ def dkv_kernel(
     num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, ROW_STRIDE: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = blocks.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -144,6 +165,11 @@ def dkv_kernel(
     scratch_step = tl.full([], 2, tl.int64) * scratch_rows
     scratch_head = scratch_step * num_tiles
     scratch_ptr += first_head * scratch_head + t * scratch_step + (scratch_row + base * ROWS)
+    if ROW_STRIDE > 0:
+        sq_t = ROW_STRIDE
+        sq_n = H
+        so_t = ROW_STRIDE
+        so_n = H
     rows = (
         k, v, q_ptr + (first64 * sq_t + first_head * sq_n), do_ptr + (first64 * so_t + first_head * so_n), sq_t, sq_n, so_t,
         so_n, scratch_ptr, scratch_ptr + scratch_rows, scratch_head,
@@ -152,7 +178,7 @@ def dkv_kernel(
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     dk, dv = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
-        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
+        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, AHEAD,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store(dk_ptr + out, dk * scale, in_keys, ADD)
@@ -170,7 +196,7 @@ def _store(pointers, x, mask, ADD: tl.constexpr):
 def _dkv_rows(
     rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
     zeros = tl.zeros([BH, KEYS] if KEYS == 32 else [KEYS, BH], tl.float32)
@@ -185,7 +211,7 @@ def _dkv_rows(
             num_exact += exact.to(tl.int32)
             end_of_run = block - base + ((stop <= keys[0]) & (exact == 0)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS
+                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS, False
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -193,7 +219,7 @@ def _dkv_rows(
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         state = _dkv_run(
-            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS
+            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, AHEAD
         )  # fmt: skip
     exact_end = tl.where(num_exact > 0, end, first)
     for i in range(KV_GROUP):
@@ -201,7 +227,7 @@ def _dkv_rows(
             stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             end_of_run = block - base + ((stop <= keys[0]) & exact).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS
+                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, False
             )  # fmt: skip
     dk, dv = state
     if KEYS == 32:
