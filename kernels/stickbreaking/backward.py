@@ -68,11 +68,12 @@ def hoists_in(kernel: str, config: Config, head_dim: int, convert: bool) -> int:
 def launch_constants(kernel: str, config: Config, num_heads: int, head_dim: int, convert: bool) -> dict[str, int]:
     """Returns the constants of "dq" or "dkv" that follow from launch settings."""
     assert set(config.forms) <= set(FORMS[kernel]), config.forms
-    found = {"HOIST": hoists_in(kernel, config, head_dim, convert), "AHEAD": "ahead" in config.forms}
+    hoist, ahead = hoists_in(kernel, config, head_dim, convert), "ahead" in config.forms
     if kernel == "dq":
-        return found | {"DIRECT": "direct" in config.forms}
+        return {"HOIST": hoist, "FORM": ahead + 2 * ("direct" in config.forms)}
     # Only the fp16 copies that dq writes are known to lie side by side.
-    return found | {"ROW_STRIDE": num_heads * head_dim if convert and "fixed" in config.forms else 0}
+    row_stride = num_heads * head_dim if convert and "fixed" in config.forms else 0
+    return {"HOIST": hoist, "AHEAD": ahead, "ROW_STRIDE": row_stride}
 
 
 class _Scratch(NamedTuple):

@@ -18,13 +18,49 @@ def _accumulate(x, y, acc, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(q_ptr, sq_t, sq_n, head, block, q_len, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
+def _logits_of(block, q_ptr, sq_t, sq_n, head, q_len, k, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
     row = blocks.each_round(tl.arange(0, ROWS), block, H)
     dims = tl.arange(0, BH)
     first_row = block * ROWS
     in_rows = (row < q_len - first_row)[:, None] & (dims < H)[None, :]
     q_rows = q_ptr + (first_row.to(tl.int64) * sq_t + head * sq_n) + (row[:, None] * sq_t + dims[None, :])
-    return tl.load(q_rows, mask=in_rows, other=0.0)
+    return tile.dot(tl.load(q_rows, mask=in_rows, other=0.0), tl.trans(k))
+
+
+@triton.jit
+def _add_products(
+    dk, dv, q, do, do_rows, in_rows, v, d, u, t_, w, after, rest, behind,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Adds a row block to dk and dv. rest [ROWS, 4]: log2 of what is left of the sticks. d: dO·v if AHEAD."""
+    FLOAT32: tl.constexpr = v.dtype == tl.float32
+    # The tile of float32 over more than 32 dims. Both parts of each operand are in registers.
+    NARROW: tl.constexpr = KEYS == 32
+    # The range of float32 gradients is not known, so that they must not be divided by the stick.
+    DIVIDE: tl.constexpr = not EXACT and not FLOAT32
+    if DIVIDE:
+        rest = tl.maximum(rest, tile.LEAST)
+    p = tile.factors(w, after, rest, None, EXACT, FLOAT32)
+    a = tile.weigh(t_, p, EXACT)
+    # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
+    # of the weights would not fit the registers beside dO·v. In narrow tiles, dO comes late and dv last, or loops spill.
+    if PARTS == 2:
+        dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
+    if NARROW:
+        do = tl.load(do_rows, mask=in_rows, other=0.0)
+    if not AHEAD:
+        d = tile.dot(do, tl.trans(v))
+    da = tile.take_apart(d, ROWS)
+    if PARTS == 1 and not NARROW:
+        dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
+    if DIVIDE:
+        dz = tile.logit_gradients_of_weights(u, w, a, rest, da, tile.per_row(behind))
+    else:
+        dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
+    dk = _accumulate(tile.put_together(dz, ROWS), q, dk, PARTS)
+    if NARROW:
+        dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
+    return dk, dv
 
 
 @triton.jit
@@ -35,15 +71,11 @@ def _dkv_run(
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to state: dk and dv [KEYS, BH], or [BH, 32]."""
     dk, dv = state
-    FLOAT32: tl.constexpr = k.dtype == tl.float32
-    # The tile of float32 over more than 32 dims. Both parts of each operand are in registers.
     NARROW: tl.constexpr = KEYS == 32
-    # The range of float32 gradients is not known, so that they must not be divided by the stick.
-    DIVIDE: tl.constexpr = not EXACT and not FLOAT32
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
     if AHEAD:
-        logits = tile.dot(_load_rows(q_ptr, sq_t, sq_n, head, first, q_len, ROWS, H, BH), tl.trans(k))
+        logits = _logits_of(first, q_ptr, sq_t, sq_n, head, q_len, k, ROWS, H, BH)
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     for block in tl.range(
         first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1
@@ -56,6 +88,8 @@ def _dkv_run(
         q_rows = q_ptr + (first64 * sq_t + head * sq_n) + (row[:, None] * sq_t + dims[None, :])
         do_rows = do_ptr + (first64 * so_t + head * so_n) + (row[:, None] * so_t + dims[None, :])
         q = tl.load(q_rows, mask=in_rows, other=0.0)
+        do = None
+        d = None
         if not NARROW:
             do = tl.load(do_rows, mask=in_rows, other=0.0)
         scratch = head * scratch_head + first64
@@ -65,36 +99,16 @@ def _dkv_run(
             # Triton waits for all products before it uses one. So dO·v comes first, and the next logits follow it.
             d = tile.dot(do, tl.trans(v))
             z = logits * logit_scale
-            q_next = _load_rows(q_ptr, sq_t, sq_n, head, block + 1, q_len, ROWS, H, BH)
-            logits = tile.dot(q_next, tl.trans(k))
+            logits = _logits_of(block + 1, q_ptr, sq_t, sq_n, head, q_len, k, ROWS, H, BH)
         else:
             z = tile.dot(q, tl.trans(k)) * logit_scale
         position = tl.minimum(offset + first_row + row, num_keys)
         u, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
-        rest = carry[:, None] - nearer
-        if DIVIDE:
-            rest = tl.maximum(rest, tile.LEAST)
-        p = tile.factors(w, after, rest, None, EXACT, FLOAT32)
-        a = tile.weigh(t_, p, EXACT)
-        # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
-        # of the weights would not fit the registers beside dO·v. In narrow tiles, dO comes late and dv last, or loops spill.
-        if PARTS == 2:
-            dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
-        if NARROW:
-            do = tl.load(do_rows, mask=in_rows, other=0.0)
-        if not AHEAD:
-            d = tile.dot(do, tl.trans(v))
-        da = tile.take_apart(d, ROWS)
-        if PARTS == 1 and not NARROW:
-            dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
-        if DIVIDE:
-            dz = tile.logit_gradients_of_weights(u, w, a, rest, da, tile.per_row(behind))
-        else:
-            dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
-        dk = _accumulate(tile.put_together(dz, ROWS), q, dk, PARTS)
-        if NARROW:
-            dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
+        dk, dv = _add_products(
+            dk, dv, q, do, do_rows, in_rows, v, d, u, t_, w, after, carry[:, None] - nearer, behind,
+            EXACT, ROWS, KEYS, PARTS, AHEAD,
+        )  # fmt: skip
     return dk, dv
 
 
@@ -117,12 +131,20 @@ def _row_blocks(
     return row_first, first, whole_from, end, (sequence_slot - first_slot) * DQ_ROWS
 
 
+@triton.jit
+def _row_strides(sq_t, sq_n, so_t, so_n, H: tl.constexpr, ROW_STRIDE: tl.constexpr):
+    if ROW_STRIDE > 0:
+        strides = (ROW_STRIDE, H, ROW_STRIDE, H)
+    else:
+        strides = (sq_t, sq_n, so_t, so_n)
+    return strides
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, scratch_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
-    offset_ptr, maxima_ptr, rest_max_ptr,
-    num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
-    num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, scratch_ptr, list_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
+    maxima_ptr, rest_max_ptr, num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot,
+    num_key_slots, num_stop_slots, num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, ROW_STRIDE: tl.constexpr,
@@ -165,11 +187,7 @@ def dkv_kernel(
     scratch_step = tl.full([], 2, tl.int64) * scratch_rows
     scratch_head = scratch_step * num_tiles
     scratch_ptr += first_head * scratch_head + t * scratch_step + (scratch_row + base * ROWS)
-    if ROW_STRIDE > 0:
-        sq_t = ROW_STRIDE
-        sq_n = H
-        so_t = ROW_STRIDE
-        so_n = H
+    sq_t, sq_n, so_t, so_n = _row_strides(sq_t, sq_n, so_t, so_n, H, ROW_STRIDE)
     rows = (
         k, v, q_ptr + (first64 * sq_t + first_head * sq_n), do_ptr + (first64 * so_t + first_head * so_n), sq_t, sq_n, so_t,
         so_n, scratch_ptr, scratch_ptr + scratch_rows, scratch_head,

@@ -12,11 +12,13 @@ from .settings import COUNTS
 
 @triton.jit
 def _dq_tiles(
-    state, row_tile, q, do, source, scratch_ptr, scratch_rows, first, last, position, num_keys, logit_scale, shift, dz_scale,
+    state, first, last, row_tile, q, do, source, scratch_ptr, scratch_rows, position, num_keys, logit_scale, shift, dz_scale,
     MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, DIRECT: tl.constexpr,
+    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Processes the tiles first … last − 1. state: dq [ROWS, BH]; carry and behind [ROWS, 4]."""
+    """Processes the tiles first … last − 1. state: dq [ROWS, BH]; carry and behind [ROWS, 4]. FORM: `backward.FORMS`."""
+    AHEAD: tl.constexpr = FORM % 2 == 1 and not MASKED
+    DIRECT: tl.constexpr = FORM >= 2
     dq, carry, behind = state
     column_key = tile.key_of_column(KEYS)
     dims = tl.arange(0, BH)
@@ -78,8 +80,7 @@ def dq_kernel(
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
-    DIRECT: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
     head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
@@ -121,19 +122,24 @@ def dq_kernel(
     scratch_ptr += tl.full([], 2, tl.int64) * scratch_rows * num_tiles * head + slice_slot * ROWS
     source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
-    rows = (tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows)
-    keys = (position, k_len, logit_scale, shift, dz_scale)
+    walk = (
+        tile.per_row(row_tile),
+        q,
+        do,
+        source,
+        scratch_ptr,
+        scratch_rows,
+        position,
+        k_len,
+        logit_scale,
+        shift,
+        dz_scale,
+    )
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
     exact_from = tl.where(exact, stop, seen)
-    state = _dq_tiles(
-        state, *rows, stop, masked_from, *keys, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, AHEAD, DIRECT
-    )  # fmt: skip
-    state = _dq_tiles(
-        state, *rows, masked_from, exact_from, *keys, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, False, DIRECT
-    )  # fmt: skip
-    dq, _, behind = _dq_tiles(
-        state, *rows, exact_from, seen, *keys, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, False, DIRECT
-    )  # fmt: skip
+    state = _dq_tiles(state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, FORM)
+    state = _dq_tiles(state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, FORM)
+    dq, _, behind = _dq_tiles(state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, FORM)
     tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
     if HALF:
         behind *= tl.exp2(-dz_shift)

@@ -145,10 +145,8 @@ def compare_loads(case: Case, change: Any = None):
 
 
 FORMS_CASES = {
-    "packed forms": Case([1, 0, 130, 20], heads=(2, 1)),
-    "scaled forms": Case([145, 65], head_dim=24, heads=(2, 1), scaled=True, rest=False, scratch=8),
-    "far forms": Case([200], "far", scaled=True, rest=False),
-    "wide forms": Case([257], head_dim=128, scaled=True, rest=False),
+    "packed forms": Case([1, 0, 130, 20], head_dim=24, heads=(2, 1), scaled=True, rest=False, scratch=8),
+    "far forms": Case([200], "far"),
 }
 
 
