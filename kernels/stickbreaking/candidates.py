@@ -1,7 +1,7 @@
 """Launch settings that `measure` times for each head dim, and the kernels' calls.
 
 All candidates were compiled for Hopper; those that spill in the loop of the fast algebra are left out
-(docs/log/2026-11-24-sixteen-keys.md has registers, instructions and predictions).
+(docs/log/2026-11-24-sixteen-keys.md and 2026-11-25-backward-latency.md have instructions and predictions).
 """
 
 import itertools
@@ -46,17 +46,28 @@ class Settings(NamedTuple):
 CANDIDATES = {
     64: Candidates(
         [Config(64, 64, 4, 3, 160), Config(64, 64, 4, 3, 168), Config(128, 64, 4, 3), Config(128, 64, 8, 3, 128)],
-        [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3), Config(64, 64, 4, 2, 168)],
-        [Config(64, 64, 4, s) for s in (3, 4)],
+        [
+            Config(64, 64, 4, 3, 168),
+            Config(64, 64, 4, 3, 168, ("direct",)),
+            Config(64, 64, 4, 3),
+            Config(64, 64, 4, 3, None, ("ahead", "direct")),
+        ],
+        [Config(64, 64, 4, 3, None, forms) for forms in ((), ("fixed",), ("ahead", "fixed"))] + [Config(64, 64, 4, 4)],
     ),
     128: Candidates(
         [Config(128, 64, 8, s) for s in (3, 4)],
-        [Config(128, 64, 8, s) for s in (3, 2)],
-        [Config(128, 64, 8, 2)],
+        [
+            Config(128, 64, 8, 3),
+            Config(128, 64, 8, 3, None, ("direct",)),
+            Config(128, 64, 8, 2),
+            Config(128, 64, 8, 2, None, ("ahead", "direct")),
+        ],
+        [Config(128, 64, 8, 2), Config(128, 64, 8, 2, None, ("fixed",))],
     ),
     32: Candidates(
         [Config(64, 64, 4, 3, 128), Config(64, 64, 4, 4, 128), Config(128, 64, 4, 3, 168)],
-        [Config(64, 64, 4, s, 168) for s in (3, 4, 2)],
+        [Config(64, 64, 4, 3, 168, forms) for forms in ((), ("direct",), ("ahead", "direct"))]
+        + [Config(64, 64, 4, 4, 168)],
         [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3), Config(64, 64, 4, 4, 168)],
     ),
 }

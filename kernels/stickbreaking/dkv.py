@@ -18,20 +18,64 @@ def _accumulate(x, y, acc, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _dkv_run(
-    state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
-    q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+def _logits_of(block, q_ptr, sq_t, sq_n, head, q_len, k, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
+    row = blocks.each_round(tl.arange(0, ROWS), block, H)
+    dims = tl.arange(0, BH)
+    first_row = block * ROWS
+    in_rows = (row < q_len - first_row)[:, None] & (dims < H)[None, :]
+    q_rows = q_ptr + (first_row.to(tl.int64) * sq_t + head * sq_n) + (row[:, None] * sq_t + dims[None, :])
+    return tile.dot(tl.load(q_rows, mask=in_rows, other=0.0), tl.trans(k))
+
+
+@triton.jit
+def _add_products(
+    dk, dv, q, do, do_rows, in_rows, v, d, u, t_, w, after, rest, behind,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Adds row blocks first … last − 1 of one head to state: dk and dv [KEYS, BH], or [BH, 32]."""
-    dk, dv = state
-    FLOAT32: tl.constexpr = k.dtype == tl.float32
+    """Adds a row block to dk and dv. rest [ROWS, 4]: log2 of what is left of the sticks. d: dO·v if AHEAD."""
+    FLOAT32: tl.constexpr = v.dtype == tl.float32
     # The tile of float32 over more than 32 dims. Both parts of each operand are in registers.
     NARROW: tl.constexpr = KEYS == 32
     # The range of float32 gradients is not known, so that they must not be divided by the stick.
     DIVIDE: tl.constexpr = not EXACT and not FLOAT32
+    if DIVIDE:
+        rest = tl.maximum(rest, tile.LEAST)
+    p = tile.factors(w, after, rest, None, EXACT, FLOAT32)
+    a = tile.weigh(t_, p, EXACT)
+    # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
+    # of the weights would not fit the registers beside dO·v. In narrow tiles, dO comes late and dv last, or loops spill.
+    if PARTS == 2:
+        dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
+    if NARROW:
+        do = tl.load(do_rows, mask=in_rows, other=0.0)
+    if not AHEAD:
+        d = tile.dot(do, tl.trans(v))
+    da = tile.take_apart(d, ROWS)
+    if PARTS == 1 and not NARROW:
+        dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
+    if DIVIDE:
+        dz = tile.logit_gradients_of_weights(u, w, a, rest, da, tile.per_row(behind))
+    else:
+        dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
+    dk = _accumulate(tile.put_together(dz, ROWS), q, dk, PARTS)
+    if NARROW:
+        dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
+    return dk, dv
+
+
+@triton.jit
+def _dkv_run(
+    state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
+    q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Adds row blocks first … last − 1 of one head to state: dk and dv [KEYS, BH], or [BH, 32]."""
+    dk, dv = state
+    NARROW: tl.constexpr = KEYS == 32
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
+    if AHEAD:
+        logits = _logits_of(first, q_ptr, sq_t, sq_n, head, q_len, k, ROWS, H, BH)
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     for block in tl.range(
         first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1
@@ -44,36 +88,27 @@ def _dkv_run(
         q_rows = q_ptr + (first64 * sq_t + head * sq_n) + (row[:, None] * sq_t + dims[None, :])
         do_rows = do_ptr + (first64 * so_t + head * so_n) + (row[:, None] * so_t + dims[None, :])
         q = tl.load(q_rows, mask=in_rows, other=0.0)
+        do = None
+        d = None
         if not NARROW:
             do = tl.load(do_rows, mask=in_rows, other=0.0)
         scratch = head * scratch_head + first64
         carry = tl.load(carry_ptr + scratch + row, mask=row_ok, other=-1e30)
         behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
-        z = tile.dot(q, tl.trans(k)) * logit_scale
+        if AHEAD:
+            # Triton waits for all products before it uses one. So dO·v comes first, and the next logits follow it.
+            d = tile.dot(do, tl.trans(v))
+            z = logits * logit_scale
+            logits = _logits_of(block + 1, q_ptr, sq_t, sq_n, head, q_len, k, ROWS, H, BH)
+        else:
+            z = tile.dot(q, tl.trans(k)) * logit_scale
         position = tl.minimum(offset + first_row + row, num_keys)
         u, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
-        rest = carry[:, None] - nearer
-        if DIVIDE:
-            rest = tl.maximum(rest, tile.LEAST)
-        p = tile.factors(w, after, rest, None, EXACT, FLOAT32)
-        a = tile.weigh(t_, p, EXACT)
-        # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
-        # of the weights would not fit the registers beside dO·v. In narrow tiles, dO comes late and dv last, or loops spill.
-        if PARTS == 2:
-            dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
-        if NARROW:
-            do = tl.load(do_rows, mask=in_rows, other=0.0)
-        da = tile.take_apart(tile.dot(do, tl.trans(v)), ROWS)
-        if PARTS == 1 and not NARROW:
-            dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
-        if DIVIDE:
-            dz = tile.logit_gradients_of_weights(u, w, a, rest, da, tile.per_row(behind))
-        else:
-            dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
-        dk = _accumulate(tile.put_together(dz, ROWS), q, dk, PARTS)
-        if NARROW:
-            dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
+        dk, dv = _add_products(
+            dk, dv, q, do, do_rows, in_rows, v, d, u, t_, w, after, carry[:, None] - nearer, behind,
+            EXACT, ROWS, KEYS, PARTS, AHEAD,
+        )  # fmt: skip
     return dk, dv
 
 
@@ -96,15 +131,23 @@ def _row_blocks(
     return row_first, first, whole_from, end, (sequence_slot - first_slot) * DQ_ROWS
 
 
+@triton.jit
+def _row_strides(sq_t, sq_n, so_t, so_n, H: tl.constexpr, ROW_STRIDE: tl.constexpr):
+    if ROW_STRIDE > 0:
+        strides = (ROW_STRIDE, H, ROW_STRIDE, H)
+    else:
+        strides = (sq_t, sq_n, so_t, so_n)
+    return strides
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, scratch_ptr, list_ptr, cu_q_ptr, cu_k_ptr,
-    offset_ptr, maxima_ptr, rest_max_ptr,
-    num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot, num_key_slots, num_stop_slots,
-    num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, scratch_ptr, list_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
+    maxima_ptr, rest_max_ptr, num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot,
+    num_key_slots, num_stop_slots, num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, ROW_STRIDE: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = blocks.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -144,6 +187,7 @@ def dkv_kernel(
     scratch_step = tl.full([], 2, tl.int64) * scratch_rows
     scratch_head = scratch_step * num_tiles
     scratch_ptr += first_head * scratch_head + t * scratch_step + (scratch_row + base * ROWS)
+    sq_t, sq_n, so_t, so_n = _row_strides(sq_t, sq_n, so_t, so_n, H, ROW_STRIDE)
     rows = (
         k, v, q_ptr + (first64 * sq_t + first_head * sq_n), do_ptr + (first64 * so_t + first_head * so_n), sq_t, sq_n, so_t,
         so_n, scratch_ptr, scratch_ptr + scratch_rows, scratch_head,
@@ -152,7 +196,7 @@ def dkv_kernel(
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     dk, dv = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
-        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
+        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, AHEAD,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store(dk_ptr + out, dk * scale, in_keys, ADD)
@@ -170,7 +214,7 @@ def _store(pointers, x, mask, ADD: tl.constexpr):
 def _dkv_rows(
     rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
     zeros = tl.zeros([BH, KEYS] if KEYS == 32 else [KEYS, BH], tl.float32)
@@ -185,7 +229,7 @@ def _dkv_rows(
             num_exact += exact.to(tl.int32)
             end_of_run = block - base + ((stop <= keys[0]) & (exact == 0)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS
+                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS, False
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -193,7 +237,7 @@ def _dkv_rows(
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         state = _dkv_run(
-            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS
+            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, AHEAD
         )  # fmt: skip
     exact_end = tl.where(num_exact > 0, end, first)
     for i in range(KV_GROUP):
@@ -201,7 +245,7 @@ def _dkv_rows(
             stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             end_of_run = block - base + ((stop <= keys[0]) & exact).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS
+                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, False
             )  # fmt: skip
     dk, dv = state
     if KEYS == 32:

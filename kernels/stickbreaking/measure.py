@@ -4,7 +4,8 @@ Needs a CUDA GPU, and 16 CPU cores to stay under 100 s after compilation. First,
 kernel that will run, and one compares loads through TMA with loads from pointers; if it fails or hangs, the run goes on
 with pointers. Then come results against float64, launch settings, and one table beside FlashAttention-2, cuDNN's attention
 and an earlier form of this package (--before): medians of the GPU's time over replays of CUDA graphs, in ms.
-OUT/measure.json has all figures, and is written again after every step.
+OUT/measure.json has all figures, and is written again after every step. With --backward, only backward's candidates run,
+on every shape and against the bits of the present settings, and then the table on dense inputs: under 3 minutes.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from ssscale_kernels.stickbreaking import accuracy, stickbreaking_attention
 from ssscale_kernels.stickbreaking import backward as backward_module
 from ssscale_kernels.stickbreaking import forward as forward_module
 from ssscale_kernels.stickbreaking.accuracy import BF16, FP16, Case
+from ssscale_kernels.stickbreaking.backward import BackwardConfig
 from ssscale_kernels.stickbreaking.benchmark import forward_and_backward, graph_ms, make
 from ssscale_kernels.stickbreaking.candidates import (
     BEFORE,
@@ -103,7 +105,7 @@ def run_case(case: Case) -> object:
     return accuracy.differentiate(stickbreaking_attention, accuracy.draw(case, "cuda"), skip_below=case.skip_below)
 
 
-def jobs(before: str | None) -> list[Call]:
+def jobs(before: str | None, backward_only: bool) -> list[Call]:
     """Returns calls that together compile all kernels of a run."""
 
     def forwards(shape: Shape, module: Any, **options: Any) -> object:
@@ -115,6 +117,11 @@ def jobs(before: str | None) -> list[Call]:
     found: list[Call] = [
         partial(run_case, case) for case in some_cases() if case.kind == "normal" and not case.skip_below
     ]
+    if backward_only:
+        # The length of a sequence is a constant of dkv.
+        found = [partial(forwards, shape, forward_module) for shape in SHAPES]
+        pairs_of = [(shape, pair) for shape in SHAPES for _, pair in pairs(shape[3])]
+        return found + [partial(backwards, shape, backward_module, config=pair) for shape, pair in pairs_of]
     for head_dim in CANDIDATES:
         shape = tuned_shape(head_dim)
         found += [partial(backwards, shape, backward_module, config=pair) for _, pair in pairs(head_dim)]
@@ -142,24 +149,24 @@ def ended_well(process: subprocess.Popen[bytes], deadline: float) -> bool:
         return False
 
 
-def compile_side_by_side(workers: int, run: Run) -> None:
+def compile_side_by_side(workers: int, run: Run, backward_only: bool) -> None:
     """Fills Triton's cache from `workers` processes, and finds out whether TMA works. A failing job costs only itself."""
     deadline = time.time() + COMPILE_S
-    before = ["--before", run.before] if run.before else []
-    same = child("unused", "--compare")
+    before = (["--before", run.before] if run.before else []) + ["--backward"] * backward_only
+    same = None if backward_only else child("unused", "--compare")
     running = [child("unused", *before, "--warm", f"{i}/{workers}") for i in range(workers)]
     for i, process in enumerate(running):
         if not ended_well(process, deadline):
             run.add("failures", f"process {i}", f"process {i} of the compilation failed")
-    if not ended_well(same, deadline):
+    if same and not ended_well(same, deadline):
         run.tma = False
         run.add("failures", "TMA", "TMA fails or gives other results: the run uses pointers")
         use_pointers()
 
 
-def warm(which: str, before: str | None) -> None:
+def warm(which: str, before: str | None, backward_only: bool) -> None:
     index, workers = map(int, which.split("/"))
-    for job in jobs(before)[index::workers]:
+    for job in jobs(before, backward_only)[index::workers]:
         try:
             job()
         except Exception as error:  # one candidate must not end the run
@@ -255,6 +262,40 @@ def tune(shape: Shape, run: Run) -> Settings:
     return best
 
 
+def difference(shape: Shape, pair: BackwardConfig, run: Run) -> float:
+    """Returns how far gradients are from those of the present settings, dense and spent, as a share of the largest."""
+    found = 0.0
+    for spent in (False, True):
+        inputs = make(*shape, spent)
+        saved = forward_call(shape, inputs, tma=run.tma)()[2:]
+        results = (backward_call(shape, inputs, saved, config=c, tma=run.tma)() for c in (None, pair))
+        for x, y in zip(*results, strict=True):
+            if not torch.equal(x, y):
+                found = max(found, (x - y).abs().max().div(x.abs().max()).nan_to_num(torch.inf).item())
+    return found
+
+
+def tune_backward(shape: Shape, run: Run) -> Settings:
+    """Times settings of backward on dense inputs, the present ones first and last. Returns the fastest that fit together."""
+    sets, now = [make(*shape, spent=False) for _ in range(3)], current(shape[3])
+    saved = [forward_call(shape, s, tma=run.tma)()[2:] for s in sets]
+    times: dict[str, dict[Config, float]] = {"forward": {now.forward: 0.0}, "dq": {}, "dkv": {}}
+    for kernel, pair in [*pairs(shape[3]), ("dkv", now.backward)]:
+        config = getattr(pair, kernel)
+        try:
+            calls = [backward_call(shape, *x, config=pair, tma=run.tma) for x in zip(sets, saved, strict=True)]
+            alone, ms, apart = kernel_ms(calls[0]), graph_ms(calls, 60), difference(shape, pair, run)
+        except Exception as error:  # a candidate that does not fit must not end the run
+            run.fail(f"{shape} {kernel} {tuple(config)}", error)
+            continue
+        if apart < 2**-8:
+            times[kernel].setdefault(config, alone[kernel])
+        result = {"shape": shape, "kernel": kernel, "config": config, "ms": alone[kernel], "backward": ms}
+        text = f"{alone[kernel]:.4f} ms, backward {ms:.4f} ms, {f'apart by {apart:.1e}' if apart else 'the same bits'}"
+        run.add("candidates", result | {"apart": apart}, f"{shape} {kernel} {tuple(config)}: {text}")
+    return fastest(times) if all(times.values()) else now
+
+
 def details(shape: Shape, inputs: list[torch.Tensor], saved: list[torch.Tensor], run: Run) -> None:
     """Times chunks, loads from pointers, and the conversions around the kernels."""
     try:
@@ -318,28 +359,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for measure.json")
     parser.add_argument("--before", help='kernels/ of an earlier commit, for the column "before"')
+    parser.add_argument("--backward", action="store_true", help="only compare the candidates of backward")
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--warm", help=argparse.SUPPRESS)  # which of how many processes compiles
     parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     require_gpu()
     if arguments.warm:
-        warm(arguments.warm, arguments.before)
+        warm(arguments.warm, arguments.before, arguments.backward)
         return 0
     if arguments.compare:
         return int(tma_fails())
     run = Run(arguments.out, arguments.before)
     print(", ".join(f"{key} {run.found[key]}" for key in ("device", "torch", "triton")), flush=True)
-    compile_side_by_side(arguments.workers, run)
+    compile_side_by_side(arguments.workers, run, arguments.backward)
     print(f"compiled after {run.seconds():.0f} s", flush=True)
     run.started = time.time()
-    right = check(run)
-    best = {head_dim: tune(tuned_shape(head_dim), run) for head_dim in CANDIDATES}
-    run.add("tuned", {str(dim): x for dim, x in best.items()}, f"tuned after {run.seconds():.0f} s: {best}")
+    right = arguments.backward or check(run)
+    if arguments.backward:
+        best = {shape: tune_backward(shape, run) for shape in SHAPES}
+    else:
+        of_dims = {head_dim: tune(tuned_shape(head_dim), run) for head_dim in CANDIDATES}
+        best = {shape: of_dims[shape[3]] for shape in SHAPES}
+    run.add("tuned", {str(shape): x for shape, x in best.items()}, f"tuned after {run.seconds():.0f} s: {best}")
     print("\nms, forward / forward + backward", flush=True)
     print(f"| shape | sticks | {' | '.join(COLUMNS)} | tuned ÷ FA2 | forward ÷ cuDNN |\n|{9 * '---|'}", flush=True)
-    for shape, spent in itertools.product(SHAPES, (False, True)):
-        measure_row(shape, spent, best[shape[3]], run)
+    for shape, spent in itertools.product(SHAPES, (False,) if arguments.backward else (False, True)):
+        measure_row(shape, spent, best[shape], run)
     print(f"done after {run.seconds():.0f} s", flush=True)
     return 0 if right else 1
 

@@ -134,6 +134,21 @@ def exchange(x, BIT: tl.constexpr):
 
 
 @triton.jit
+def store_in_place(pointers, x):
+    """Stores x from the threads that hold it, all of it.
+
+    tl.store would first move x through shared memory, with a barrier, so that a thread stores more at once.
+    """
+    if INTERPRETED:
+        tl.store(pointers, x)
+    else:
+        tl.inline_asm_elementwise(
+            "st.global.f32 [$1], $2; mov.b32 $0, 0;", "=r,l,f", [pointers.to(tl.int64), x], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def lane_sums(x, NEARER: tl.constexpr):
     """Returns the sum of x over the lanes with nearer (or farther) keys, and over all four. x must be finite."""
     neighbour = exchange(x, 1)

@@ -3,7 +3,7 @@
 import re
 
 import triton
-from ssscale_kernels.stickbreaking.backward import hoists_in
+from ssscale_kernels.stickbreaking.backward import launch_constants
 from ssscale_kernels.stickbreaking.dkv import dkv_kernel
 from ssscale_kernels.stickbreaking.dq import dq_kernel
 from ssscale_kernels.stickbreaking.forward import forward_kernel
@@ -52,11 +52,12 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
         "HAS_REST": operands == "log_rest",
         "HALF": scaled,
         "PARTS": 1 if scaled else 2,
-        "HOIST": hoists_in(which, config, head_dim, scaled),
         "DQ_ROWS": config.row_block,
         "MAX_BLOCKS": 64,
         "ADD": False,
     }
+    if which != "forward":
+        constants |= launch_constants(which, config, 24, head_dim, scaled)
     if operands != "log_rest":
         constants |= {"log_rest_in_ptr": None, "d_rest_ptr": None, "rest_max_ptr": None}
     if not scaled:

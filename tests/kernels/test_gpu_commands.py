@@ -16,7 +16,7 @@ COMMANDS = sorted(
 
 
 def test_all_commands_are_found() -> None:
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -24,7 +24,7 @@ def test_without_a_gpu_a_command_says_so(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", [name, *([str(tmp_path / "out")] if name.endswith("measure") else [])])
+    monkeypatch.setattr(sys, "argv", [name, *([str(tmp_path / "out")] if name.endswith(("measure", "stalls")) else [])])
     module = importlib.import_module(name)
     with pytest.raises(SystemExit) as end:
         module.main(*([module.SHAPE] if "flex" in name else []))
