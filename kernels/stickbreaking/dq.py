@@ -123,18 +123,8 @@ def dq_kernel(
     source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     state = (tl.zeros([ROWS, BH], tl.float32), tile.per_row(carry), tile.per_row(behind))
     walk = (
-        tile.per_row(row_tile),
-        q,
-        do,
-        source,
-        scratch_ptr,
-        scratch_rows,
-        position,
-        k_len,
-        logit_scale,
-        shift,
-        dz_scale,
-    )
+        tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows, position, k_len, logit_scale, shift, dz_scale,
+    )  # fmt: skip
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
     exact_from = tl.where(exact, stop, seen)
     state = _dq_tiles(state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, FORM)
