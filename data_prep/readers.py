@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import zstandard
 
 from data_prep.errors import DataError
+from data_prep.zstd import decompressed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -200,7 +201,5 @@ def _decompressed(file: str, raw: IO[bytes]) -> IO[bytes]:
     if file.endswith(".xz"):
         return cast(IO[bytes], lzma.LZMAFile(raw))
     if file.endswith(".zst"):
-        # The largest window, 2 GiB, is that of `zstd --long=31`.
-        reader = zstandard.ZstdDecompressor(max_window_size=2**31).stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(reader, buffer_size=1 << 20)
+        return cast(IO[bytes], decompressed(raw))
     return raw

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch.process import WORKER, rank_environment
-from ssscale.errors import FAILED, OUT_OF_MEMORY, TOGETHER, Stop, UserError
+from ssscale.errors import FAILED, INTERRUPTED, OUT_OF_MEMORY, TOGETHER, UNREAD, Stop, UserError
 from ssscale.options import EVERY_KEY, Command, Option
-from ssscale.unforeseen import describe, describe_os_error
+from ssscale.unforeseen import describe, describe_os_error, output_unread
 
 __all__ = [
     "EVERY_KEY",
@@ -36,7 +36,6 @@ EXIT_CODES = "SSSCALE_EXIT_CODES"  # environment variable with the name of a fil
 # Codes of a rank that fails by itself, while others may wait for it in a collective. launch/workers.py then kills the
 # others first.
 ALONE = (2, FAILED, OUT_OF_MEMORY)
-INTERRUPTED = 130  # the code that shells use after Ctrl-C
 
 
 def join_ranks() -> None:
@@ -83,9 +82,10 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
     handles Ctrl-C itself: it saves and ends with 75. Errors print one sentence to stderr.
     """
     argv = sys.argv[1:]
-    command.help_if_asked(argv)
     try:
+        command.help_if_asked(argv)
         main(argv)
+        sys.stdout.flush()
     except UserError as error:
         if rank():
             # Usually all ranks find the same mistake. The main rank reports it, and the launcher ends the others in the
@@ -106,7 +106,9 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
 
 
 def end_of(error: Exception) -> int:
-    """Prints one sentence about an unexpected error and returns the exit code."""
+    """Prints one sentence about an unexpected error, if anybody reads what it prints, and returns the exit code."""
+    if output_unread(error):
+        return UNREAD
     refused = describe_os_error(error) if isinstance(error, OSError) else None
     if refused is not None:
         print(f"error: {refused}", file=sys.stderr, flush=True)

@@ -8,6 +8,8 @@ STALLED = 76  # a step took too long, or another rank is gone
 DIVERGED = 77  # losses or gradients stay NaN or Inf
 OUT_OF_MEMORY = 78
 UNEQUAL = 79  # copies of a weight differ between ranks
+INTERRUPTED = 130  # as shells show Ctrl-C
+UNREAD = 141  # as shells show SIGPIPE: the program that reads the output, such as `head`, has ended
 
 
 TOGETHER = (SAVED, DIVERGED, UNEQUAL)  # all ranks end with these codes at the same step

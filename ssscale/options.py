@@ -159,7 +159,7 @@ class Command:
     def help_if_asked(self, argv: list[str]) -> None:
         """Prints the help text and exits with code 0 if -h or --help is among the arguments."""
         if {"-h", "--help"} & set(argv):
-            print(self.help())
+            print(self.help(), flush=True)
             sys.exit(0)
 
     def help(self) -> str:

@@ -1,6 +1,8 @@
-"""Messages for unexpected errors: one sentence, and the file that holds the traceback."""
+"""Unexpected errors: one sentence, and the file that holds the traceback."""
 
 import os
+import select
+import sys
 import tempfile
 import time
 import traceback
@@ -22,6 +24,21 @@ def describe(error: BaseException, command: str) -> str:
     except OSError:
         return f"{sentence}; an unexpected error:\n{text}"
     return f"{sentence}; an unexpected error: the whole traceback is in {name}"
+
+
+def output_unread(error: BaseException) -> bool:
+    """Whether the error comes from printing to a program that has ended, as in `COMMAND | head`.
+
+    If so, what is left to print is discarded, because Python would complain when it exits.
+    """
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()
+    poll.register(1, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def describe_os_error(error: OSError) -> str | None:

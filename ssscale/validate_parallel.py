@@ -105,6 +105,11 @@ def _check_compile(config: Config, gpu: bool) -> None:
                 f"parallel.{key}=true needs train.compile_exchanges=true: otherwise Megatron-core's layers run, which do not "
                 "have this option"
             )
+        if getattr(parallel, key) is True and parallel.tensor > 1 and not parallel.sequence:
+            raise UserError(
+                f"parallel.{key}=true has no effect with parallel.sequence=false, which gathers no tokens: use "
+                "parallel.sequence=true, or leave it out"
+            )
 
 
 def _check_context(config: Config) -> None:

@@ -99,7 +99,11 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m eval.benchmarks.forward_skipping",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--texts", type=Path, required=True, help="held-out documents, or one text; also .zst")
     parser.add_argument("--lengths", default="4096,8192,16384,32768")

@@ -311,7 +311,11 @@ def decode(model: Decoder, tokens: Tensor, length: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m eval.benchmarks.stickbreaking_trained",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("data")
     parser.add_argument(

@@ -74,7 +74,11 @@ def count(lm: CountingLM, task: str, eval_data: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m eval.benchmarks.suite_tokens",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--tasks", help="comma-separated; by default all whose data is there")
     parser.add_argument("--eval-data", default="data/eval")

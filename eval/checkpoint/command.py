@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssscale.errors import FAILED, UserError
+from ssscale.errors import FAILED, INTERRUPTED, UNREAD, UserError
 from ssscale.options import Command
-from ssscale.unforeseen import describe, describe_os_error
+from ssscale.unforeseen import describe, describe_os_error, output_unread
 
 
 @contextmanager
@@ -18,16 +18,22 @@ def sentences(command: Command | None = None) -> Iterator[None]:
     """Report errors of the block in one sentence on stderr and exit.
 
     A UserError, or an OSError such as a missing permission, exits with code 2. Any other exception exits with code 70,
-    and its traceback is written to a file that the sentence names. With a command, --help prints its options.
+    and its traceback is written to a file that the sentence names. Ctrl-C exits with code 130, and `COMMAND | head` with
+    141 once `head` has ended, both without a word. With a command, --help prints its options.
     """
-    if command is not None:
-        command.help_if_asked(sys.argv[1:])
     try:
+        if command is not None:
+            command.help_if_asked(sys.argv[1:])
         yield
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except Exception as error:
+        if output_unread(error):
+            sys.exit(UNREAD)
         refused = describe_os_error(error) if isinstance(error, OSError) else None
         said = f"error: {refused}" if refused else f"failed: {describe(error, Path(sys.argv[0]).stem or 'python')}"
         print(said, file=sys.stderr)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import zstandard
 
+from ssscale.data.zstd import decompressed
 from ssscale.errors import UserError
 
 KEYS = ("text", "page")
@@ -22,7 +23,7 @@ def read_documents(file: Path, option: str = "--texts=") -> Iterator[str]:
     try:
         with file.open("rb") as raw:
             packed = file.suffix == ".zst"
-            stream = zstandard.ZstdDecompressor().stream_reader(raw) if packed else raw
+            stream = decompressed(raw) if packed else raw
             lines = io.TextIOWrapper(stream, encoding="utf-8")
             if ".jsonl" not in file.suffixes:
                 yield lines.read()
@@ -30,7 +31,7 @@ def read_documents(file: Path, option: str = "--texts=") -> Iterator[str]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _text(line, file, number)
-    except (OSError, UnicodeDecodeError, zstandard.ZstdError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zstandard.ZstdError) as error:
         raise UserError(f"{option}{file} cannot be read: {error}") from None
 
 

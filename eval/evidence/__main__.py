@@ -49,7 +49,9 @@ def planned(some: list[Job], gpus: int, seconds: float) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        "python -m eval.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("names", nargs="*", metavar="NAME", help="jobs; default: all")
     found.add_argument("--text", type=Path, help="folder with the text and tokenizer.json")
     found.add_argument("--out", type=Path, default=Path("runs/evidence"))

@@ -144,7 +144,9 @@ def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, cells
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m eval.papers.repeats", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")
     parser.add_argument(
         "--texts", type=Path, required=True, help="a .jsonl file, or a text file as one document; also .zst"

@@ -324,7 +324,11 @@ def read_sources(texts: Sequence[Path], squad: Sequence[Path], tokenizer: Path, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m eval.papers.ruler_questions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--texts", required=True, help="comma-separated files of training documents")
     parser.add_argument("--squad", required=True, help="comma-separated files in SQuAD's form")
     parser.add_argument("--tokenizer", type=Path, required=True, help="that of the model")

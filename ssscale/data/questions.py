@@ -10,6 +10,7 @@ import zstandard
 from ssscale_kernels.buckets import bucket
 
 from ssscale.data.batch import IGNORE, Batch
+from ssscale.data.zstd import decompressed
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 
@@ -51,10 +52,10 @@ def read_squad(file: Path) -> list[Question]:
     format, or has no such question.
     """
     try:
-        raw = file.read_bytes()
-        text = zstandard.ZstdDecompressor().stream_reader(raw).read() if file.suffix == ".zst" else raw
+        with file.open("rb") as raw:
+            text = (decompressed(raw) if file.suffix == ".zst" else raw).read()
         questions = list(_questions(json.loads(text)))
-    except (OSError, zstandard.ZstdError) as error:
+    except (OSError, EOFError, zstandard.ZstdError) as error:
         raise UserError(f"questions={file} cannot be read: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(

@@ -80,6 +80,10 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         ),
         (["parallel.zero_stage=0", "train.precision=bf16"], "parallel.zero_stage=0 cannot train in bf16"),
         (["parallel.overlap=true", "parallel.zero_stage=3"], "parallel.overlap=true needs parallel.zero_stage=1, not 3"),
+        (
+            ["parallel.tensor=2", "parallel.sequence=false", "train.compile_exchanges=true", "parallel.keep_gathered=true"],
+            "parallel.keep_gathered=true has no effect with parallel.sequence=false, which gathers no tokens",
+        ),
         (["parallel.overlap_bf16=true"], "parallel.overlap_bf16=true has no effect without parallel.overlap=true"),
         (["parallel.shard_within=node"], "parallel.shard_within=node needs parallel.overlap=true"),
         (["parallel.shard_within=2", "parallel.zero_stage=2"], "parallel.shard_within=2 needs parallel.overlap=true"),

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from data_prep.__main__ import main
 
@@ -53,6 +54,7 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
         (["--source", "a={root}/a.jsonl", "--max-chars", "0"], "max_chars 0 must be at least 1"),
         (["--source", "a={root}/a.jsonl", "--config", "{root}/buffer.yaml"], "buffer_tokens 0 must be at least 1"),
         (["--source", "a={root}/cut.jsonl.gz"], "cut.jsonl.gz is broken or cut off"),
+        (["--source", "a={root}/cut.jsonl.zst"], "cut.jsonl.zst is broken or cut off"),
         (["--source", "a={root}/a.jsonl", "--length", "1"], "length 1 must be at least 2"),
         (["--source", "a={root}/a.jsonl", "--tokenizer", "{root}/a.jsonl"], "a.jsonl is not a tokenizer"),
         (["--source", "a={root}/a.jsonl", "--tokenizer", "{root}/none"], "no tokenizer file {root}/none"),
@@ -89,6 +91,8 @@ def test_flags_and_files(flags, sentence, tokenizer, tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(GOOD * 5)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 5)[:-12])
+    frame = zstandard.compress(GOOD.encode() * 5)
+    (tmp_path / "cut.jsonl.zst").write_bytes(frame + frame[:-5])  # after whole documents
     (tmp_path / "typo.yaml").write_text("lenght: 3\n")
     (tmp_path / "type.yaml").write_text("seed: many\n")
     (tmp_path / "latin.yaml").write_bytes(b"caf\xe9: 1\n")

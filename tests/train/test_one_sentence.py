@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from data_prep.__main__ import main as data_prep
+from eval.checkpoint.command import sentences
 from launch.evaluate import main as evaluate
 from launch.export import main as export
 from launch.import_hf import main as import_hf
@@ -24,6 +26,7 @@ from tests.train.checkpoints import sign
 from tests.train.commands import let_others_in, run_command
 from tests.train.ranks import SMALL, Ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 NEWEST = "step-00000004"
 CONTENTS: dict[str, bytes] = {
     "nothing": b"",
@@ -301,3 +304,26 @@ def test_permission_to_write_checkpoints_is_tried_at_the_start(
     assert "checkpoints" in output.splitlines()[-1]
     assert "cannot be written: Permission denied" in output.splitlines()[-1]
     assert "step 5" not in output  # before a step is trained
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["launch/pretrain.py", "config=tiny_sb", "--print"],
+        ["launch/pretrain.py", "--help"],
+        ["launch/estimate.py", "config=tiny_sb", "gpus=1"],
+    ],
+)
+def test_nobody_reads_the_output(command: list[str]) -> None:
+    """As in `COMMAND | head`: not a word, and no file with a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.stderr, ended.returncode in (1, 141)) == ("", True)
+
+
+def test_ctrl_c_in_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, sentences():
+        raise KeyboardInterrupt
+    assert (ended.value.code, capsys.readouterr().err) == (130, "")

@@ -19,6 +19,7 @@ from eval.checkpoint.documents import read_documents
 from eval.checkpoint.lm_eval_patches import download_gives
 from eval.checkpoint.ruler.offline import qa_utils
 from eval.checkpoint.tasks.local.files import find
+from ssscale.data.zstd import decompressed
 from ssscale.errors import UserError
 
 Questions = tuple[
@@ -151,8 +152,8 @@ def read_questions(file: Path) -> Questions:
     Raises UserError if it has neither format or no question with an answer.
     """
     try:
-        raw = file.read_bytes()
-        content = json.loads(zstandard.ZstdDecompressor().stream_reader(raw).read() if file.suffix == ".zst" else raw)
+        with file.open("rb") as raw:
+            content = json.loads((decompressed(raw) if file.suffix == ".zst" else raw).read())
         read: Callable[..., Questions] = qa_utils.read_hotpotqa.__wrapped__
         if isinstance(content, dict):
             read = qa_utils.read_squad.__wrapped__
@@ -162,7 +163,7 @@ def read_questions(file: Path) -> Questions:
                         question.setdefault("is_impossible", False)  # SQuAD 1.1 lacks this key
         with download_gives(content):
             questions, documents = read(os.fspath(file))
-    except (OSError, zstandard.ZstdError) as error:
+    except (OSError, EOFError, zstandard.ZstdError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is neither in SQuAD's nor in HotpotQA's format: {error!r}") from None

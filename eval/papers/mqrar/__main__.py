@@ -80,7 +80,9 @@ def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m eval.papers.mqrar", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("curve", "picture"))
     parser.add_argument("--out", type=Path, default=Path("runs/mqrar"))
     parser.add_argument("--cores", default="softmax,stickbreaking")

@@ -92,7 +92,9 @@ def check_files(study: str, place: Place) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        "python -m eval.papers.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("name", choices=EVERY)
     found.add_argument("--text", type=Path, default=Path("data/study"), help="folder of eval.papers.study.split")
     found.add_argument("--questions", help="comma-separated files in SQuAD's form")

@@ -69,3 +69,14 @@ def test_hours_are_those_of_the_estimate(name: str, hours: float) -> None:
     estimate = operations / (0.4 * PEAK_FLOPS) / 3600 / 64
     assert hours == round(estimate, 1 if estimate < 10 else 0)
     assert f"{hours:g}" in PAGE
+
+
+def test_usage_names_the_command() -> None:
+    """And not `__main__.py`, which nobody can enter."""
+    named = {}
+    for file in sorted(ROOT.glob("eval/**/*.py")):
+        for call in re.findall(r"argparse\.ArgumentParser\(\s*(.*)", file.read_text()):
+            module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+            named[module] = call.startswith(f'"python -m {module}"')
+    assert len(named) > 10
+    assert [module for module, right in named.items() if not right] == []

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import zstandard
 from datasets import Dataset, DatasetDict
 from lm_eval.tasks.hellaswag.utils import preprocess
 from lm_eval.tasks.race.preprocess_race import doc_to_choice, doc_to_target, doc_to_text
@@ -20,6 +19,7 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import process_results as wikite
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
 from eval.checkpoint.tasks.local.files import FILES, find
+from ssscale.data.zstd import decompressed
 
 __all__ = ["wikitext_detokenizer", "wikitext_results"]
 
@@ -32,7 +32,7 @@ def read(eval_data: str, name: str) -> list[Doc]:
     if file is None:
         raise FileNotFoundError(f"{Path(eval_data) / name} is missing")
     with file.open("rb") as raw:
-        stream = zstandard.ZstdDecompressor().stream_reader(raw) if file.suffix == ".zst" else raw
+        stream = decompressed(raw) if file.suffix == ".zst" else raw
         return [json.loads(line) for line in io.TextIOWrapper(stream, encoding="utf-8") if line.strip()]
 
 
