@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import zstandard
 
 from data_prep.errors import DataError
-from data_prep.zstd import decompressed
+from ssscale.data.zstd import decompressed
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,7 +1,4 @@
-"""Reads .zst files whole. zstandard's own reader ends without an error where a file is cut off.
-
-ssscale/data/zstd.py and data_prep/zstd.py have the same text, because data_prep does not import ssscale.
-"""
+"""Reads .zst files whole. zstandard's own reader ends without an error where a file is cut off."""
 
 import io
 from typing import IO, Any

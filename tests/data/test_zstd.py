@@ -13,7 +13,6 @@ from ssscale.data.questions import read_squad
 from ssscale.data.zstd import AT_ONCE, decompressed
 from ssscale.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 LINES = [json.dumps({"text": f"text number {number} of many, {number * 7919 % 1009}"}) for number in range(20_000)]
 TEXT = ("\n".join(LINES) + "\n").encode()
 
@@ -41,10 +40,6 @@ def test_a_file_that_is_cut_off_or_damaged() -> None:
                 decompressed(io.BytesIO(first + whole[:size])).read()
     with pytest.raises(zstandard.ZstdError):
         decompressed(io.BytesIO(whole + b"other bytes")).read()
-
-
-def test_data_prep_reads_them_alike() -> None:
-    assert (ROOT / "data_prep/zstd.py").read_bytes() == (ROOT / "ssscale/data/zstd.py").read_bytes()
 
 
 def test_commands_name_the_file(tmp_path: Path) -> None:
