@@ -74,7 +74,7 @@ CASES = [
         "part must be losses, speed, long, weak, exchange, tensor, zero or skip",
     ),
     ("launch/benchmark_links.py larges=5", "unknown argument 'larges=5': did you mean largest="),
-    ("launch/costs.py of=saves config=tiny_sb data=nowhere", "data=nowhere: there is no such folder"),
+    ("launch/costs.py of=saves config=tiny_sb data=nowhere", "data folder nowhere does not exist"),
 ]
 
 
