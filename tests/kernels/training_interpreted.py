@@ -146,7 +146,7 @@ def compare_loads(case: Case, change: Any = None):
 
 FORMS_CASES = {
     # Sticks last, so that row blocks far from a key tile count as well.
-    "packed forms": Case([1, 0, 260], "low", heads=(2, 1), scaled=True, rest=False, scratch=16),
+    "packed forms": Case([1, 0, 200], "low", heads=(2, 1), scaled=True, rest=False, scratch=16),
     "far forms": Case([200], "far"),
 }
 
