@@ -211,18 +211,18 @@ def check_node(within: int | ShardWithin, node: int, tensor: int, world_size: in
         )
 
 
-def check_copies(config: Config, shards: int, node: int) -> None:
+def check_copies_within_node(config: Config, shards: int, node: int) -> None:
     """Raises UserError if ranks of several nodes would exchange by copy engines (`parallel.copy_engines`).
 
     shards: ranks that divide the optimizer's state. node: ranks of a node.
     """
     parallel = config.parallel
     together = parallel.tensor * (shards if parallel.overlap else 1)
-    if parallel.copy_engines and together > node:
+    if parallel.copy_engines is True and together > node:
         within = " or parallel.shard_within=node" if parallel.tensor <= node else ""
         raise UserError(
-            f"parallel.copy_engines=true is for GPUs of one node, and here {together} exchange with each other, of which a "
-            f"node has {node}: use parallel.copy_engines=false{within}"
+            f"parallel.copy_engines=true is for GPUs of one node, which has {node}, and here {together} exchange "
+            f"with each other: use parallel.copy_engines=false{within}"
         )
 
 

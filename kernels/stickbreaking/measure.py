@@ -15,6 +15,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,14 @@ class Run:
     def fail(self, what: str, error: Exception) -> None:
         text = f"{what}: {type(error).__name__} {str(error)[:150]}"
         self.add("failures", text, text)
+
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """Notes an error of the block, which ends the block but not the run."""
+        try:
+            yield
+        except Exception as error:  # compilers and drivers raise many types where something does not fit
+            self.fail(what, error)
 
 
 def run_case(case: Case) -> object:
@@ -243,14 +253,10 @@ def tune(shape: Shape, run: Run) -> Settings:
     def attempt(kernel: str, config: Config, call: Call) -> None:
         if run.seconds() > TUNE_S:
             return
-        try:
-            ms = kernel_ms(call)[kernel]
-        except Exception as error:  # a candidate that does not fit must not end the run
-            run.fail(f"{shape} {kernel} {tuple(config)}", error)
-            return
-        times[kernel][config] = ms
-        result = {"shape": shape, "kernel": kernel, "config": config, "ms": ms}
-        run.add("candidates", result, f"{shape} {kernel} {tuple(config)}: {ms:.4f} ms")
+        with run.trying(f"{shape} {kernel} {tuple(config)}"):
+            ms = times[kernel][config] = kernel_ms(call)[kernel]
+            result = {"shape": shape, "kernel": kernel, "config": config, "ms": ms}
+            run.add("candidates", result, f"{shape} {kernel} {tuple(config)}: {ms:.4f} ms")
 
     for config in CANDIDATES[head_dim].forward:
         attempt("forward", config, forward_call(shape, inputs, config=config, tma=run.tma))
@@ -282,23 +288,20 @@ def tune_backward(shape: Shape, run: Run) -> Settings:
     times: dict[str, dict[Config, float]] = {"forward": {now.forward: 0.0}, "dq": {}, "dkv": {}}
     for kernel, pair in [*pairs(shape[3]), ("dkv", now.backward)]:
         config = getattr(pair, kernel)
-        try:
+        with run.trying(f"{shape} {kernel} {tuple(config)}"):
             calls = [backward_call(shape, *x, config=pair, tma=run.tma) for x in zip(sets, saved, strict=True)]
-            alone, ms, apart = kernel_ms(calls[0]), graph_ms(calls, 60), difference(shape, pair, run)
-        except Exception as error:  # a candidate that does not fit must not end the run
-            run.fail(f"{shape} {kernel} {tuple(config)}", error)
-            continue
-        if apart < 2**-8:
-            times[kernel].setdefault(config, alone[kernel])
-        result = {"shape": shape, "kernel": kernel, "config": config, "ms": alone[kernel], "backward": ms}
-        text = f"{alone[kernel]:.4f} ms, backward {ms:.4f} ms, {f'apart by {apart:.1e}' if apart else 'the same bits'}"
-        run.add("candidates", result | {"apart": apart}, f"{shape} {kernel} {tuple(config)}: {text}")
+            alone, ms, apart = kernel_ms(calls[0])[kernel], graph_ms(calls, 60), difference(shape, pair, run)
+            if apart < 2**-8:
+                times[kernel].setdefault(config, alone)
+            result = {"shape": shape, "kernel": kernel, "config": config, "ms": alone, "backward": ms, "apart": apart}
+            text = f"{alone:.4f} ms, backward {ms:.4f} ms, {f'apart by {apart:.1e}' if apart else 'the same bits'}"
+            run.add("candidates", result, f"{shape} {kernel} {tuple(config)}: {text}")
     return fastest(times) if all(times.values()) else now
 
 
 def details(shape: Shape, inputs: list[torch.Tensor], saved: list[torch.Tensor], run: Run) -> None:
-    """Times chunks, loads from pointers, and the conversions around the kernels."""
-    try:
+    """Times chunks, loads from pointers, and the conversions around the kernels. The table does not need this."""
+    with run.trying(f"details of {shape}"):
         for first, chunk in CHUNKS if shape == SHAPES[0] else ():
             ms = kernel_ms(forward_call(shape, inputs, first_chunk=first, chunk=chunk, tma=run.tma))["forward"]
             run.add("chunks", {"first": first, "chunk": chunk, "ms": ms}, f"chunks of {first} to {chunk}: {ms:.4f} ms")
@@ -308,8 +311,6 @@ def details(shape: Shape, inputs: list[torch.Tensor], saved: list[torch.Tensor],
             )
             text = ", ".join(f"{name[:40]} {ms:.4f}" for name, ms in times.items())
             run.add("kernels", {"shape": shape, "tma": tma, "ms": times}, f"{shape}, TMA {tma}: {text}")
-    except Exception as error:  # the table does not need this
-        run.fail(f"details of {shape}", error)
 
 
 def softmax_ms(shape: Shape, sets: list[list[torch.Tensor]], backend: SDPBackend) -> tuple[float, float]:
@@ -340,13 +341,10 @@ def measure_row(shape: Shape, spent: bool, tuned: Settings, run: Run) -> None:
         "now": partial(ours, modules, current(shape[3]), tma=run.tma),
         "now, tuned": partial(ours, modules, tuned, tma=run.tma),
     }
-    cells = {}
+    cells = dict.fromkeys(COLUMNS, (float("nan"), float("nan")))
     for name in COLUMNS:
-        try:
+        with run.trying(f"{name} {shape}"):
             cells[name] = attempts[name]()
-        except Exception as error:  # the other columns are still worth their time
-            run.fail(f"{name} {shape}", error)
-            cells[name] = (float("nan"), float("nan"))
     sticks = "spent" if spent else "dense"
     times = " | ".join(f"{a:.3f} / {b:.3f}" for a, b in cells.values())
     best, fa2, cudnn = cells["now, tuned"], cells["FA2"], cells["cuDNN"]

@@ -47,7 +47,7 @@ from ssscale.train.links import (
     Traffic,
 )
 from ssscale.train.microbatch import MOST_TOKENS, fits
-from ssscale.validate_parallel import check_copies, check_node, check_parallel
+from ssscale.validate_parallel import check_copies_within_node, check_node, check_parallel
 
 OPTIMIZER = Constant(
     6e-12,
@@ -186,7 +186,7 @@ def check_cluster(config: Config, cluster: Cluster) -> None:
     parallel = config.parallel
     if parallel.shard_within is ShardWithin.node:
         check_node(parallel.shard_within, cluster.gpus, parallel.tensor, cluster.size)
-    check_copies(config, shard_ranks(config, cluster.size, cluster.gpus), cluster.gpus)
+    check_copies_within_node(config, shard_ranks(config, cluster.size, cluster.gpus), cluster.gpus)
 
 
 def other_shards(config: Config, cluster: Cluster) -> Config | None:

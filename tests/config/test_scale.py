@@ -208,13 +208,14 @@ def test_copy_engines_stay_within_a_node() -> None:
     for key in ("parallel.shard_within=node", "parallel.tensor=8"):
         check_cluster(load_config([*overlap, "parallel.shard_within=node", key]), hosts(8))
     check_cluster(load_config(overlap), hosts(1))
-    with pytest.raises(UserError, match=r"here 64 exchange .* a node has 8: use .*shard_within=node"):
+    with pytest.raises(UserError, match=r"one node, which has 8, and here 64 exchange .* use .*shard_within=node"):
         check_cluster(load_config(overlap), hosts(8))
     assert {row.config.parallel.shard_within.value for row in layouts(load_config(overlap), hosts(8))} == {"node"}
     tensor = ["config=3b_sb", "parallel.tensor=4", "train.compile_exchanges=true", "parallel.copy_engines=true"]
     check_cluster(load_config(tensor), hosts(8, 4))
-    with pytest.raises(UserError, match=r"4 exchange .* a node has 2: use parallel\.copy_engines=false$"):
+    with pytest.raises(UserError, match=r"which has 2, and here 4 exchange .* use parallel\.copy_engines=false$"):
         check_cluster(load_config(tensor), hosts(8, 2))
+    check_cluster(load_config([*tensor[:-1], "parallel.copy_engines=auto"]), hosts(8, 2))
 
 
 def test_shards_of_one_tensor_parallel_group_per_node() -> None:

@@ -102,7 +102,7 @@ def test_shares():
 
 
 def test_processes_are_bounded(run, texts, monkeypatch, groups):
-    """By the GPUs or cores of the machine, and by the parts, of which some processes would otherwise get none."""
+    """By the GPUs or cores of the machine, and by the parts: more processes would get none."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert [processes_of(given, 3) for given in (None, 1, 2, 4)] == [1, 1, 2, 3]
