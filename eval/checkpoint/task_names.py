@@ -79,18 +79,20 @@ def lm_eval_tasks() -> Path:
 def defined(folders: Iterable[Path]) -> set[str]:
     """Return the names of tasks, groups and tags that YAML files in the folders and their subfolders define.
 
-    It matches lines with regular expressions and does not parse YAML. lm-eval's 14,000 files take 0.3 s this way, but
-    one minute with lm-eval's own index. A name that is found in error is refused later by lm-eval.
+    It matches lines with regular expressions and does not parse YAML. lm-eval's 14,000 files take half a second this way,
+    but one minute with lm-eval's own index. A name that is found in error is refused later by lm-eval.
     """
-    names: set[bytes] = set()
+    contents = []
     for folder in folders:
         for root, _, files in os.walk(folder):
             for file in files:
                 # Templates that other files include often have no suffix.
-                if "yaml" in file or os.path.splitext(file)[1] in ("", ".yml"):
-                    content = Path(root, file).read_bytes()
-                    found = _NAMED.findall(content)
-                    for block in _LISTED.findall(content):
-                        found += [line.strip(b" \t-") for line in block.splitlines()]
-                    names.update(part for text in found for part in text.strip(b" []").split(b","))
+                if "yaml" in file or file.endswith(".yml") or "." not in file:
+                    with open(os.path.join(root, file), "rb", buffering=0) as opened:
+                        contents.append(opened.read())
+    text = b"\n\n".join(contents)  # one search of all is faster than one search of each
+    found = set(_NAMED.findall(text))
+    for block in _LISTED.findall(text):
+        found.update(line.strip(b" \t-") for line in block.splitlines())
+    names = {part for line in found for part in line.strip(b" []").split(b",")}
     return {name.split(b" #")[0].strip(b" \t\"'").decode(errors="replace") for name in names}

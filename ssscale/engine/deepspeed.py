@@ -3,8 +3,6 @@
 Only this folder imports DeepSpeed.
 """
 
-import contextlib
-import io
 import logging
 import math
 import os
@@ -22,6 +20,7 @@ from ssscale.engine.deepspeed_patches import (
     add_gradients_in_one_kernel,
     buckets_of,
     hide_exchange,
+    leave_out_memory_reports,
     leave_out_shared_memory,
     replace_update,
     shorten_hooks,
@@ -112,6 +111,7 @@ def start_deepspeed(
     from deepspeed.utils import logger, set_z3_leaf_module
 
     leave_out_shared_memory()
+    leave_out_memory_reports()
     logger.setLevel(logging.WARNING)
     logger.addFilter(_is_news)
     bf16 = next(model.parameters()).dtype == torch.bfloat16
@@ -119,8 +119,7 @@ def start_deepspeed(
     if config.gathers_blocks(groups.on_gpu):
         for block in model.blocks:
             set_z3_leaf_module(block, True)
-    # DeepSpeed prints its memory use whatever its log level is.
-    with contextlib.redirect_stdout(io.StringIO()), with_flat_gradients(flat, groups.shards):
+    with with_flat_gradients(flat, groups.shards):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
