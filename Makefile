@@ -145,7 +145,7 @@ $(VLLM_VENV)/installed: $(VLLM_VENV)/vllm ssscale/serving/vllm/pyproject.toml ke
 VLLM_BEGIN = exports=$$(mktemp -d); trap 'rm -rf "$$exports"' EXIT; $(BIN)/python -m tests.serving.exports $$exports
 VLLM_RUN = LD_PRELOAD=$(CURDIR)/$(VLLM_VENV)/lib/libiomp5.so SSSCALE_EXPORTS=$$exports $(VLLM_VENV)/bin/python
 
-test-vllm: $(STAMP) $(VLLM_VENV)/installed  ## vLLM on the CPU against transformers 5, with the same exports (15 to 35 minutes on 2 cores)
+test-vllm: $(STAMP) $(VLLM_VENV)/installed  ## vLLM on the CPU against transformers 5, with the same exports (about 12 minutes on 2 cores)
 	@$(VLLM_BEGIN) $(VLLM_EXPORTS)
 	$(VLLM_RUN) -m pytest --confcutdir=tests/serving tests/serving/test_vllm.py tests/serving/test_backend.py -m vllm -k "$(VLLM_TESTS)"
 
