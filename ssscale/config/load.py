@@ -28,6 +28,7 @@ from ssscale.errors import UserError
 
 _INSTALLED = Path(__file__).resolve().parents[1] / "configs"  # in an installed wheel
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+CHOOSING = ("kind", "method", "name", "type")  # names of keys that choose what a section configures
 
 Tree = dict[str, Any]
 
@@ -333,8 +334,9 @@ def _unknown(key: str, source: str, options: Iterable[str] = (), registered: Seq
     valid = [name.replace("[]", index.group(1) if index else "0") for name in keys(Config, "")] + list(options)
     if not key.startswith("train.stages"):  # every key of the model is also valid in stages
         valid = [name for name in valid if not re.match(r"train\.stages\.\d+\.model\.", name)]
-    last = key.rpartition(".")[2]
-    near = [name for name in valid if name.rpartition(".")[2] == last][:3]
+    section, _, last = key.rpartition(".")
+    near = [name for name in valid if last in CHOOSING and name in [f"{section}.{word}" for word in CHOOSING]]
+    near = near or [name for name in valid if name.rpartition(".")[2] == last and last not in CHOOSING][:3]
     near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
     near = near or [n for n in valid if difflib.get_close_matches(last, [n.rpartition(".")[2]], cutoff=0.7)][:1]
     hint = f"did you mean {one_of(near)}?" if near else "ssscale/config/schema.py lists them all"
