@@ -17,24 +17,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Begun first, so that no process of `make test` is left alone with one of them at the end.
 LONG = (
-    "distributed/test_compiled.py",
-    "distributed/test_gathered_blocks.py",
-    "kernels/test_stickbreaking_training.py",
-    "distributed/test_shards.py",
-    "kernels/test_stickbreaking_paged.py",
     "distributed/test_matrix.py",
-    "distributed/test_overlap.py",
-    "kernels/test_stickbreaking_operator.py",
-    "distributed/test_activations.py",
     "distributed/test_checkpoint.py",
-    "train/test_lost.py",
-    "train/test_fp8.py",
-    "distributed/test_zero3_step.py",
-    "train/test_one_sentence.py",
+    "distributed/test_compiled.py",
+    "distributed/test_activations.py",
     "hf/test_convert.py",
+    "train/test_lost.py",
     "train/test_faults.py",
-    "kernels/test_stickbreaking_triton.py",
+    "chaos/test_chaos.py",
+    "train/test_workers.py",
+    "mixers/test_hybrid.py",
+    "mixers/test_plugin.py",
+    "train/test_tasks.py",
     "train/test_stop.py",
+    "kernels/test_stickbreaking_triton.py",
+    "train/test_stages.py",
+    "test_extend.py",
+    "optim/test_plugin.py",
 )
 
 pytest.register_assert_rewrite("tests.train.same")  # what differs is shown, as in a test module

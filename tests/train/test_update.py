@@ -157,7 +157,7 @@ def test_other_optimizers_update_weights_themselves() -> None:
     ("bf16", "how"), [(True, "clipping, step and rounding to bf16 in one pass"), (False, "DeepSpeed's own step")]
 )
 def test_the_log_says_who_updates(bf16: bool, how: str, groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="ssscale")
     dtype = torch.bfloat16 if bf16 else torch.float32
     config = load_config(["config=tiny_ssmax"])
     log_choices(Decoder(config.model, groups, 24), config, groups, dtype)
