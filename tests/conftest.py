@@ -1,5 +1,6 @@
 """Fixtures that all tests share."""
 
+import logging
 import os
 import shutil
 import subprocess
@@ -53,6 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.datasets_cache, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Commands that a test calls in its own process set the level."""
+    logger = logging.getLogger("ssscale")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
