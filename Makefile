@@ -75,7 +75,7 @@ check: $(STAMP)  ## formatting, lint, types, the rules of tests/architecture.py,
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docs.py
 
-test: check  ## check and the CPU tests (15 to 35 minutes on 2 cores)
+test: check  ## check and the CPU tests (20 to 40 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## the tests that take minutes
