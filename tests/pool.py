@@ -48,7 +48,7 @@ class Pool:
         self.size = size
         self.workers: list[tuple[Any, Connection]] = []
 
-    def run(self, job: str, timeout: float = 600.0, **arguments: Any) -> list[Any]:
+    def run(self, job: str, timeout: float = 200.0, **arguments: Any) -> list[Any]:
         """job: "package.module:function". Raises RuntimeError with the traceback of the first worker that failed."""
         if not self.workers:
             self._start()

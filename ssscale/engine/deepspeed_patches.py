@@ -29,8 +29,8 @@ def leave_out_memory_reports() -> None:
 
     A collection takes 0.1 to 0.3 seconds in a process that has imported torch and DeepSpeed, and the other ranks wait.
     """
-    module = importlib.import_module("deepspeed.runtime.bf16_optimizer")
-    module.see_memory_usage = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    module: Any = importlib.import_module("deepspeed.runtime.bf16_optimizer")
+    module.see_memory_usage = lambda *args, **kwargs: None
 
 
 def add_gradients_in_one_kernel(optimizer: Any) -> None:

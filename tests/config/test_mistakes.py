@@ -1,6 +1,6 @@
 """A mistake is said before torch, transformers and lm-eval are imported: one sentence, exit code 2, in under two seconds.
 
-The seconds are the child's processor time. Other processes stretch it less than the time on the clock, but up to twice.
+The seconds are the child's processor time, which other processes on the machine do not stretch.
 """
 
 import json
@@ -17,7 +17,6 @@ from ssscale.train.files import checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 2.0
-LIMIT = 2 * SECONDS  # the other process of `make test` shares caches, memory and perhaps the core
 COMMANDS = sorted(
     f"launch/{path.name}" for path in (ROOT / "launch").glob("*.py") if "COMMAND = Command(" in path.read_text()
 )
@@ -118,13 +117,16 @@ def call(command: str) -> tuple[int, str, str, float]:
 
 @pytest.mark.parametrize(("command", "sentence"), CASES)
 def test_a_mistake_is_said_at_once(command: str, sentence: str, run_folder: Path, model_folders: Path) -> None:
-    code, output, errors, seconds = call(command.replace("RUN", str(run_folder)).replace("HF", str(model_folders)))
+    command = command.replace("RUN", str(run_folder)).replace("HF", str(model_folders))
+    code, output, errors, seconds = call(command)
+    for _ in range(2):  # files that are read for the first time take processor time, too
+        seconds = min(seconds, call(command)[3]) if seconds >= SECONDS else seconds
     sentence = sentence.replace("HF", str(model_folders))
     assert (code, output) == (2, ""), errors
     assert errors.startswith("error: ")
     assert sentence in errors
     assert len(errors.splitlines()) == 1
-    assert seconds < LIMIT
+    assert seconds < SECONDS
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "slurm/submit.py"])
@@ -136,7 +138,7 @@ def test_help_needs_none_of_the_large_packages(command: str) -> None:
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in errors.splitlines()}
     assert "ssscale" in imported
     assert not imported & set(HEAVY)
-    assert seconds < LIMIT
+    assert seconds < SECONDS
 
 
 def test_every_command_is_known_here() -> None:

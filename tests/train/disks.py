@@ -107,7 +107,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def wait_until(reached: Callable[[], bool], timeout: float = 300.0) -> None:
+def wait_until(reached: Callable[[], bool], timeout: float = 60.0) -> None:
     end = time.monotonic() + timeout
     while not reached():
         assert time.monotonic() < end, "not reached in time"

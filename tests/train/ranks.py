@@ -74,7 +74,7 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def wait(self, timeout: float = 300.0) -> list[int | None]:
+    def wait(self, timeout: float = 100.0) -> list[int | None]:
         """The exit codes by rank."""
         end = time.monotonic() + timeout
         for process in self.processes:
@@ -93,7 +93,7 @@ class Ranks:
 
         return read_metrics(self.run_dir / "metrics.jsonl")
 
-    def wait_for(self, reached: Callable[[], bool], timeout: float = 300.0) -> None:
+    def wait_for(self, reached: Callable[[], bool], timeout: float = 60.0) -> None:
         end = time.monotonic() + timeout
         while not reached():
             alive = all(process.is_alive() for process in self.processes)
