@@ -24,11 +24,6 @@ from .settings import GROUP_BYTES, Config, head_group, last_contiguous, launch
 
 # Scratch takes 8 bytes per query, head and key tile. Slices keep it under this many bytes per row of the whole.
 SCRATCH_BYTES_PER_ROW = 2048
-# Other forms of the fast loops, with the same bits, which candidates.py times.
-# ahead: the product q kᵀ of the next tile or row block runs while the present one is computed.
-# direct: carries and sums are stored from the threads that hold them.
-# fixed: the strides of the fp16 operands are constants of the compiled kernel.
-FORMS = {"dq": ("ahead", "direct"), "dkv": ("ahead", "fixed")}
 
 
 class BackwardConfig(NamedTuple):
@@ -67,13 +62,11 @@ def hoists_in(kernel: str, config: Config, head_dim: int, convert: bool) -> int:
 
 def launch_constants(kernel: str, config: Config, num_heads: int, head_dim: int, convert: bool) -> dict[str, int]:
     """Returns the constants of "dq" or "dkv" that follow from launch settings."""
-    assert set(config.forms) <= set(FORMS[kernel]), config.forms
-    hoist, ahead = hoists_in(kernel, config, head_dim, convert), "ahead" in config.forms
+    hoist = hoists_in(kernel, config, head_dim, convert)
     if kernel == "dq":
-        return {"HOIST": hoist, "FORM": ahead + 2 * ("direct" in config.forms)}
-    # Only the fp16 copies that dq writes are known to lie side by side.
-    row_stride = num_heads * head_dim if convert and "fixed" in config.forms else 0
-    return {"HOIST": hoist, "AHEAD": ahead, "ROW_STRIDE": row_stride}
+        return {"HOIST": hoist}
+    # Strides of the fp16 copies that dq writes, which lie side by side. Those of other operands are not known beforehand.
+    return {"HOIST": hoist, "ROW_STRIDE": num_heads * head_dim if convert else 0}
 
 
 class _Scratch(NamedTuple):

@@ -46,28 +46,17 @@ class Settings(NamedTuple):
 CANDIDATES = {
     64: Candidates(
         [Config(64, 64, 4, 3, 160), Config(64, 64, 4, 3, 168), Config(128, 64, 4, 3), Config(128, 64, 8, 3, 128)],
-        [
-            Config(64, 64, 4, 3, 168),
-            Config(64, 64, 4, 3, 168, ("direct",)),
-            Config(64, 64, 4, 3),
-            Config(64, 64, 4, 3, None, ("ahead", "direct")),
-        ],
-        [Config(64, 64, 4, 3, None, forms) for forms in ((), ("fixed",), ("ahead", "fixed"))] + [Config(64, 64, 4, 4)],
+        [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3)],
+        [Config(64, 64, 4, 3), Config(64, 64, 4, 4)],
     ),
     128: Candidates(
         [Config(128, 64, 8, s) for s in (3, 4)],
-        [
-            Config(128, 64, 8, 3),
-            Config(128, 64, 8, 3, None, ("direct",)),
-            Config(128, 64, 8, 2),
-            Config(128, 64, 8, 2, None, ("ahead", "direct")),
-        ],
-        [Config(128, 64, 8, 2), Config(128, 64, 8, 2, None, ("fixed",))],
+        [Config(128, 64, 8, 3), Config(128, 64, 8, 2)],
+        [Config(128, 64, 8, 2)],
     ),
     32: Candidates(
         [Config(64, 64, 4, 3, 128), Config(64, 64, 4, 4, 128), Config(128, 64, 4, 3, 168)],
-        [Config(64, 64, 4, 3, 168, forms) for forms in ((), ("direct",), ("ahead", "direct"))]
-        + [Config(64, 64, 4, 4, 168)],
+        [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 4, 168)],
         [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3), Config(64, 64, 4, 4, 168)],
     ),
 }

@@ -18,21 +18,11 @@ def _accumulate(x, y, acc, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _logits_of(block, q_ptr, sq_t, sq_n, head, q_len, k, ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
-    row = blocks.each_round(tl.arange(0, ROWS), block, H)
-    dims = tl.arange(0, BH)
-    first_row = block * ROWS
-    in_rows = (row < q_len - first_row)[:, None] & (dims < H)[None, :]
-    q_rows = q_ptr + (first_row.to(tl.int64) * sq_t + head * sq_n) + (row[:, None] * sq_t + dims[None, :])
-    return tile.dot(tl.load(q_rows, mask=in_rows, other=0.0), tl.trans(k))
-
-
-@triton.jit
 def _add_products(
-    dk, dv, q, do, do_rows, in_rows, v, d, u, t_, w, after, rest, behind,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    dk, dv, q, do, do_rows, in_rows, v, u, t_, w, after, rest, behind,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds a row block to dk and dv. rest [ROWS, 4]: log2 of what is left of the sticks. d: dO·v if AHEAD."""
+    """Adds a row block to dk and dv. rest [ROWS, 4]: log2 of what is left of the sticks."""
     FLOAT32: tl.constexpr = v.dtype == tl.float32
     # The tile of float32 over more than 32 dims. Both parts of each operand are in registers.
     NARROW: tl.constexpr = KEYS == 32
@@ -48,8 +38,7 @@ def _add_products(
         dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
     if NARROW:
         do = tl.load(do_rows, mask=in_rows, other=0.0)
-    if not AHEAD:
-        d = tile.dot(do, tl.trans(v))
+    d = tile.dot(do, tl.trans(v))
     da = tile.take_apart(d, ROWS)
     if PARTS == 1 and not NARROW:
         dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
@@ -67,15 +56,13 @@ def _add_products(
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to state: dk and dv [KEYS, BH], or [BH, 32]."""
     dk, dv = state
     NARROW: tl.constexpr = KEYS == 32
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
-    if AHEAD:
-        logits = _logits_of(first, q_ptr, sq_t, sq_n, head, q_len, k, ROWS, H, BH)
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     for block in tl.range(
         first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1
@@ -89,25 +76,18 @@ def _dkv_run(
         do_rows = do_ptr + (first64 * so_t + head * so_n) + (row[:, None] * so_t + dims[None, :])
         q = tl.load(q_rows, mask=in_rows, other=0.0)
         do = None
-        d = None
         if not NARROW:
             do = tl.load(do_rows, mask=in_rows, other=0.0)
         scratch = head * scratch_head + first64
         carry = tl.load(carry_ptr + scratch + row, mask=row_ok, other=-1e30)
         behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
-        if AHEAD:
-            # Triton waits for all products before it uses one. So dO·v comes first, and the next logits follow it.
-            d = tile.dot(do, tl.trans(v))
-            z = logits * logit_scale
-            logits = _logits_of(block + 1, q_ptr, sq_t, sq_n, head, q_len, k, ROWS, H, BH)
-        else:
-            z = tile.dot(q, tl.trans(k)) * logit_scale
+        z = tile.dot(q, tl.trans(k)) * logit_scale
         position = tl.minimum(offset + first_row + row, num_keys)
         u, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
         dk, dv = _add_products(
-            dk, dv, q, do, do_rows, in_rows, v, d, u, t_, w, after, carry[:, None] - nearer, behind,
-            EXACT, ROWS, KEYS, PARTS, AHEAD,
+            dk, dv, q, do, do_rows, in_rows, v, u, t_, w, after, carry[:, None] - nearer, behind,
+            EXACT, ROWS, KEYS, PARTS,
         )  # fmt: skip
     return dk, dv
 
@@ -147,7 +127,7 @@ def dkv_kernel(
     num_key_slots, num_stop_slots, num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, ROW_STRIDE: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = blocks.assign(tl.program_id(0), num_kv_heads, head_group, places)
@@ -196,7 +176,7 @@ def dkv_kernel(
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     dk, dv = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
-        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, AHEAD,
+        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store(dk_ptr + out, dk * scale, in_keys, ADD)
@@ -214,7 +194,7 @@ def _store(pointers, x, mask, ADD: tl.constexpr):
 def _dkv_rows(
     rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
     zeros = tl.zeros([BH, KEYS] if KEYS == 32 else [KEYS, BH], tl.float32)
@@ -229,7 +209,7 @@ def _dkv_rows(
             num_exact += exact.to(tl.int32)
             end_of_run = block - base + ((stop <= keys[0]) & (exact == 0)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS, False
+                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -237,7 +217,7 @@ def _dkv_rows(
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         state = _dkv_run(
-            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, AHEAD
+            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS
         )  # fmt: skip
     exact_end = tl.where(num_exact > 0, end, first)
     for i in range(KV_GROUP):
@@ -245,7 +225,7 @@ def _dkv_rows(
             stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             end_of_run = block - base + ((stop <= keys[0]) & exact).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, False
+                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS
             )  # fmt: skip
     dk, dv = state
     if KEYS == 32:

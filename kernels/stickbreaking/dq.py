@@ -14,48 +14,29 @@ from .settings import COUNTS
 def _dq_tiles(
     state, first, last, row_tile, q, do, source, scratch_ptr, scratch_rows, position, num_keys, logit_scale, shift, dz_scale,
     MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr,
+    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Processes the tiles first … last − 1. state: dq [ROWS, BH]; carry and behind [ROWS, 4]. FORM: `backward.FORMS`."""
-    AHEAD: tl.constexpr = FORM % 2 == 1 and not MASKED
-    DIRECT: tl.constexpr = FORM >= 2
+    """Processes the tiles first … last − 1. state: dq [ROWS, BH]; carry and behind [ROWS, 4]."""
     dq, carry, behind = state
     column_key = tile.key_of_column(KEYS)
     dims = tl.arange(0, BH)
     lane = tile.lanes(carry)
     local = tile.per_row(tl.arange(0, ROWS))
-    if AHEAD:
-        # The loop may be empty and `first` beyond all keys, so this load is masked.
-        tile_or_none = tl.minimum(first, tl.cdiv(num_keys, KEYS))
-        k, _ = blocks.load_tiles(source, tile_or_none, column_key, num_keys, dims, True, KEYS, H, BH)
-        logits = tile.dot(q, tl.trans(k))
     for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1):
         key = blocks.each_round(column_key, t, H)
         k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, KEYS, H, BH)
-        if AHEAD:
-            # Triton waits for all products before it uses one. So dO·v comes first, and the next logits follow it.
-            d = tile.dot(do, tl.trans(v))
-            z = logits * logit_scale
-            k_next, _ = blocks.load_tiles(source, tl.minimum(t + 1, last - 1), key, num_keys, dims, MASKED, KEYS, H, BH)
-            logits = tile.dot(q, tl.trans(k_next))
-        else:
-            z = tile.dot(q, tl.trans(k)) * logit_scale
+        z = tile.dot(q, tl.trans(k)) * logit_scale
         u, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, total = tile.lane_sums(spent, True)
         carry += tl.where(t > row_tile, total, 0.0)
         entering = tl.where(t < row_tile, -1e30, carry.to(tl.float32))
         if HALF:
             entering += shift
-        # One lane of a row stores the carry, and another one the sum.
-        if DIRECT:
-            scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + (local + lane % 2 * scratch_rows)
-            tile.store_in_place(scratch, tl.where(lane % 2 == 0, entering, behind))
-        else:
-            scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + (local + lane * scratch_rows)
-            tl.store(scratch, tl.where(lane == 0, entering, behind), mask=lane < 2)
+        # Two lanes of a row store the carry, and two the sum, from the threads that hold them.
+        scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + (local + lane % 2 * scratch_rows)
+        tile.store_in_place(scratch, tl.where(lane % 2 == 0, entering, behind))
         p = tile.factors(w, after, entering - nearer, dz_scale if HALF else None, EXACT, k.dtype == tl.float32)
-        if not AHEAD:
-            d = tile.dot(do, tl.trans(v))
+        d = tile.dot(do, tl.trans(v))
         da = tile.take_apart(d, ROWS)
         dz, total_gradient = tile.logit_gradients(u, t_, w, p, da, behind, EXACT)
         behind += total_gradient
@@ -80,7 +61,7 @@ def dq_kernel(
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
     head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
@@ -127,9 +108,9 @@ def dq_kernel(
     )  # fmt: skip
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
     exact_from = tl.where(exact, stop, seen)
-    state = _dq_tiles(state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, FORM)
-    state = _dq_tiles(state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, FORM)
-    dq, _, behind = _dq_tiles(state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, FORM)
+    state = _dq_tiles(state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS)
+    state = _dq_tiles(state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS)
+    dq, _, behind = _dq_tiles(state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS)
     tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
     if HALF:
         behind *= tl.exp2(-dz_shift)

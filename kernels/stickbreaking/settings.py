@@ -26,7 +26,6 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    forms: tuple[str, ...] = ()  # other orders of the same work, see backward.FORMS
 
 
 def log2_threshold(skip_below: float) -> float:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ssscale_kernels.stickbreaking import backward as backward_module
 from ssscale_kernels.stickbreaking import half
-from ssscale_kernels.stickbreaking.backward import FORMS, backward_config
+from ssscale_kernels.stickbreaking.backward import backward_config
 from ssscale_kernels.stickbreaking.candidates import CANDIDATES, current, fastest, fit, pairs
 from ssscale_kernels.stickbreaking.descriptors import descriptors
 from ssscale_kernels.stickbreaking.forward import forward_config
@@ -13,7 +13,7 @@ from ssscale_kernels.testing import resources
 
 from tests.kernels.interpreted import run_interpreted
 from tests.kernels.stickbreaking_hopper import compiled, shuffles_reach_their_lanes
-from tests.kernels.training_interpreted import CASES, FORMS_CASES, GROUPS
+from tests.kernels.training_interpreted import CASES, GROUPS
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +59,6 @@ def test_gradients_scale_with_those_of_the_results_bit_for_bit(interpreted):
     for name, (same_bits, share) in interpreted["gradients scale"].items():
         assert same_bits, name
         assert share > 0.5, name
-
-
-@pytest.mark.parametrize("case", FORMS_CASES)
-def test_forms_of_backward_give_the_same_bits(interpreted, case):
-    assert interpreted[case] == {f"{kernel} {form}": True for kernel, forms in FORMS.items() for form in forms}
-
-
-def test_a_form_of_another_kernel_is_refused():
-    config = backward_config(64).dq._replace(forms=("fixed",))
-    with pytest.raises(AssertionError, match="fixed"):
-        backward_module.launch_constants("dq", config, 2, 64, True)
 
 
 def test_gradients_of_converted_operands_have_the_dtype_of_results(monkeypatch):

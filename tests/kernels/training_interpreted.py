@@ -52,13 +52,14 @@ CASES = {
     "far": Case([200], "far"),
     "far scaled": Case([200], "far", rest=False, scaled=True),
     "some rows": Case([200], "some rows", heads=(2, 1)),
+    # Packed documents in slices, with the strides of the fp16 copies.
+    "scaled slices": Case([1, 0, 200], "low", heads=(2, 1), scaled=True, rest=False, scratch=16),
     # u = 2^z is infinite, and zero for the next key.
     "infinite": Case([140], "infinite"),
 }
 GROUPS = {
     "layouts": list(CASES)[:8],
     "range": list(CASES)[8:],
-    "forms": [],
 }
 
 
@@ -144,30 +145,6 @@ def compare_loads(case: Case, change: Any = None):
     return {"same_bits": same, "described": len(described)}
 
 
-FORMS_CASES = {
-    # Sticks last, so that row blocks far from a key tile count as well.
-    "packed forms": Case([1, 0, 200], "low", heads=(2, 1), scaled=True, rest=False, scratch=16),
-    "far forms": Case([200], "far"),
-}
-
-
-def compare_forms(case: Case):
-    """Whether each form of backward gives the bits of the default one."""
-    usual = backward_module.backward_config
-    _, results, _ = run(case)
-    found = {}
-    for kernel, forms in backward_module.FORMS.items():
-        for form in forms:
-
-            def with_form(*args, kernel=kernel, form=form):
-                both = usual(*args)
-                return both._replace(**{kernel: getattr(both, kernel)._replace(forms=(form,))})
-
-            with patch.object(backward_module, "backward_config", with_form):
-                found[f"{kernel} {form}"] = all(torch.equal(x, y) for x, y in zip(results, run(case)[1], strict=True))
-    return found
-
-
 def convert():
     """Converts sequences with usual, large, small, no and other values, with 3 heads and 20 dims."""
     lengths, sizes = [70, 65, 0, 130, 1], [1.0, 200.0, 1.0, 2.0**-12, 0.0]
@@ -240,9 +217,6 @@ def swap_lanes(descriptor):
 if __name__ == "__main__":
     for name in GROUPS[sys.argv[1]]:
         print(json.dumps({"case": name} | compare(CASES[name])), flush=True)
-    if sys.argv[1] == "forms":
-        for name, case in FORMS_CASES.items():
-            print(json.dumps({"case": name} | compare_forms(case)), flush=True)
     if sys.argv[1] == "range":
         tiles = Case([1, 140], heads=(2, 1))
         print(json.dumps({"case": "tma and pointers"} | compare_loads(tiles)), flush=True)
