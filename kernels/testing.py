@@ -25,24 +25,28 @@ class Resources(NamedTuple):
 
 def compile_for_hopper(
     kernel: Any,
-    types: dict[str, str],
+    types: dict[str, str | tuple[str, ...]],
     constants: dict[str, Any],
     **options: Any,
 ) -> CompiledKernel:
     """Compiles `kernel`, a @triton.jit function, with `options` such as num_warps.
 
-    types: the type of every argument that is not a constant, such as "*bf16", "i32" or "fp32". Pointers count as
-    aligned to 16 bytes, and integers whose type is in upper case ("I32") as multiples of 16; a launch finds out both
-    by itself.
+    types: the type of every argument that is not a constant, such as "*bf16", "i32" or "fp32", or of the parts of a
+    tuple. Pointers count as aligned to 16 bytes, and integers whose type is in upper case ("I32") as multiples of 16; a
+    launch finds out both by itself.
     constants: the values of the other arguments.
     """
     names = kernel.arg_names
-    signature = {name: types[name].lower() if name in types else "constexpr" for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name][0] == "*" or types.get(name) == "I32"
-    }
+    signature: dict[str, Any] = dict.fromkeys(names, "constexpr")
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, name in enumerate(names):
+        if name in types:
+            found = types[name]
+            several = isinstance(found, tuple)
+            parts = [part.lower() for part in (found if isinstance(found, tuple) else (found,))]
+            signature[name] = tuple(parts) if several else parts[0]
+            divisible = [j for j, part in enumerate(parts) if part[0] == "*" or found == "I32"]
+            aligned |= {(i, j) if several else (i,): [["tt.divisibility", 16]] for j in divisible}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 

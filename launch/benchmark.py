@@ -109,9 +109,9 @@ def run_stack(
     stages = len(load_config([f"config={config}"]).train.stages)
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
     arguments = [f"{key}={value}" for key, value in keys.items()] + extra + own
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.get('gpus', 1)}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # on a free port
     # It runs in the folder of the caller, from which relative paths lead.
-    command = [*launcher, str(ROOT / "launch/pretrain.py"), *arguments]
+    command = [*launcher, f"--nproc_per_node={options.get('gpus', 1)}", str(ROOT / "launch/pretrain.py"), *arguments]
     began = time.perf_counter()
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     print(f"# {name} x{accumulation}: {time.perf_counter() - began:.0f} s, exit {process.returncode}", flush=True)
