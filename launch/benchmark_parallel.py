@@ -124,15 +124,7 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
     if part == "weak":
         return [Run("DP1", 1), every[0]]
     if part == "tensor":
-        tensor = Run(f"TP{gpus}", gpus, tensor=gpus)
-        whole = tensor._replace(label=f"TP{gpus} whole", keys=("train.compile_exchanges=true",))
-        kept = whole._replace(label=f"{whole.label} keep_gathered", keys=(*whole.keys, "parallel.keep_gathered=true"))
-        overlapped = whole._replace(
-            label=f"{whole.label} overlap_gathers", keys=(*whole.keys, "parallel.overlap_gathers=true")
-        )
-        both = kept._replace(label=f"{kept.label} overlap_gathers", keys=(*kept.keys, overlapped.keys[-1]))
-        copied = kept._replace(label=f"{kept.label} copy_engines", keys=(*kept.keys, "parallel.copy_engines=true"))
-        return [every[0], tensor, whole, kept, overlapped, both, copied]
+        return [every[0], *tensor_ways(gpus)]
     if part == "zero":
         stages = [every[0]._replace(label=f"ZeRO-{i}", keys=(f"parallel.zero_stage={i}",)) for i in (1, 2, 3)]
         plain = (*stages[-1].keys, "train.compile=none")
@@ -146,6 +138,27 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
         said = ", ".join(f"{option}={value}" for _, option, value in exact)
         return [ring, ring._replace(label=f"ring {gpus} with {said}", keys=keys)]
     return every
+
+
+def tensor_ways(gpus: int) -> list[Run]:
+    """Returns tensor parallelism over all GPUs in each way; the last one is what `auto` chooses."""
+    ways = {
+        "": ("train.compile_exchanges",),
+        " whole": ("parallel.keep_gathered", "parallel.copy_engines"),
+        " whole keep_gathered": ("parallel.copy_engines",),
+        " whole overlap_gathers": ("parallel.keep_gathered", "parallel.copy_engines"),
+        " whole keep_gathered overlap_gathers": ("parallel.copy_engines",),
+        " whole keep_gathered copy_engines": (),
+    }
+    return [
+        Run(
+            f"TP{gpus}{way}",
+            gpus,
+            tensor=gpus,
+            keys=(*(f"{key}=false" for key in off), *(("parallel.overlap_gathers=true",) if "overlap" in way else ())),
+        )
+        for way, off in ways.items()
+    ]
 
 
 def exchanges(gpus: int) -> list[Run]:

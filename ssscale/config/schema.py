@@ -220,7 +220,7 @@ class TrainConfig:
     precision: Precision = Precision.auto  # auto: bf16 with fp32 master weights on a GPU, fp32 on a CPU
     compile: Compile = Compile.auto  # auto: blocks on a GPU; nothing on a CPU (docs/guide/training.md)
     compile_exchanges: bool | Auto = (
-        False  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/parallelism.md)
+        Auto.auto  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/parallelism.md)
     )
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
     fp8: Fp8 = Fp8.none  # linear layers of blocks in fp8, on H100 and newer GPUs (docs/guide/training.md)
@@ -272,10 +272,12 @@ class ParallelConfig:
     tensor: int = 1  # tensor-parallel ranks, which split each matrix
     sequence: bool = True  # also split the residual stream over the tensor-parallel ranks
     keep_gathered: bool | Auto = (
-        False  # under `sequence`, keep gathered tokens for backward; else they are gathered again
+        Auto.auto  # under `sequence`, keep gathered tokens for backward; else they are gathered again
     )
     overlap_gathers: bool = False  # under `sequence`, multiply a rank's own tokens while those of others are gathered
-    copy_engines: bool | Auto = False  # under `sequence`, exchange tokens beside products by copy engines, on one host
+    copy_engines: bool | Auto = (
+        Auto.auto  # under `sequence`, exchange tokens beside products by copy engines, on one host
+    )
     ulysses: int = 1  # ranks that split a microbatch's tokens and exchange them for heads in attention
     ring: int = 1  # ranks that split them and pass keys and values around; with both, ulysses · ring ranks
     zero_stage: int = 1  # what data-parallel ranks split: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights

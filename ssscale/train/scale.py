@@ -9,9 +9,9 @@ runs beside the reduce-scatters of later buckets within them. Tensor and context
 of a block, or, with `train.compile_exchanges`, within whole blocks, which the host launches in less time.
 
 Not modelled: how much exchanges slow down the computation beside them (with `parallel.overlap` on two H200s, a backward pass
-of 1b takes 0.228 s in place of 0.197 s, docs/log/2026-11-25-two-gpus.md), exchanges that whole blocks hide, DeepSpeed's hooks
-under ZeRO-3, for which the GPU waits, waiting for data, ragged documents, noise between ranks, and a network that other jobs
-use.
+of 1b takes 0.228 s in place of 0.197 s, docs/log/2026-11-25-two-gpus.md), exchanges that whole blocks or copy engines hide,
+DeepSpeed's hooks under ZeRO-3, for which the GPU waits, waiting for data, ragged documents, noise between ranks, and a
+network that other jobs use.
 """
 
 import math

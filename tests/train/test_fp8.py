@@ -139,7 +139,10 @@ def config_of(*arguments: str, name: str = "1b_ssmax") -> Config:
         (["train.fp8=rowwise", "train.precision=fp32"], "train.fp8=rowwise needs bf16 weights"),
         (["train.fp8=rowwise", "parallel.zero_stage=3"], "train.fp8=rowwise does not go with parallel.zero_stage=3"),
         (["train.fp8=rowwise", "train.compile=model"], "train.fp8=rowwise does not go with train.compile=model"),
-        (["train.fp8=rowwise", "parallel.tensor=2"], "parallel.tensor=2 needs train.compile_exchanges=true"),
+        (
+            ["train.fp8=rowwise", "parallel.tensor=2", "train.compile_exchanges=false"],
+            "parallel.tensor=2 needs train.compile_exchanges=true",
+        ),
         (
             ["train.fp8=rowwise", "parallel.tensor=2", "train.compile_exchanges=true", "parallel.overlap_gathers=true"],
             "does not go with parallel.overlap_gathers=true",
