@@ -289,6 +289,7 @@ MEASURED = [
     ("1b_softmax", 2, 16, 4, [], 102_728),
     ("1b_sb", 2, 16, 8, [], 129_485),
     ("1b_sb", 2, 16, 8, ["parallel.tensor=2", "parallel.keep_gathered=false"], 96_787),
+    ("1b_softmax", 2, 16, 4, ["parallel.zero_stage=3"], 98_179),
     ("1b_softmax", 1, 8, 8, [], 53_731),
     ("1b_softmax", 1, 64, 4, [], 55_210),
     ("3b_ssmax", 1, 4, 4, [], 20_458),
