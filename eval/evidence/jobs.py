@@ -210,12 +210,17 @@ def steps() -> list[Job]:
     of_162m = f'{alone}60 accumulation=4 microbatch=64 configs=162m_softmax data="$WORK/rows1024" out="$HERE/162m.json"'
     ring = f'{parallel}long config=1b_sb rows=1 steps=12 data.length=65536 only="ring 2" | tee "$HERE/ring.txt"'
     ring = ring.replace("$WORK/rows4096", "$WORK/rows65536")
+    weak = (
+        f'{parallel}weak config={config} rows={rows} steps=24 folder="$WORK/scale" | tee "$HERE/{config}.txt"'
+        for config, rows in (("3b_softmax", 8), ("3b_sb", 8), ("1b_softmax", 16))
+    )
     slow = 'python -m pytest -q -m gpu tests/train/test_stragglers.py | tee "$HERE/slow_rank.txt"'
     page, several = "docs/results/training_speed.md", "docs/results/several_gpus.md"
     return [
         Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
         Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
         Job("links", "docs/results/predicted_scaling.md", links, 1.8, gpus=2),
+        Job("scale", "docs/results/predicted_scaling.md", all_of(*weak), 6.0, gpus=2, after=("rows4096",)),
         Job("exchange", several, all_of(*exchanges), 9.0, gpus=2, after=("rows4096",)),
         Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
         Job("slow_rank", "docs/log/2026-11-24-step-time.md", (slow,), 1.5, gpus=2),
