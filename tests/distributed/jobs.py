@@ -51,15 +51,18 @@ CURRENT: dict[tuple[int, int, int, int | ShardWithin], Groups] = {}
 def regroup(tensor: int, ulysses: int = 1, ring: int = 1, shard_within: int | ShardWithin = ShardWithin.all) -> Groups:
     """Process groups for a layout. Those of the layout before are destroyed: a gloo group has a thread on each rank that
     wakes up 100 times per second, and the groups of all layouts (490 threads per rank) kept two cores busy with nothing.
+
+    Megatron-core's 50 groups do not depend on shard_within: where only this differs, all groups are kept.
     """
     sizes = (tensor, ulysses, ring, shard_within)
     if sizes not in CURRENT:
-        if dist.is_initialized():
-            for group in set(distributed_c10d._world.pg_map) - {dist.group.WORLD}:
-                dist.destroy_process_group(group)
-        CURRENT.clear()
-        gc.collect()  # engines hold groups in cycles
-        parallel_state.destroy_model_parallel()
+        if not any(current[:3] == sizes[:3] for current in CURRENT):
+            if dist.is_initialized():
+                for group in set(distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+                    dist.destroy_process_group(group)
+            CURRENT.clear()
+            gc.collect()  # engines hold groups in cycles
+            parallel_state.destroy_model_parallel()
         several = int(os.environ["WORLD_SIZE"]) > 1
         CURRENT[sizes] = initialize(tensor, distributed=several, ulysses=ulysses, ring=ring, shard_within=shard_within)
     return CURRENT[sizes]

@@ -10,6 +10,8 @@ from ssscale_kernels.adamw import Segment, Settings, adamw_reference, clip_facto
 from ssscale_kernels.adamw.bounds import exact_and_bounds, share_of_bounds
 from ssscale_kernels.adamw.launch import Tiling, TritonPath
 
+from tests.kernels.interpreted import patch_language_once
+
 TILING = Tiling(
     chunk=64, block=32, num_warps=1, squares_chunk=32, squares_block=16, squares_warps=1
 )  # several chunks per segment, several blocks per chunk
@@ -145,6 +147,7 @@ def with_torch(state, gradient, settings, factor):
 
 
 if __name__ == "__main__":
+    patch_language_once()
     for name in CASES:
         print(json.dumps({"case": name} | run(name)), flush=True)
     for dtype in (torch.float32, torch.bfloat16):

@@ -7,14 +7,15 @@ Prints one JSON object a case: errors against float64, and those of float32 torc
 import json
 import sys
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import triton
-from ssscale_kernels.stickbreaking.paged_launch import paged
+from ssscale_kernels.stickbreaking import paged_launch
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
 from torch import Tensor
 
-from tests.kernels.interpreted import repair_bfloat16
+from tests.kernels.interpreted import patch_language_once, repair_bfloat16
 
 
 class Case(NamedTuple):
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     shared: int = 0  # blocks at the start that all sequences share
     heads_first: bool = False  # the order in memory: heads before slots, k and v interleaved
     padding: int = 0  # tokens of q after the last sequence
+    split_rows: tuple[int, ...] = paged_launch.SPLIT_ROWS  # the kernel's choices of rows
 
 
 CASES = {
@@ -64,7 +66,7 @@ CASES = {
     "loose bounds": Case([1, 2], [90, 40], max_seqlen_q=5, max_seqlen_k=5000, remainder=True, padding=3),
     "padding": Case([20, 0], [33, 0], padding=70),
     "more heads than rows": Case([1], [17], num_heads=66, remainder=True),
-    "no split": Case([1, 3, 0, 70], [17, 40, 9, 70], num_heads=66, remainder=True),
+    "no split": Case([1, 3, 0, 70], [17, 40, 9, 70], num_heads=3, remainder=True, split_rows=(1, 2)),
     "huge": Case([1, 40], [100, 90], std=30.0),
     "huge chunk": Case([1, 70], [100, 200], std=30.0, remainder=True),
     "huge far keys": Case([1, 70], [100, 150], std=-20.0, remainder=True, huge_keys=30),
@@ -141,7 +143,8 @@ def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0) -> dict[str, ob
     most = case.max_seqlen_k or max(case.keys)
     limits = (longest, most, scale, skip_below, case.remainder)
     out = torch.empty(q.shape, dtype=dtype)
-    ours = paged(*inputs, *limits, num_splits=case.num_splits, out=out)
+    with patch.object(paged_launch, "SPLIT_ROWS", case.split_rows):
+        ours = paged_launch.paged(*inputs, *limits, num_splits=case.num_splits, out=out)
     o, rest = (x[: sum(case.queries)] for x in ours)
     exact, exact_rest = paged_reference(
         q.double(), k_cache.double(), v_cache.double(), *layout, scale, remainder=case.remainder
@@ -166,6 +169,7 @@ def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0) -> dict[str, ob
 
 
 if __name__ == "__main__":
+    patch_language_once()
     dtype = getattr(torch, sys.argv[1])
     only = sys.argv[2:]
     assert triton.knobs.runtime.interpret

@@ -17,6 +17,8 @@ from ssscale_kernels.stickbreaking.blocks import list_runs
 from ssscale_kernels.stickbreaking.decode import decode
 from ssscale_kernels.stickbreaking.forward import forward
 
+from tests.kernels.interpreted import patch_language_once
+
 # name: (query lengths, key lengths, offsets, heads, key heads, head dim, standard deviation of q, bytes of scratch a row)
 CASES = {
     "plain": ([130], None, None, 2, 1, 16, 1.0, 512),
@@ -200,6 +202,7 @@ def run_lists():
 
 
 if __name__ == "__main__":
+    patch_language_once()
     dtype = getattr(torch, sys.argv[1])
     if dtype == torch.float16:
         print(json.dumps({"case": "runs"} | run_lists()), flush=True)

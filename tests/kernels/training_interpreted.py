@@ -19,6 +19,7 @@ from ssscale_kernels.stickbreaking import forward as forward_module
 from ssscale_kernels.stickbreaking.backward import backward
 from ssscale_kernels.stickbreaking.forward import forward
 
+from tests.kernels.interpreted import patch_language_once
 from tests.kernels.stickbreaking_interpreted import differentiate, report, starts
 
 NAMES = ("o", "log_rest", "dq", "dk", "dv", "d_log_rest_in")
@@ -215,6 +216,7 @@ def swap_lanes(descriptor):
 
 
 if __name__ == "__main__":
+    patch_language_once()
     for name in GROUPS[sys.argv[1]]:
         print(json.dumps({"case": name} | compare(CASES[name])), flush=True)
     if sys.argv[1] == "range":
