@@ -391,6 +391,8 @@ class Decoder(nn.Module):
             # A method of this object alone is replaced, as `read_out` is below; mypy forbids that in general.
             self.from_logits = torch.compile(self.from_logits, backend=backend)  # type: ignore[method-assign]
             return
+        # Inductor's checks of its arguments and of the results of operators take time of the host at each call.
+        options = {"size_asserts": False} if backend == "inductor" else None
         for block in self.blocks:
-            block.compile(backend=backend)
+            block.compile(backend=backend, options=options)
         self.read_out = torch.compile(self.read_out, backend=backend)  # type: ignore[method-assign]
