@@ -9,7 +9,7 @@ from torch import nn
 from ssscale.config.registry import MIXERS, POSITIONS
 from ssscale.config.schema import ModelConfig, mixer_config, position_config
 from ssscale.layout import PackedLayout
-from ssscale.model.decoder import IGNORE
+from ssscale.model.loss import IGNORE
 from ssscale.model.mixers.ssmax import Variant
 from ssscale.model.positions.rope import RopeScaling
 

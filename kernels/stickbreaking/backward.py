@@ -19,6 +19,7 @@ from .descriptors import descriptors
 from .dkv import dkv_kernel
 from .dq import dq_kernel
 from .forward import LOG2_E, constants, forward_config, parts
+from .launching import cdiv, launch_kernel
 from .scales import rest_maxima
 from .settings import GROUP_BYTES, Config, head_group, last_contiguous, launch
 
@@ -87,12 +88,12 @@ def _scratch(
     """Allocates 8 bytes per query, head and key tile, in slices of at most `per_row` bytes per row of the whole."""
     (num_tokens, num_heads, _), num_keys = q.shape, k.shape[0]
     rows, key_block, dkv_rows = config.dq.row_block, config.dq.key_block, config.dkv.row_block
-    num_tiles = triton.cdiv(max(1, min(max_keys, num_keys)), key_block)
+    num_tiles = cdiv(max(1, min(max_keys, num_keys)), key_block)
     num_slots = num_tokens // rows + num_sequences
     slice_slots = min(num_slots, max(1, num_slots * per_row // (8 * num_tiles)))
     sums = q.new_empty((num_heads, num_tiles, 2, slice_slots * rows), dtype=torch.float32)
     num_key_slots = num_keys // key_block + num_sequences
-    max_blocks = triton.next_power_of_2(triton.cdiv(min(slice_slots * rows, max(1, max_queries)), dkv_rows))
+    max_blocks = triton.next_power_of_2(cdiv(min(slice_slots * rows, max(1, max_queries)), dkv_rows))
     live = q.new_empty((num_heads, num_key_slots, max_blocks + 2), dtype=torch.int32)
     return _Scratch(num_tiles, num_slots, slice_slots, num_key_slots, max_blocks, sums, live)
 
@@ -168,12 +169,13 @@ def _launch_dq(
     """Runs phase one on the row blocks first … last − 1."""
     q, k, v, grad_o, *others, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
-    dq_kernel[(triton.cdiv(last - first, num_sequences) * num_sequences * q.shape[1],)](
-        q, k, v, *described, grad_o, *others, block_stop, scratch.sums, *layout,
+    numbers = (
         q.shape[0], k.shape[0], q.shape[1], heads, num_sequences, first, last, block_stop.shape[1], scratch.num_tiles,
         scratch.sums.shape[3], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
-        **constants, **options,
     )  # fmt: skip
+    programs = cdiv(last - first, num_sequences) * num_sequences * q.shape[1]
+    tensors = (q, k, v, *described, grad_o, *others, block_stop, scratch.sums, *layout)
+    launch_kernel(dq_kernel, programs, tensors, numbers, constants | options)
 
 
 def _launch_dkv(
@@ -183,9 +185,10 @@ def _launch_dkv(
     """Runs phase two on all key tiles, for the rows of the row blocks first … last − 1."""
     q, k, v, grad_o, _, _, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
-    dkv_kernel[(triton.cdiv(scratch.num_key_slots, num_sequences) * num_sequences * k.shape[1],)](
-        *tensors, scratch.sums, scratch.live, *layout,
+    numbers = (
         q.shape[0], k.shape[0], k.shape[1], heads, num_sequences, first, last, scratch.num_key_slots, block_stop.shape[1],
         scratch.num_tiles, scratch.sums.shape[3], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
-        MAX_BLOCKS=scratch.max_blocks, **constants, **options,
     )  # fmt: skip
+    programs = cdiv(scratch.num_key_slots, num_sequences) * num_sequences * k.shape[1]
+    constants = constants | {"MAX_BLOCKS": scratch.max_blocks} | options
+    launch_kernel(dkv_kernel, programs, (*tensors, scratch.sums, scratch.live, *layout), numbers, constants)

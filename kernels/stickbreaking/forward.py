@@ -12,6 +12,7 @@ from torch import Tensor
 from . import blocks, half, tile
 from .descriptors import descriptors
 from .kept import aux_shapes, carry_dtype
+from .launching import cdiv, launch_kernel
 from .settings import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
 
 LOG2_E = 1.4426950408889634
@@ -245,13 +246,18 @@ def forward(
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop, maxima
     num_slots = num_tokens // config.row_block + num_sequences
-    forward_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
+    tensors = (
         q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
         row_tile, block_stop, cu_q, cu_k, q_offsets, maxima if convert else None,
+    )  # fmt: skip
+    numbers = (
         num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),
-        HAS_OFFSET=q_offsets is not None, HAS_REST=log_rest_in is not None,
-        **constants(q, config, group, convert), **launch(config),
     )  # fmt: skip
+    own = {"HAS_OFFSET": q_offsets is not None, "HAS_REST": log_rest_in is not None}
+    programs = cdiv(num_slots, num_sequences) * num_sequences * num_heads
+    launch_kernel(
+        forward_kernel, programs, tensors, numbers, constants(q, config, group, convert) | own | launch(config)
+    )
     return o, log_rest, row_carry, row_tile, block_stop, maxima

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import blocks
+from .launching import cdiv, launch_kernel
 
 # With this power, forward's weights are normal numbers down to 2^-22.
 FORWARD_SHIFT = tl.constexpr(8.0)
@@ -259,14 +260,13 @@ def _convert(
     out = torch.empty(x.shape, dtype=torch.float16, device=x.device)
     counts = (*x.shape[:2], *(x if y is None else y).shape[:2], sequences)
     strides_y = x.stride()[:2] if y is None else y.stride()[:2]
-    convert_kernel[(x_programs + y_programs,)](
-        x, out, x_max, y, y_max, zeros, cu_x, cu_y, *counts, x_programs, 0 if zeros is None else zeros.numel(),
-        *x.stride()[:2], *strides_y, **shape_constants(head_dim),
-    )  # fmt: skip
-    shares = triton.cdiv(PROGRAMS, sequences)
-    settle_kernel[(sequences * shares,)](
-        x, out, x_max, y_max, saved, maxima, cu_x, cu_y, *counts, shares, *x.stride()[:2], **shape_constants(head_dim),
-    )  # fmt: skip
+    strides_x, constants = x.stride()[:2], shape_constants(head_dim)
+    numbers = (*counts, x_programs, 0 if zeros is None else zeros.numel(), *strides_x, *strides_y)
+    tensors = (x, out, x_max, y, y_max, zeros, cu_x, cu_y)
+    launch_kernel(convert_kernel, x_programs + y_programs, tensors, numbers, constants)
+    shares = cdiv(PROGRAMS, sequences)
+    tensors = (x, out, x_max, y_max, saved, maxima, cu_x, cu_y)
+    launch_kernel(settle_kernel, sequences * shares, tensors, (*counts, shares, *strides_x), constants)
     return out, maxima
 
 

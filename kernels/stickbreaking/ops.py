@@ -122,7 +122,11 @@ def backward_op(
     return torch_path.backward(grad_o, grad_log_rest, q, k, v, log_rest_in, *layout, scale)
 
 
-@forward_op.register_kernel("cuda")
+# `register_kernel` would check at each call that no result shares memory with an argument, which takes as long as a launch.
+_direct = torch.library.Library("stickbreaking", "IMPL")
+
+
+@torch.library.impl(_direct, "forward", "CUDA")
 def triton_forward(  # type: ignore[no-untyped-def]
     q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q, max_seqlen_k, scale, skip_below,
 ):  # fmt: skip
@@ -155,7 +159,7 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
     )
 
 
-@backward_op.register_kernel("cuda")
+@torch.library.impl(_direct, "backward", "CUDA")
 def triton_backward(  # type: ignore[no-untyped-def]
     grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop,
     maxima, max_seqlen_q, max_seqlen_k, scale,

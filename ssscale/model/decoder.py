@@ -1,10 +1,10 @@
-"""The decoder: norm, MLP, attention, block, embedding, head and loss, in this order.
+"""The decoder: norm, MLP, attention, block, embedding and head, in this order.
 
 Shapes: T tokens of packed documents (no padding), hidden size D, vocabulary size V; N query heads and K key/value heads
 of dimension H on this tensor-parallel rank. Under sequence parallelism, the residual stream is [T / tensor_size, D].
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ssscale.config.choices import Fp8, Recompute
 from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
+from ssscale.model.loss import squared_log_z, token_losses, without_padding
 from ssscale.model.mixers.base import Tables
 from ssscale.model.recompute import keep_products, leave_products_whole
 from ssscale.model.weight import Weight, projection_weights
@@ -25,12 +26,11 @@ from ssscale.parallel.megatron import (
     column_linear,
     gather_vocabulary,
     global_shape,
-    log_normalizer,
     mark_split,
     megatron_config,
     replicated,
+    replicated_together,
     row_linear,
-    vocabulary_cross_entropy,
     vocabulary_embedding,
 )
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # weights with one row per vocabulary entry
 VOCAB_MULTIPLE = 128  # tensor cores need aligned matrices; the rows of each tensor-parallel rank are a multiple of this
-IGNORE = -100  # label of a token without a target, as in ssscale/data/batch.py
 Z_LOSS = "z_loss"
 
 # By name, quantities beside the losses that are added to the loss or only logged: float32 scalars, sums over this
@@ -59,8 +58,10 @@ class RMSNorm(nn.Module):
         self.eps, self.groups, self.partial = eps, groups, partial
         self.weight = nn.Parameter(torch.ones(size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = replicated(self.weight, self.groups) if self.partial else self.weight
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """weight: w, if the caller sums its gradient over the ranks."""
+        if weight is None:
+            weight = replicated(self.weight, self.groups) if self.partial else self.weight
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
 
@@ -192,18 +193,29 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config, megatron)
 
     def forward(
-        self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        tables: Tables,
+        cache: "LayerCache | None" = None,
+        norms: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> tuple[Tensor, Terms]:
+        """norms: the weights of both norms, if the caller sums their gradients over the ranks."""
         if self.selective and cache is None and torch.is_grad_enabled():
-            return keep_products(self.attention.mixer.kept_operators, self._layer, x, layout, tables)
-        return self._layer(x, layout, tables, cache)
+            return keep_products(self.attention.mixer.kept_operators, self._layer, x, layout, tables, None, norms)
+        return self._layer(x, layout, tables, cache, norms)
 
     def _layer(
-        self, x: Tensor, layout: PackedLayout, tables: Tables, cache: "LayerCache | None" = None
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        tables: Tables,
+        cache: "LayerCache | None",
+        norms: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Terms]:
-        attended, terms = self.attention(self.attention_norm(x), layout, tables, cache)
+        attended, terms = self.attention(self.attention_norm(x, norms[0]), layout, tables, cache)
         x = x + self._scaled(attended)
-        return x + self._scaled(self.mlp(self.mlp_norm(x))), terms
+        return x + self._scaled(self.mlp(self.mlp_norm(x, norms[1]))), terms
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.multiplier == 1.0 else branch * self.multiplier
@@ -242,10 +254,14 @@ class Decoder(nn.Module):
         keep_gathered: bool = False,
         overlap_gathers: bool = False,
         copy_engines: bool = False,
+        norms_together: bool = False,
         fp8: Fp8 = Fp8.none,
         fp8_blocks: Collection[int] = (),
     ) -> None:
-        """fp8: the recipe for the linear layers of `fp8_blocks`."""
+        """norms_together: gradients of the norms of all blocks are summed over the ranks at once, where these have only
+        some of the tokens. The weights must stay in memory between passes. fp8: the recipe for the linear layers of
+        `fp8_blocks`.
+        """
         super().__init__()
         if compile_exchanges:
             groups = replace(groups, in_graph=True)
@@ -255,6 +271,7 @@ class Decoder(nn.Module):
             self.terms |= mixer.terms
         megatron = megatron_config(groups, sequence_parallel, dtype, keep_gathered, overlap_gathers, copy_engines)
         self.sequence_parallel = megatron.sequence_parallel
+        self.norms_together = norms_together and self.sequence_parallel
         rows = padded_vocab(config.vocab_size, groups.tensor_size)
         self.mixers = config.used
         shared = {name: mixer.shared_weights(config, length) for name, mixer in self.mixers.items()}
@@ -302,12 +319,12 @@ class Decoder(nn.Module):
         whole = cache is None and self.recompute == Recompute.full and torch.is_grad_enabled()
         caches = [None] * len(self.blocks) if cache is None else cache.layers()
         terms = {name: torch.zeros((), device=x.device) for name in self.terms}
-        for block, part in zip(self.blocks, caches, strict=True):
+        for block, part, norms in zip(self.blocks, caches, self._norms(), strict=True):
             own = tables[block.attention.mixer.name]
             if whole:
-                x, found = checkpoint(block, x, layout, own, use_reentrant=False)
+                x, found = checkpoint(block, x, layout, own, None, norms, use_reentrant=False)
             else:
-                x, found = block(x, layout, own, part)
+                x, found = block(x, layout, own, part, norms)
             terms |= {name: terms[name] + term for name, term in found.items()}
         # `rows` counts all tokens. Under sequence parallelism only the head gathers them: they are selected after it.
         late = rows is not None and self.sequence_parallel
@@ -323,6 +340,14 @@ class Decoder(nn.Module):
         x = self.embedding(tokens[None]).squeeze(1 if self.sequence_parallel else 0)
         multiplier = self.config.width.embedding_multiplier
         return x if multiplier == 1.0 else x * multiplier
+
+    def _norms(self) -> Iterable[tuple[Tensor | None, Tensor | None]]:
+        """Returns by block the weights of its norms, if their gradients are summed over the ranks together."""
+        if not (self.norms_together and torch.is_grad_enabled()):
+            return [(None, None)] * len(self.blocks)
+        weights = [norm.weight for block in self.blocks for norm in (block.attention_norm, block.mlp_norm)]
+        seen = iter(replicated_together(weights, self.groups))
+        return list(zip(seen, seen, strict=True))
 
     def _tables(self, layout: PackedLayout) -> dict[str, Tables]:
         """Returns the tensors that all layers of one mixer share for this batch, by mixer name."""
@@ -366,33 +391,8 @@ class Decoder(nn.Module):
             # A method of this object alone is replaced, as `read_out` is below; mypy forbids that in general.
             self.from_logits = torch.compile(self.from_logits, backend=backend)  # type: ignore[method-assign]
             return
+        # Inductor's checks of its arguments and of the results of operators take time of the host at each call.
+        options = {"size_asserts": False} if backend == "inductor" else None
         for block in self.blocks:
-            block.compile(backend=backend)
+            block.compile(backend=backend, options=options)
         self.read_out = torch.compile(self.read_out, backend=backend)  # type: ignore[method-assign]
-
-
-def without_padding(logits: Tensor, vocab_size: int, groups: Groups) -> Tensor:
-    """Returns the logits [T, V_local] in float32, with the padding of the vocabulary set to the lowest value."""
-    logits = logits.float()
-    first = groups.tensor_rank * logits.shape[-1]
-    if vocab_size < logits.shape[-1] * groups.tensor_size:
-        column = torch.arange(first, first + logits.shape[-1], device=logits.device)
-        logits = logits.masked_fill(column >= vocab_size, torch.finfo(torch.float32).min)
-    return logits
-
-
-def squared_log_z(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
-    """Returns the scalar Σ ln²Z over tokens with a target, Z = Σ exp(logits): z-loss (arXiv:2204.02311, Section 5)."""
-    log_z = logits.logsumexp(-1) if groups.tensor_size == 1 else log_normalizer(logits, groups)
-    return (log_z.square() * (labels != IGNORE)).sum()
-
-
-def token_losses(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
-    """Returns −log p(label) in nats, or 0 if the label is IGNORE: [T] float32.
-
-    logits: [T, V_local] float32, from `without_padding`. labels: [T] int64.
-    """
-    if groups.tensor_size == 1:
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-    losses = vocabulary_cross_entropy(logits, labels.clamp(min=0), groups)
-    return losses * (labels != IGNORE)

@@ -49,7 +49,8 @@ def _multiply_and_send(x: Tensor, right: Tensor, own: int, exchange: Any) -> Cal
     The result of the call waits for the other ranks, and returns this rank's rows [T / R, F] of the sum over the ranks.
     """
     product = x.new_empty(len(x), right.shape[1])
-    rows, parts = x.chunk(exchange.ranks), product.chunk(exchange.ranks)
+    sizes = [len(x) // exchange.ranks] * exchange.ranks
+    rows, parts = torch.split_with_sizes(x, sizes), torch.split_with_sizes(product, sizes)
     for rank in exchange.others:
         torch.mm(rows[rank], right, out=parts[rank])
     arriving = exchange.scatter(product)
@@ -58,6 +59,8 @@ def _multiply_and_send(x: Tensor, right: Tensor, own: int, exchange: Any) -> Cal
     def finish() -> Tensor:
         received = arriving()
         received.insert(own, parts[own])
+        if len(received) == 2:  # as below, in fewer calls
+            return torch.add(*received)
         total = torch.empty_like(parts[own])
         add_up(received, total)
         return total
@@ -81,10 +84,10 @@ def gather_and_multiply(x: Tensor, right: Tensor, ranks: int, group: str, own: i
     arriving = peers(group, x.device).gather(x.contiguous())
     product = x.new_empty(rows * ranks, right.shape[1])
     sizes = [own * rows, rows, (ranks - 1 - own) * rows]
-    parts = product.split(sizes)
+    parts = torch.split_with_sizes(product, sizes)
     torch.mm(x, right, out=parts[1])
     whole = arriving()
-    some = whole.split(sizes)
+    some = torch.split_with_sizes(whole, sizes)
     for place in (0, 2):
         if sizes[place]:
             torch.mm(some[place], right, out=parts[place])
@@ -117,7 +120,7 @@ def column_gradients(
     exchange = peers(group, x.device)
     gathering = exchange.gather(x.contiguous()) if again else None
     of_rows = _multiply_and_send(gradient, weight, own, exchange)
-    of_weight = gradient.t() @ (x if gathering is None else gathering())
+    of_weight = torch.mm(gradient.t(), x if gathering is None else gathering())
     return of_rows(), of_weight
 
 

@@ -63,6 +63,7 @@ def build_model(config: Config, groups: Groups, dtype: torch.dtype) -> Decoder:
             keep_gathered=config.keeps_gathered(groups.on_gpu),
             overlap_gathers=config.parallel.overlap_gathers or instead,
             copy_engines=copy_engines,
+            norms_together=config.whole_blocks(groups.on_gpu) and config.parallel.zero_stage < 3,
             fp8=config.train.fp8,
             fp8_blocks=config.train.fp8_blocks(config.model.num_layers),
         )

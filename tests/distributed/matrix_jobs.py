@@ -23,8 +23,9 @@ from ssscale.config.schema import (
 from ssscale.data.batch import Batch, take_share
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
-from ssscale.model.decoder import IGNORE, Decoder
+from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
+from ssscale.model.loss import IGNORE
 from ssscale.model.mixers.ssmax import Variant
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights

@@ -129,10 +129,18 @@ def whole_differences(
 
 WHOLE = "tests.distributed.test_compiled:whole_differences"
 PARTITIONED = "aot_eager_decomp_partition"
+ENGINES = {"copy_engines": True, "norms_together": True}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"keep_gathered": True}, {"recompute": Recompute.selective}, {"recompute": Recompute.full}]
+    "options",
+    [
+        {},
+        {"keep_gathered": True},
+        {"norms_together": True},
+        {"recompute": Recompute.selective},
+        {"recompute": Recompute.full, "norms_together": True},
+    ],
 )
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("core", ["softmax", "ssmax", "stickbreaking"])
@@ -166,9 +174,9 @@ def test_own_tokens_may_be_multiplied_while_others_arrive(
         ("ssmax", 2, 1, PARTITIONED, {"sequence": True, "keep_gathered": True}),
         ("stickbreaking", 2, 1, PARTITIONED, {"sequence": True, "recompute": Recompute.selective}),
         ("stickbreaking", 2, 1, PARTITIONED, {"sequence": True, "overlap_gathers": True}),
-        ("ssmax", 2, 1, BACKEND, {"sequence": True, "copy_engines": True, "keep_gathered": True}),
-        ("softmax", 2, 1, PARTITIONED, {"sequence": True, "copy_engines": True, "recompute": Recompute.selective}),
-        ("stickbreaking", 2, 1, PARTITIONED, {"sequence": True, "copy_engines": True, "recompute": Recompute.full}),
+        ("ssmax", 2, 1, BACKEND, {"sequence": True, **ENGINES, "keep_gathered": True}),
+        ("softmax", 2, 1, PARTITIONED, {"sequence": True, **ENGINES, "recompute": Recompute.selective}),
+        ("stickbreaking", 2, 1, PARTITIONED, {"sequence": True, **ENGINES, "recompute": Recompute.full}),
         ("ssmax_norm", 2, 1, PARTITIONED, {"sequence": False, "recompute": Recompute.selective}),
         ("softmax", 2, 1, PARTITIONED, {"sequence": True, "keep_gathered": True, "recompute": Recompute.selective}),
         ("ssmax", 1, 2, PARTITIONED, {}),

@@ -10,9 +10,10 @@ from ssscale.config import load_config, run_names
 from ssscale.config.choices import Recompute
 from ssscale.config.schema import ModelConfig, WidthConfig
 from ssscale.layout import PackedLayout
-from ssscale.model.decoder import IGNORE, Decoder
+from ssscale.model.decoder import Decoder
 from ssscale.model.flops import count_parameters
 from ssscale.model.init import initialize_weights
+from ssscale.model.loss import IGNORE
 from ssscale.model.recompute import keep_products
 from ssscale.parallel.groups import Groups
 from tests.models import MODELS, packed

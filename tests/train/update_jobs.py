@@ -12,8 +12,9 @@ import torch
 
 from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
-from ssscale.model.decoder import IGNORE, Decoder
+from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
+from ssscale.model.loss import IGNORE
 from ssscale.optim.adamw import AdamW
 from ssscale.optim.base import settings_of
 from ssscale.parallel.groups import Groups

@@ -1,0 +1,49 @@
+"""Launches of compiled kernels that take less time of the host than Triton's own.
+
+At each launch, Triton derives from all arguments which compiled kernel serves them. With some fifty arguments, this takes
+longer than the rest of the launch. A model launches the same kernels with the same sizes in every layer.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+MOST = 4096  # launches to remember; sizes vary between batches
+
+_remembered: dict[Any, tuple[Any, list[Any]]] = {}  # by what decides: the compiled kernel, its compile-time constants
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉. `triton.cdiv` also serves kernels, and takes ten times as long on the host."""
+    return -(-a // b)
+
+
+def _decisive(x: Any) -> Any:
+    """Returns what decides about the compiled kernel: of a tensor, its dtype and whether its address is a multiple of 16."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    return None if x is None else (x.base.dtype, *x.block_shape)
+
+
+def launch_kernel(
+    kernel: Any, programs: int, tensors: Sequence[Any], numbers: Sequence[Any], constants: Mapping[str, Any]
+) -> None:
+    """kernel[(programs,)](*tensors, *numbers, **constants).
+
+    tensors: also TMA descriptors and None, but the first is a tensor. All are on the current device. numbers: each always
+        of the same type.
+    constants: the compile-time arguments, which are the last ones of the kernel, and Triton's options.
+    """
+    key = kernel, tensors[0].device, *map(_decisive, tensors), *numbers, *constants.items()
+    found = _remembered.get(key)
+    if found is not None:
+        compiled, last = found
+        compiled[programs, 1, 1](*tensors, *numbers, *last)
+        return
+    compiled = kernel[(programs,)](*tensors, *numbers, **constants)
+    if compiled is not None:  # as Triton's interpreter returns
+        if len(_remembered) >= MOST:
+            _remembered.clear()
+        names = kernel.arg_names[len(tensors) + len(numbers) :]
+        _remembered[key] = compiled, [constants[name] for name in names]
