@@ -9,7 +9,8 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c 'import sys;
 PROCESSES ?= $(shell gpus=$$({ nvidia-smi -L 2>/dev/null || true; } | wc -l); [ $$gpus = 0 ] && echo processes=2 || echo gpus=$$((gpus > 2 ? 2 : gpus)))
 RUN ?= runs/tiny_sb
 SLURM_TESTS ?=
-# Processes that `make test` shares the test files between; each starts runs of up to four ranks.
+# Processes that `make test` shares the test files between, each of which starts runs of up to four ranks, and that
+# `make test-triton` shares the kernels between.
 TEST_PROCESSES ?= 2
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -104,7 +105,7 @@ test-triton: $(STAMP)  ## every kernel compiled for Hopper by the Tritons of bot
 		fi
 		export PYTHONPATH=$$folder TRITON_CACHE_DIR=$$(mktemp -d)
 		$(BIN)/python -c "import triton; assert triton.__version__ == '$$version', triton.__file__; print('Triton', '$$version')"
-		$(BIN)/python -m pytest tests/kernels -k compiles_for_hopper -m ""
+		$(BIN)/python -m pytest tests/kernels -k compiles_for_hopper -m "" -n $(TEST_PROCESSES)
 		rm -rf $$TRITON_CACHE_DIR
 	done
 
