@@ -79,6 +79,7 @@ class StageConfigs:
         self.plan, self.world_size = plan, groups.world_size
         self.per_node = groups.shards.size * groups.tensor_size
         self.memory = _smallest_gpu(groups)
+        self.whose = "" if groups.device.type == "cuda" else ", those of an H100, as there is no GPU"
         self._logged: set[tuple[int, int]] = set()
 
     def of(self, part: Part) -> Config:
@@ -94,11 +95,12 @@ class StageConfigs:
         rows = part.batch_size // (self.world_size // (parallel.tensor * parallel.context))
         total = memory_per_gpu(config, self.world_size, self.per_node).total
         logger.info(
-            "train.microbatch=auto: %d of the %d rows per rank and step; estimated memory %.1f of %.1f GiB",
+            "train.microbatch=auto: %d of the %d rows per rank and step; estimated memory %.1f of %.1f GiB%s",
             config.train.microbatch_rows,
             rows,
             total / GIB,
             self.memory / GIB,
+            self.whose,
         )
         if not fits(config, self.world_size, self.memory, self.per_node):
             logger.warning(

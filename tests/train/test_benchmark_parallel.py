@@ -133,6 +133,9 @@ def test_a_folder_without_packed_data_is_refused_first(tmp_path, monkeypatch) ->
     monkeypatch.setattr(benchmark_parallel, "execute", lambda *_: pytest.fail("a run began"))
     with pytest.raises(UserError, match=f"data folder {tmp_path} is empty or unfinished: make it with"):
         benchmark_parallel.main(["part=speed", "gpus=2", f"data={tmp_path}"])
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match=f"data folder {tmp_path} is that of a run: name one that"):
+        benchmark_parallel.main(["part=speed", "gpus=2", f"data={tmp_path}"])
 
 
 def test_paths_lead_from_the_folder_of_the_caller(tmp_path, monkeypatch) -> None:
