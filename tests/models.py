@@ -9,9 +9,9 @@ from torch import nn
 from ssscale.config.registry import MIXERS, POSITIONS
 from ssscale.config.schema import ModelConfig, mixer_config, position_config
 from ssscale.layout import PackedLayout
-from ssscale.model.loss import IGNORE
 from ssscale.model.mixers.ssmax import Variant
 from ssscale.model.positions.rope import RopeScaling
+from ssscale.parallel.megatron import IGNORE
 
 VOCAB = 300
 WINDOW, TRAIN_LENGTH = 6, 12

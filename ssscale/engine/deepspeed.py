@@ -34,7 +34,7 @@ from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.optim.base import in_one_pass
 from ssscale.parallel.groups import Groups, MegatronMPU
-from ssscale.parallel.megatron import split_dim
+from ssscale.parallel.splits import split_dim
 from ssscale.train.estimate import overlap_bucket
 
 # A ZeRO group is one flat tensor and one optimizer call. This limit keeps its element indices well within 32 bits.

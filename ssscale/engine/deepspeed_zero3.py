@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ssscale.engine.exchange import add_up, sum_of_squares
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import split_dim
+from ssscale.parallel.splits import split_dim
 
 ALIGNED_BYTES = 256  # the distance of weights in memory is a multiple of it
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.copies import Started, part, peers_of
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import split_dim
+from ssscale.parallel.splits import split_dim
 
 
 @dataclass(frozen=True)

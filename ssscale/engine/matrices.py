@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import split_dim
+from ssscale.parallel.splits import split_dim
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ssscale.engine.exchange import Exchange, add_up
 from ssscale.engine.host_copy import HostCopy
 from ssscale.optim.base import Optimizer
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import split_dim
+from ssscale.parallel.splits import split_dim
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The decoder: norm, MLP, attention, block, embedding and head, in this order.
+"""The decoder: norm, MLP, attention, block, embedding, head and loss, in this order.
 
 Shapes: T tokens of packed documents (no padding), hidden size D, vocabulary size V; N query heads and K key/value heads
 of dimension H on this tensor-parallel rank. Under sequence parallelism, the residual stream is [T / tensor_size, D].
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from ssscale.config.choices import Fp8, Recompute
 from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
-from ssscale.model.loss import squared_log_z, token_losses, without_padding
 from ssscale.model.mixers.base import Tables
 from ssscale.model.recompute import keep_products, leave_products_whole
 from ssscale.model.weight import Weight, projection_weights
@@ -25,14 +24,16 @@ from ssscale.parallel.megatron import (
     MegatronConfig,
     column_linear,
     gather_vocabulary,
-    global_shape,
-    mark_split,
     megatron_config,
     replicated,
     replicated_together,
     row_linear,
+    squared_log_z,
+    token_losses,
     vocabulary_embedding,
+    without_padding,
 )
+from ssscale.parallel.splits import global_shape, mark_split
 
 if TYPE_CHECKING:
     from ssscale.model.cache import KVCache, LayerCache

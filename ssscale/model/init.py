@@ -8,7 +8,7 @@ from torch import nn
 from ssscale.config.schema import ModelConfig
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import global_shape, local_part
+from ssscale.parallel.splits import global_shape, local_part
 
 
 @torch.no_grad()

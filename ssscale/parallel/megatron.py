@@ -1,4 +1,4 @@
-"""Megatron-core's tensor-parallel layers (arXiv:1909.08053), as the decoder uses them.
+"""Megatron-core's tensor-parallel layers (arXiv:1909.08053) and loss, as the decoder uses them.
 
 Activations are [T, D] with T packed tokens. Under sequence parallelism a rank has T / tensor_size of them outside of the
 parallel layers.
@@ -27,6 +27,9 @@ from ssscale.parallel.operators import (
     sum_over_ranks,
     uncompiled,
 )
+from ssscale.parallel.splits import mark_split
+
+IGNORE = -100  # label of a token without a target, as in ssscale/data/batch.py
 
 
 def _leave_uninitialized(weight: Tensor) -> None:
@@ -280,55 +283,36 @@ def log_normalizer(logits: Tensor, groups: Groups) -> Tensor:
     return found
 
 
+def without_padding(logits: Tensor, vocab_size: int, groups: Groups) -> Tensor:
+    """Returns the logits [T, V_local] in float32, with the padding of the vocabulary set to the lowest value."""
+    logits = logits.float()
+    first = groups.tensor_rank * logits.shape[-1]
+    if vocab_size < logits.shape[-1] * groups.tensor_size:
+        column = torch.arange(first, first + logits.shape[-1], device=logits.device)
+        logits = logits.masked_fill(column >= vocab_size, torch.finfo(torch.float32).min)
+    return logits
+
+
+def squared_log_z(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
+    """Returns the scalar Σ ln²Z over tokens with a target, Z = Σ exp(logits): z-loss (arXiv:2204.02311, Section 5)."""
+    log_z = logits.logsumexp(-1) if groups.tensor_size == 1 else log_normalizer(logits, groups)
+    return (log_z.square() * (labels != IGNORE)).sum()
+
+
+def token_losses(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
+    """Returns −log p(label) in nats, or 0 if the label is IGNORE: [T] float32.
+
+    logits: [T, V_local] float32, from `without_padding`. labels: [T] int64.
+    """
+    if groups.tensor_size == 1:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+    losses = vocabulary_cross_entropy(logits, labels.clamp(min=0), groups)
+    return losses * (labels != IGNORE)
+
+
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
     """Returns the whole logits [T, V] on every tensor-parallel rank. logits: [T, V / tensor_size]."""
     return tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=groups.tensor_group)
-
-
-def mark_split(weight: nn.Parameter, dim: int, stripes: tuple[int, ...]) -> None:
-    """Records on a weight how it is split: along `dim`, with each of `stripes` divided over all tensor-parallel ranks.
-
-    Megatron-core sets its own marks only if it initializes the weight. DeepSpeed reads `tensor_model_parallel` to sum the
-    gradient norm of a split weight over all ranks.
-    """
-    weight.tensor_model_parallel = True
-    weight.partition_dim = dim
-    weight.stripes = stripes
-
-
-def split_dim(weight: Tensor) -> int | None:
-    """Returns the dimension along which a weight is split over the tensor-parallel ranks; None if it is replicated."""
-    return int(weight.partition_dim) if getattr(weight, "tensor_model_parallel", False) else None
-
-
-def global_shape(weight: Tensor, tensor_size: int, shape: torch.Size | None = None) -> list[int]:
-    """Returns the shape of the whole weight.
-
-    shape: of the rank's share, if `weight` does not have it because ZeRO-3 has emptied it.
-    """
-    sizes = list(weight.shape if shape is None else shape)
-    dim = split_dim(weight)
-    if dim is not None:
-        sizes[dim] *= tensor_size
-    return sizes
-
-
-def local_ranges(weight: Tensor, rank: int, tensor_size: int) -> list[tuple[int, int]]:
-    """Returns the ranges [start, stop) along `split_dim` of the whole weight that a rank holds, in the rank's order."""
-    ranges, start = [], 0
-    for stripe in weight.stripes:
-        share = stripe // tensor_size
-        ranges.append((start + rank * share, start + (rank + 1) * share))
-        start += stripe
-    return ranges
-
-
-def local_part(whole: Tensor, weight: Tensor, rank: int, tensor_size: int) -> Tensor:
-    """Returns the share of a whole weight that a rank holds. weight: the local weight, marked by `mark_split`."""
-    dim = split_dim(weight)
-    if dim is None or tensor_size == 1:
-        return whole
-    return torch.cat([whole.narrow(dim, a, b - a) for a, b in local_ranges(weight, rank, tensor_size)], dim)
 
 
 class _SumGradient(torch.autograd.Function):

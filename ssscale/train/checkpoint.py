@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import global_shape, local_part, local_ranges, split_dim
+from ssscale.parallel.splits import global_shape, local_part, local_ranges, split_dim
 
 logger = logging.getLogger("ssscale")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ssscale.engine.base import Engine
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import global_shape, local_ranges, split_dim
+from ssscale.parallel.splits import global_shape, local_ranges, split_dim
 from ssscale.train.checkpoint import FORMAT, TrainState
 from ssscale.train.checkpoint_folder import MANIFEST, checkpoint_path, list_checkpoints, step_of
 from ssscale.train.files import CHUNK, checksum, fsync_folder, write_file

@@ -18,8 +18,8 @@ from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import VOCAB_WEIGHTS, Decoder
 from ssscale.model.init import initialize_weights
-from ssscale.model.loss import IGNORE
 from ssscale.parallel.groups import Groups, initialize
+from ssscale.parallel.megatron import IGNORE
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint

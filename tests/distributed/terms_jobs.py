@@ -10,7 +10,8 @@ from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Attention, Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.model.mixers.softmax import Softmax
-from ssscale.parallel.megatron import local_part, sum_over_heads
+from ssscale.parallel.megatron import sum_over_heads
+from ssscale.parallel.splits import local_part
 from tests.distributed.jobs import LENGTH, make_batch, regroup
 
 Z_WEIGHT, SIZE_WEIGHT = 0.3, 0.05

@@ -12,7 +12,7 @@ from ssscale.model.cache import KVCache
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import extend, generate
 from ssscale.model.init import initialize_weights
-from ssscale.parallel.megatron import global_shape, local_part
+from ssscale.parallel.splits import global_shape, local_part
 from tests.distributed.jobs import TRAIN, regroup
 from tests.models import MODELS, SETTINGS
 from tests.pool import Pool

@@ -14,7 +14,7 @@ from ssscale.hf.convert import WeightsOnly
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import global_shape, local_part, split_dim
+from ssscale.parallel.splits import global_shape, local_part, split_dim
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
 from tests.distributed.jobs import regroup

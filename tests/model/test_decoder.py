@@ -13,9 +13,9 @@ from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.flops import count_parameters
 from ssscale.model.init import initialize_weights
-from ssscale.model.loss import IGNORE
 from ssscale.model.recompute import keep_products
 from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron import IGNORE
 from tests.models import MODELS, packed
 from tests.plain_model import plain_losses
 

@@ -17,7 +17,7 @@ from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.optim.muon import is_matrix
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import global_shape, local_part
+from ssscale.parallel.splits import global_shape, local_part
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.hooks.guard import check_copies
