@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-launching = pytest.importorskip("ssscale_kernels.stickbreaking.launching")
+from ssscale_kernels.stickbreaking import launching
 
 
 class Kernel:
