@@ -23,7 +23,8 @@ from .launching import cdiv, launch_kernel
 from .scales import rest_maxima
 from .settings import GROUP_BYTES, Config, head_group, last_contiguous, launch
 
-# Scratch takes 8 bytes per query, head and key tile. Slices keep it under this many bytes per row of the whole.
+# Scratch takes 8 bytes per query, head and key tile. Slices keep it, and the float32 sums of dK and dV that several slices
+# need, under this many bytes per row of the whole.
 SCRATCH_BYTES_PER_ROW = 2048
 
 
@@ -90,6 +91,8 @@ def _scratch(
     rows, key_block, dkv_rows = config.dq.row_block, config.dq.key_block, config.dkv.row_block
     num_tiles = cdiv(max(1, min(max_keys, num_keys)), key_block)
     num_slots = num_tokens // rows + num_sequences
+    if 8 * num_tiles > per_row:
+        per_row = max(per_row // 4, per_row - 8 * k.numel() // (num_tokens * num_heads))
     slice_slots = min(num_slots, max(1, num_slots * per_row // (8 * num_tiles)))
     sums = q.new_empty((num_heads, num_tiles, 2, slice_slots * rows), dtype=torch.float32)
     num_key_slots = num_keys // key_block + num_sequences
@@ -145,7 +148,7 @@ def backward(
         _launch_dq(
             (q, k_half, v, grad_o, q_half, grad_o_half, grad_log_rest, dq, d_rest_in, row_carry, row_tile, block_stop), cu,
             scratch, first, last, scale, head_group(k, group, group_bytes), descriptors(k_half, v, tma),
-            of_dq, launch(config.dq),
+            of_dq, launch(config.dq), convert or first > 0,
         )  # fmt: skip
         _launch_dkv(
             (q_half, k_half, v, grad_o_half, dk, dv, block_stop), cu, scratch, first, last, scale,
@@ -164,7 +167,7 @@ def _strides(*tensors: Tensor | None) -> list[int]:
 
 def _launch_dq(
     tensors: Tensors, layout: Tensors, scratch: _Scratch, first: int, last: int, scale: float, heads: int,
-    described: Tensors, constants: dict[str, Any], options: dict[str, int | None],
+    described: Tensors, constants: dict[str, Any], options: dict[str, int | None], follows: bool,
 ) -> None:  # fmt: skip
     """Runs phase one on the row blocks first … last − 1."""
     q, k, v, grad_o, *others, block_stop = tensors
@@ -175,7 +178,7 @@ def _launch_dq(
     )  # fmt: skip
     programs = cdiv(last - first, num_sequences) * num_sequences * q.shape[1]
     tensors = (q, k, v, *described, grad_o, *others, block_stop, scratch.sums, *layout)
-    launch_kernel(dq_kernel, programs, tensors, numbers, constants | options)
+    launch_kernel(dq_kernel, programs, tensors, numbers, constants | options, follows)
 
 
 def _launch_dkv(
@@ -191,4 +194,4 @@ def _launch_dkv(
     )  # fmt: skip
     programs = cdiv(scratch.num_key_slots, num_sequences) * num_sequences * k.shape[1]
     constants = constants | {"MAX_BLOCKS": scratch.max_blocks} | options
-    launch_kernel(dkv_kernel, programs, (*tensors, scratch.sums, scratch.live, *layout), numbers, constants)
+    launch_kernel(dkv_kernel, programs, (*tensors, scratch.sums, scratch.live, *layout), numbers, constants, True)

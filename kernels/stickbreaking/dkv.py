@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from . import blocks, half, scales, tile
+from .launching import begin
 from .settings import COUNTS
 
 
@@ -127,8 +128,9 @@ def dkv_kernel(
     num_key_slots, num_stop_slots, num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, ROW_STRIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
     kv_head, place = blocks.assign(tl.program_id(0), num_kv_heads, head_group, places)
     slot = blocks.slot_at(place, num_key_slots, num_sequences, False)

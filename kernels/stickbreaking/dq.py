@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from . import blocks, half, scales, tile
+from .launching import begin
 from .settings import COUNTS
 
 
@@ -61,8 +62,9 @@ def dq_kernel(
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
     head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
     slice_slot = blocks.slot_at(place, last_slot - first_slot, num_sequences, True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import blocks, half, tile
 from .descriptors import descriptors
 from .kept import aux_shapes, carry_dtype
-from .launching import cdiv, launch_kernel
+from .launching import begin, cdiv, launch_kernel
 from .settings import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
 
 LOG2_E = 1.4426950408889634
@@ -105,6 +105,10 @@ def walk_rows(
         )  # fmt: skip
         t = whole - 1
         fullest = fullest_stick(state[1], state[4], False)
+        # At least as many tiles follow as would spend the stick that the diagonal has spent most of.
+        most_spent = tl.max(tl.max(tile.per_row(entering) - state[1], 1), 0).to(tl.float32)
+        lasts = (fullest - threshold) * (seen - whole) / tl.maximum(most_spent, 1e-6)
+        ahead = tl.maximum(tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1, first_chunk)
     while (t >= end) & (fullest >= threshold) & (fullest < UNSPENT):
         count = tl.minimum(t + 1 - end, ahead)
         state = walk_tiles(
@@ -148,8 +152,9 @@ def forward_kernel(
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
     head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
     slot = blocks.slot_at(place, num_slots, num_sequences, True)
@@ -255,9 +260,8 @@ def forward(
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),
     )  # fmt: skip
-    own = {"HAS_OFFSET": q_offsets is not None, "HAS_REST": log_rest_in is not None}
+    all_constants = constants(q, config, group, convert) | launch(config)
+    all_constants |= {"HAS_OFFSET": q_offsets is not None, "HAS_REST": log_rest_in is not None}
     programs = cdiv(num_slots, num_sequences) * num_sequences * num_heads
-    launch_kernel(
-        forward_kernel, programs, tensors, numbers, constants(q, config, group, convert) | own | launch(config)
-    )
+    launch_kernel(forward_kernel, programs, tensors, numbers, all_constants, follows=convert)
     return o, log_rest, row_carry, row_tile, block_stop, maxima

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import blocks
-from .launching import cdiv, launch_kernel
+from .launching import begin, cdiv, launch_kernel
 
 # With this power, forward's weights are normal numbers down to 2^-22.
 FORWARD_SHIFT = tl.constexpr(8.0)
@@ -132,8 +132,10 @@ def convert_kernel(
     H: tl.constexpr,
     BH: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Converts x with the usual scale, finds the largest |x| and |y| of each program, and fills zeros_ptr with zeros."""
+    begin(EARLY)
     program = tl.program_id(0)
     if zeros_ptr is not None:
         for first in range(program * ROWS, num_zeros, x_programs * ROWS):
@@ -188,11 +190,13 @@ def settle_kernel(
     H: tl.constexpr,
     BH: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Writes the maxima of all sequences, and converts x again where the usual scale does not suit its maximum.
 
     Grid: (num_sequences · num_shares). Each program does its share of a sequence.
     """
+    begin(EARLY)
     sequence, share = tl.program_id(0) // num_shares, tl.program_id(0) % num_shares
     first, last = _slots(cu_x_ptr, sequence, num_x, num_sequences, ROWS)
     x_max = _maximum(x_max_ptr, first * num_x_heads, last * num_x_heads)
@@ -263,10 +267,10 @@ def _convert(
     strides_x, constants = x.stride()[:2], shape_constants(head_dim)
     numbers = (*counts, x_programs, 0 if zeros is None else zeros.numel(), *strides_x, *strides_y)
     tensors = (x, out, x_max, y, y_max, zeros, cu_x, cu_y)
-    launch_kernel(convert_kernel, x_programs + y_programs, tensors, numbers, constants)
+    launch_kernel(convert_kernel, x_programs + y_programs, tensors, numbers, constants, False)
     shares = cdiv(PROGRAMS, sequences)
     tensors = (x, out, x_max, y_max, saved, maxima, cu_x, cu_y)
-    launch_kernel(settle_kernel, sequences * shares, tensors, (*counts, shares, *strides_x), constants)
+    launch_kernel(settle_kernel, sequences * shares, tensors, (*counts, shares, *strides_x), constants, True)
     return out, maxima
 
 

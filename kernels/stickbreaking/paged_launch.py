@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import decode
 from .forward import LOG2_E, forward_config
+from .launching import starts_early
 from .paged_kernels import merge_kernel, prefill_kernel, split_kernel
 from .settings import GROUP_BYTES, Config, last_contiguous, launch, log2_threshold
 
@@ -164,7 +165,7 @@ def _split(
     (num_tokens, num_heads, head_dim), num_sequences = q.shape, seq_lens.shape[0]
     num_kv_heads = k_cache.shape[2]
     whole = num_splits == 1
-    early = form.early and not whole and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    early = form.early and not whole and starts_early(q.device)
     part = part_rest = None
     if not whole:
         shape = (num_splits, num_sequences, num_kv_heads, config.row_block)

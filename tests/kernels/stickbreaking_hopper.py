@@ -55,6 +55,7 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
         "DQ_ROWS": config.row_block,
         "MAX_BLOCKS": 64,
         "ADD": False,
+        "EARLY": True,
     }
     if which != "forward":
         constants |= launch_constants(which, config, 24, head_dim, scaled)

@@ -8,15 +8,16 @@ from ssscale_kernels.stickbreaking import launching
 class Kernel:
     """Stands in for a kernel of Triton. `asked` counts the launches that Triton's own path serves."""
 
-    arg_names = ("x_ptr", "y_ptr", "count", "WIDTH")
+    arg_names = ("x_ptr", "y_ptr", "count", "WIDTH", "EARLY")
 
     def __init__(self, compiles: bool = True) -> None:
-        self.compiles, self.asked, self.launched = compiles, 0, []
+        self.compiles, self.asked, self.launched, self.early = compiles, 0, [], []
 
     def __getitem__(self, grid):
-        def launch(*arguments, WIDTH, num_warps):
+        def launch(*arguments, WIDTH, EARLY, num_warps, launch_pdl=False):
             self.asked += 1
-            self.launched.append((grid[0], *arguments, WIDTH))
+            self.early.append((EARLY, launch_pdl))
+            self.launched.append((grid[0], *arguments, WIDTH, EARLY))
             return Compiled(self) if self.compiles else None
 
         return launch
@@ -30,8 +31,15 @@ class Compiled:
         return lambda *arguments: self.kernel.launched.append((grid[0], *arguments))
 
 
-def launch(kernel: Kernel, x: torch.Tensor, count: int = 5, width: int = 16, y: torch.Tensor | None = None) -> None:
-    launching.launch_kernel(kernel, 3, (x, y), (count,), {"WIDTH": width, "num_warps": 4})
+def launch(
+    kernel: Kernel,
+    x: torch.Tensor,
+    count: int = 5,
+    width: int = 16,
+    y: torch.Tensor | None = None,
+    follows: bool = False,
+) -> None:
+    launching.launch_kernel(kernel, 3, (x, y), (count,), {"WIDTH": width, "num_warps": 4}, follows)
 
 
 def test_a_known_launch_passes_the_same_arguments():
@@ -39,7 +47,9 @@ def test_a_known_launch_passes_the_same_arguments():
     launch(kernel, x)
     launch(kernel, x)
     assert kernel.asked == 1
-    assert [[id(part) for part in found] for found in kernel.launched] == [[id(p) for p in (3, x, None, 5, 16)]] * 2
+    assert [[id(part) for part in found] for found in kernel.launched] == [
+        [id(p) for p in (3, x, None, 5, 16, False)]
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -58,6 +68,15 @@ def test_whatever_decides_about_the_kernel_asks_triton_again(other):
         launch(kernel, **usual)
         launch(kernel, **usual | other)
     assert kernel.asked == 2
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_only_what_follows_a_kernel_of_its_operator_starts_early_and_only_where_devices_can(monkeypatch, early):
+    monkeypatch.setattr(launching, "starts_early", lambda device: early)
+    kernel, x = Kernel(), torch.zeros(64)
+    for follows in (False, True, False, True):
+        launch(kernel, x, follows=follows)
+    assert kernel.early == [(early, False), (early, True)][: 1 + early]
 
 
 def test_interpreted_kernels_are_not_remembered():
