@@ -170,7 +170,9 @@ def exchanges(gpus: int) -> list[Run]:
         " overlap in bf16": (*overlap, "parallel.overlap_bf16=true"),
         " overlap copy_engines": (*overlap, "parallel.copy_engines=true"),
     }
-    last = Run("DP1 on the last GPU", 1, environment=(("CUDA_VISIBLE_DEVICES", str(gpus - 1)),))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = visible[gpus - 1] if len(visible) >= gpus else str(gpus - 1)
+    last = Run("DP1 on the last GPU", 1, environment=(("CUDA_VISIBLE_DEVICES", name),))
     return [
         Run("DP1", 1),
         last,

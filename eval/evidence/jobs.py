@@ -132,8 +132,8 @@ def kernels() -> list[Job]:
         Job(
             "tests",
             "tests of GPUs",
-            ("python -m pytest -q -m gpu -p no:cacheprovider tests/gpu tests/kernels",),
-            8.0,
+            ("python -m pytest -q -n 8 -m gpu -p no:cacheprovider tests/gpu tests/kernels",),
+            5.0,
             gib=40.0,
         ),
     ]

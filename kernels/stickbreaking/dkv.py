@@ -181,15 +181,17 @@ def dkv_kernel(
         num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
-    _store(dk_ptr + out, dk * scale, in_keys, ADD)
-    _store(dv_ptr + out, dv * dv_scale, in_keys, ADD)
+    _store((dk_ptr + out, dv_ptr + out), (dk * scale, dv * dv_scale), in_keys, ADD)
 
 
 @triton.jit
-def _store(pointers, x, mask, ADD: tl.constexpr):
-    if ADD:
-        x += tl.load(pointers, mask=mask, other=0.0)
-    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+def _store(pointers, tiles, mask, ADD: tl.constexpr):
+    """Stores tiles, or adds them to what the pointers point to."""
+    for i in tl.static_range(len(tiles)):
+        x = tiles[i]
+        if ADD:
+            x += tl.load(pointers[i], mask=mask, other=0.0)
+        tl.store(pointers[i], x.to(pointers[i].dtype.element_ty), mask=mask)
 
 
 @triton.jit

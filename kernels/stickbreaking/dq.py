@@ -46,6 +46,15 @@ def _dq_tiles(
 
 
 @triton.jit
+def _gradient_of_rest(d_rest_ptr, places, row_ok, ROWS: tl.constexpr, HAS_REST: tl.constexpr):
+    """Returns Σ g before the farthest key [ROWS]: log_rest depends on every key, so its gradient enters at the far end."""
+    behind = tl.zeros([ROWS], tl.float32)
+    if HAS_REST:
+        behind = tl.load(d_rest_ptr + places, mask=row_ok, other=0.0)
+    return behind
+
+
+@triton.jit
 def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift):
     """Stores q and dO in fp16 for phase two. Returns q in fp16."""
     tl.store(q_half_ptr + rows, half.scaled(q, q_shift), mask=mask)
@@ -90,10 +99,7 @@ def dq_kernel(
     saved = head.to(tl.int64) * num_tokens + token
     carry = tl.load(row_carry_ptr + saved, mask=row_ok, other=0.0)
     row_tile = tl.load(row_tile_ptr + saved, mask=row_ok, other=blocks.NEVER)
-    # log_rest depends on every key, so its gradient enters the sum at the far end.
-    behind = tl.zeros([ROWS], tl.float32)
-    if HAS_REST:
-        behind = tl.load(d_rest_ptr + token * num_heads + head, mask=row_ok, other=0.0)
+    behind = _gradient_of_rest(d_rest_ptr, token * num_heads + head, row_ok, ROWS, HAS_REST)
     shift, dz_scale = 0.0, 1.0
     if HALF:
         q_shift, k_shift, _, do_shift, shift, dz_shift = scales.shifts(maxima_ptr, rest_max_ptr, sequence, BH, HAS_REST)

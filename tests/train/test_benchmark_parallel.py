@@ -26,6 +26,18 @@ def test_layouts_fill_the_gpus(part: str, gpus: int) -> None:
         assert chosen(part, gpus, 32, layout.label) == [layout]  # every label can be named
 
 
+@pytest.mark.parametrize(("visible", "last"), [(None, "1"), ("2,3", "3"), ("5,0,1", "0")])
+def test_the_last_gpu_is_one_of_those_that_the_command_may_use(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, last: str
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (run,) = (run for run in runs_of("exchange", 2, 8) if run.label == "DP1 on the last GPU")
+    assert dict(run.environment) == {"CUDA_VISIBLE_DEVICES": last}
+
+
 def test_zero_3_is_compared_with_itself() -> None:
     stages = {run.label: load_config(["config=1b_softmax", *run.keys]) for run in runs_of("zero", 2, 8)}
     compiled = {label: (config.parallel.zero_stage, config.compiled().value) for label, config in stages.items()}
