@@ -98,7 +98,7 @@ class OnePassUpdate:
             if self.exchange is None:
                 self._taken[group, index] = gradient
             else:
-                self.exchange.half_of[group][index].copy_(gradient)
+                self.exchange.keep(group, index, gradient)
         elif seen[index]:
             total.add_(gradient)
         else:
@@ -111,10 +111,11 @@ class OnePassUpdate:
         optimizer = self.optimizer
         for i, seen in enumerate(optimizer.fp32_groups_has_gradients):
             for j in (j for j, found in enumerate(seen) if not found):
-                if self.direct and self.exchange is not None:
-                    self.exchange.half_of[i][j].zero_()
-                elif self.direct:
-                    self._taken[i, j] = torch.zeros_like(optimizer.bf16_groups[i][j]).view(-1)
+                zeros = torch.zeros_like(optimizer.bf16_groups[i][j]).view(-1) if self.direct else None
+                if zeros is not None and self.exchange is not None:
+                    self.exchange.keep(i, j, zeros)
+                elif zeros is not None:
+                    self._taken[i, j] = zeros
                 else:
                     optimizer.fp32_groups_gradients[i][j].zero_()
 
@@ -137,12 +138,12 @@ class OnePassUpdate:
         kernel changes nothing.
         """
         adamw, optimizer = self._adamw or self._open(), self.optimizer
-        gradients = self._gradients()
-        total = adamw.sum_of_squares(gradients)
+        gradients, parts = self._gradients(), 1 if self.exchange is None else self.exchange.parts
+        total = adamw.sum_of_squares(gradients, parts)
         add_up(total, self.groups)
         norm, factor = clip_factor(total, self.clip)
         self._copies = HostCopy(norm), HostCopy(self.told)
-        adamw.update(gradients, self._settings(), factor)
+        adamw.update(gradients, self._settings(), factor, parts)
         self._gather()
         counters = [optimizer.state[flat]["step"] for flat in optimizer.fp32_groups_flat_partition]
         torch._foreach_add_(counters, norm.isfinite().to(counters[0].dtype))
@@ -161,6 +162,8 @@ class OnePassUpdate:
     def clear(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step."""
         self._taken.clear()
+        if self.exchange is not None:
+            self.exchange.let_go()
         self.optimizer.clear_lp_grads(set_to_none=True)
         seen = self.optimizer.fp32_groups_has_gradients
         seen[:] = [[False] * len(group) for group in seen]
@@ -188,8 +191,10 @@ class OnePassUpdate:
         )
 
     def _gradients(self) -> list[Tensor]:
+        """Returns the reduced gradients of the pieces, or `Exchange.parts` tensors for each, whose sum they are."""
         if self.exchange is not None:
-            return [self.exchange.sums[piece.group].narrow(0, piece.offset, piece.size) for piece in self.pieces]
+            parts = (self.exchange.own_parts(p.group, p.index, p.offset, p.size) for p in self.pieces)
+            return [part for found in parts for part in found]
         whole = self.optimizer.fp32_groups_gradients
         return [
             (self._taken[p.group, p.index] if self.direct else whole[p.group][p.index]).narrow(0, p.start, p.size)

@@ -82,14 +82,14 @@ class Thread(Peers):
     def _prepare(self) -> Any:
         return Memory(random.Random(self.rank)), None, [SimpleNamespace(cuda_event=0)] * (1 + copies.SLOTS)
 
-    def _shared(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+    def share(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         self.place.tensors[self.rank] = torch.zeros(size, dtype=dtype)
         self.place.barrier.wait()
         found = list(self.place.tensors)
         self.place.barrier.wait()
         return found
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         self.place.barrier.wait()
 
     def _current(self) -> int:
