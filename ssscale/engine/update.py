@@ -68,13 +68,14 @@ class OnePassUpdate:
     def set_accumulation(self, microbatches: int) -> None:
         """Sets the number of microbatches per step. Called between steps."""
         self.direct = microbatches == 1 and (self.exchange is None or self.exchange.can_be_direct())
+        flats = self.optimizer.fp32_groups_gradients_flat
+        for total in flats if self.direct else ():
+            total.untyped_storage().resize_(0)
         if self.exchange is not None and self.exchange.direct != self.direct:
             self.exchange.set_direct(self.direct, self.optimizer.fp32_groups_gradients)
-        for total in self.optimizer.fp32_groups_gradients_flat:
+        for total in flats if not self.direct else ():
             storage, needed = total.untyped_storage(), total.numel() * total.element_size()
-            if self.direct:
-                storage.resize_(0)
-            elif storage.nbytes() < needed:
+            if storage.nbytes() < needed:
                 storage.resize_(needed)
                 total.zero_()  # the padding is reduced too
 

@@ -51,6 +51,8 @@ class Pushes:
     def __init__(self, peers: Peers, size: int) -> None:
         """size: elements that a rank owns, the same on all ranks. Collective."""
         self.peers, self.size = peers, size
+        if peers.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory to share does not come from torch's allocator, which may hold too much
         shared = peers.share((peers.ranks - 1) * size, DTYPE)  # by rank
         self.bases = [memory.data_ptr() + WIDTH * size * self._region(rank) for rank, memory in enumerate(shared)]
         self.shared = shared  # keeps what `bases` points to
