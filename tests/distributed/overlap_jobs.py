@@ -14,12 +14,15 @@ from torch import Tensor
 from ssscale.config.choices import ShardWithin
 from ssscale.engine import exchange
 from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.engine.direct import DirectGradients
 from ssscale.model.decoder import Decoder
+from ssscale.parallel.copies import Processes
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.hooks.guard import check_copies
 from ssscale.train.save import save_checkpoint
 from tests.distributed import matrix_jobs
+from tests.distributed.jobs import regroup
 from tests.distributed.matrix import Layout
 from tests.distributed.matrix_jobs import ROWS, make_engine, train_step
 
@@ -192,3 +195,31 @@ def train(
             "direct": engine.exchange is not None and engine.exchange.direct,
             "elements": sum(weight.numel() for weight in engine.module.parameters()),
         }
+
+
+def push(let_go: bool) -> str:
+    """Exchanges odd pieces between processes (`ProcessPushes`). let_go: whether a gradient is forgotten too early."""
+    from tests.distributed.test_pushes import WEIGHTS, found_in, gradients_of, layout, owned
+
+    groups = regroup(1)
+    peers = Processes(groups.replica_group, groups.device)
+    direct = DirectGradients(peers, *layout(peers.ranks))
+    for step in range(3):
+        for i, bucket in enumerate(gradients_of(step, peers.rank)):
+            for j, gradient in enumerate(bucket):
+                direct.keep(i, j, gradient)
+                direct.push(i, j)
+        del bucket, gradient
+        if let_go:
+            direct.clear()
+            try:
+                direct.finish()
+            except AssertionError as error:
+                return "let go" if "let go before" in str(error) else str(error)
+        direct.finish()
+        for bucket in range(len(WEIGHTS)):
+            for rank, values in enumerate(found_in(direct, bucket)):
+                every = gradients_of(step, rank)[bucket]
+                assert torch.equal(values, owned(every, peers.rank, peers.ranks)), (step, bucket, rank)
+        direct.clear()
+    return "good"
