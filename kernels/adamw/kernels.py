@@ -119,10 +119,7 @@ def total_kernel(sums_ptr, total_ptr, num_chunks, WIDTH: tl.constexpr):
 
 @triton.jit
 def _update(
-    master,
-    exp_avg,
-    exp_avg_sq,
-    rounded,
+    state,
     parts,
     settings_ptr,
     factor,
@@ -134,6 +131,7 @@ def _update(
     MASKED: tl.constexpr,
 ):
     """One chunk. Operations are float32 or float64 as in `adamw_reference`."""
+    master, exp_avg, exp_avg_sq, rounded = state
     decay, beta1, beta2 = tl.load(settings_ptr), tl.load(settings_ptr + 1), tl.load(settings_ptr + 2)
     eps, step_size = tl.load(settings_ptr + 3), tl.load(settings_ptr + 4).to(tl.float32)
     correction = tl.load(settings_ptr + 5).to(tl.float32)
@@ -181,40 +179,14 @@ def update_kernel(
     if factor == factor:
         segment, start, size = _place(sizes_ptr, segment_of_ptr, first_chunk_ptr, CHUNK)
         settings_ptr += tl.load(group_of_ptr + segment) * COLUMNS
-        master = _pointer(addresses_ptr, segment, tl.float32, ALIGNED)
-        exp_avg = _pointer(addresses_ptr + num_segments, segment, tl.float32, ALIGNED)
-        exp_avg_sq = _pointer(addresses_ptr + 2 * num_segments, segment, tl.float32, ALIGNED)
-        rounded = _pointer(addresses_ptr + 3 * num_segments, segment, tl.bfloat16, ALIGNED)
+        state = (
+            _pointer(addresses_ptr, segment, tl.float32, ALIGNED),
+            _pointer(addresses_ptr + num_segments, segment, tl.float32, ALIGNED),
+            _pointer(addresses_ptr + 2 * num_segments, segment, tl.float32, ALIGNED),
+            _pointer(addresses_ptr + 3 * num_segments, segment, tl.bfloat16, ALIGNED),
+        )
         parts = _parts(gradients_ptr, segment, GRADIENT, PARTS, ALIGNED)
         if start + CHUNK <= size:
-            _update(
-                master,
-                exp_avg,
-                exp_avg_sq,
-                rounded,
-                parts,
-                settings_ptr,
-                factor,
-                start,
-                size,
-                PARTS,
-                CHUNK,
-                BLOCK,
-                False,
-            )
+            _update(state, parts, settings_ptr, factor, start, size, PARTS, CHUNK, BLOCK, False)
         else:
-            _update(
-                master,
-                exp_avg,
-                exp_avg_sq,
-                rounded,
-                parts,
-                settings_ptr,
-                factor,
-                start,
-                size,
-                PARTS,
-                CHUNK,
-                BLOCK,
-                True,
-            )
+            _update(state, parts, settings_ptr, factor, start, size, PARTS, CHUNK, BLOCK, True)

@@ -14,15 +14,12 @@ from torch import Tensor
 from ssscale.config.choices import ShardWithin
 from ssscale.engine import exchange
 from ssscale.engine.deepspeed import DeepSpeedEngine
-from ssscale.engine.direct import DirectGradients
 from ssscale.model.decoder import Decoder
-from ssscale.parallel.copies import Processes
 from ssscale.parallel.groups import Groups
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.hooks.guard import check_copies
 from ssscale.train.save import save_checkpoint
 from tests.distributed import matrix_jobs
-from tests.distributed.jobs import regroup
 from tests.distributed.matrix import Layout
 from tests.distributed.matrix_jobs import ROWS, make_batch, make_engine, train_step
 
@@ -132,6 +129,13 @@ def number_cut(engine: DeepSpeedEngine) -> int | None:
     return sum(size < groups[i][j].numel() for (i, j), (_, size) in pushed.own.items())
 
 
+@torch.no_grad()
+def look(engine: DeepSpeedEngine) -> None:
+    """A forward pass without gradients."""
+    batch = make_batch(100, range(ROWS))
+    engine.module(batch.tokens, batch.layout, batch.labels)
+
+
 def compile_first(decoder: Decoder, *arguments: Any) -> DeepSpeedEngine:
     torch._dynamo.reset()
     decoder.compile_parts("eager")
@@ -170,7 +174,6 @@ def train(
     """accumulations: microbatches of each step; (): those of the layout.
 
     copies: exchanges as those by copy engines. direct: whether gradients may stay in bf16. evaluate: before each step.
-
     unused: by step, the ranks on which a weight gets no gradient. nan: the step in which the last rank has a gradient of NaN.
     """
     with (
@@ -187,9 +190,7 @@ def train(
             if accumulations:
                 engine.set_batch_size(ROWS, ROWS // groups.data_size // accumulations[step - first])
             if evaluate:
-                batch = make_batch(step + 100, range(ROWS))
-                with torch.no_grad():
-                    engine.module(batch.tokens, batch.layout, batch.labels)
+                look(engine)
             broken = engine.engine.module.blocks[0].mlp.down.weight
             if step == nan and groups.rank == groups.world_size - 1:
                 hook = broken.register_hook(lambda gradient: gradient * torch.nan)
@@ -210,31 +211,3 @@ def train(
             "cut": number_cut(engine),
             "elements": sum(weight.numel() for weight in engine.module.parameters()),
         }
-
-
-def push(let_go: bool) -> str:
-    """Exchanges odd pieces between processes (`ProcessPushes`). let_go: whether a gradient is forgotten too early."""
-    from tests.distributed.test_pushes import WEIGHTS, found_in, gradients_of, layout, owned
-
-    groups = regroup(1)
-    peers = Processes(groups.replica_group, groups.device)
-    direct = DirectGradients(peers, *layout(peers.ranks))
-    for step in range(3):
-        for i, bucket in enumerate(gradients_of(step, peers.rank)):
-            for j, gradient in enumerate(bucket):
-                direct.keep(i, j, gradient)
-                direct.push(i, j)
-        del bucket, gradient
-        if let_go:
-            direct.clear()
-            try:
-                direct.finish()
-            except AssertionError as error:
-                return "let go" if "let go before" in str(error) else str(error)
-        direct.finish()
-        for bucket in range(len(WEIGHTS)):
-            for rank, values in enumerate(found_in(direct, bucket)):
-                every = gradients_of(step, rank)[bucket]
-                assert torch.equal(values, owned(every, peers.rank, peers.ranks)), (step, bucket, rank)
-        direct.clear()
-    return "good"

@@ -8,44 +8,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from ssscale.config import load_config
 from ssscale.engine.direct import DirectGradients, cut
 from ssscale.model.flops import count_parameters
 from ssscale.parallel.copies import part
 from ssscale.train.estimate import COPY_SLOTS, memory_per_gpu
-from tests.distributed.test_copies import Memory, Thread, on_threads
+from tests.distributed.push_jobs import WEIGHTS, found_in, gradients_of, layout, owned
+from tests.distributed.threads import Memory, Thread, on_threads
 from tests.pool import Pool
 
 STEPS = 12
-# By bucket, the sizes of its weights, and elements of padding: odd ones, some cut by one boundary, some by several, and
-# some partitions with many weights. A bucket is as long as a multiple of the ranks.
-WEIGHTS = ((7, 1, 1, 120, 3), (1,), (33, 64), (2, 2, 2, 2, 2, 2), (5,))
-
-
-def layout(ranks: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """Returns the elements per partition, by bucket, and places (`DirectGradients`)."""
-    places = [[(sum(sizes[:i]), size) for i, size in enumerate(sizes)] for sizes in WEIGHTS]
-    return [-(-sum(sizes) // ranks) for sizes in WEIGHTS], places
-
-
-def gradients_of(step: int, rank: int) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [[torch.randn(size, generator=generator).bfloat16() for size in sizes] for sizes in WEIGHTS]
-
-
-def owned(bucket: list[Tensor], rank: int, ranks: int) -> Tensor:
-    """Returns what a rank owns of the gradients of a bucket, cut by plain arithmetic: [n], without the padding."""
-    whole = torch.cat(bucket)
-    partition = -(-len(whole) // ranks)
-    return whole[rank * partition : (rank + 1) * partition]
-
-
-def found_in(direct: DirectGradients, bucket: int) -> list[Tensor]:
-    """By rank, what has come of a bucket's gradients, [n]."""
-    pieces = [direct.own_parts(i, j) for i, j in sorted(direct.own) if i == bucket]
-    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
 
 
 def exchange(peers: Thread, gather: bool = True) -> None:
@@ -120,7 +93,7 @@ def test_processes_exchange_the_same(pool2: Pool, pool4: Pool) -> None:
     """And notice a gradient that is let go too early."""
     for pool in (pool2, pool4):
         for let_go in (False, True):
-            answers = pool.run("tests.distributed.overlap_jobs:push", let_go=let_go)
+            answers = pool.run("tests.distributed.push_jobs:push", let_go=let_go)
             assert answers == ["let go" if let_go else "good"] * len(answers)
 
 
