@@ -153,7 +153,7 @@ class Exchange:
             [(view.storage_offset() - bucket.gradients.storage_offset(), view.numel()) for view in views]
             for bucket, views in zip(self.buckets, gradients, strict=True)
         ]
-        if self.peers is not None and self.copy_group is None:  # sums over several nodes have to be somewhere
+        if self.peers is not None and self.copy_group is None:  # a sum that goes on to other nodes has to be in memory
             self.sums = []
             self.pushed = DirectGradients(self.peers, [len(bucket.master) for bucket in self.buckets], places)
             return

@@ -38,8 +38,9 @@ class OnePassUpdate:
     """Norm, then clipping, AdamW and the bf16 copy in one pass. `replace_update` gives its methods to a BF16_Optimizer.
 
     direct: whether gradients stay in bf16, and the memory of the fp32 sums is released. This is so if a step has one
-        microbatch, unless an `exchange` sends fp32. Without one, they stay where autograd has put them. Results have the same
-        bits: the sum of one bf16 gradient is that gradient, and DeepSpeed reduces in bf16.
+        microbatch, unless an `exchange` sends fp32. Without one, or if it pushes them (`ssscale.engine.direct`), they stay
+        where autograd has put them. Results have the same bits: the sum of one bf16 gradient is that gradient, and DeepSpeed
+        reduces in bf16.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class OnePassUpdate:
             if (mapping := weight._hp_mapping) is not None
             for address in [mapping.get_hp_fragment_address()]
         ]
-        self._taken: dict[tuple[int, int], Tensor] = {}  # the gradients of this step, if direct
+        self._taken: dict[tuple[int, int], Tensor] = {}  # the gradients of this step, if direct without an exchange
         self._adamw: FlatAdamW | None = None  # created at the first step, as torch's states are
         self._steps: list[int] = []  # updates so far, by group
         self.told = torch.empty(0)  # what the host reads together with the norm: [n] on the device of the model

@@ -18,6 +18,8 @@ the compute stream, which has waited for exchange n by then.
 
 A scatter may start between a gather and its `wait`. Nothing else may start between the start and the `wait` of an exchange.
 
+`signal` is an exchange of nothing: only its flags (`ssscale.parallel.pushes`).
+
 `start_reduction` and `start_filling` are made of such exchanges, of at most `CHUNK` bytes for each slot. They do all of their
 work in the one stream, also the sums, so any number of them may be started before the first is waited for.
 """

@@ -1,7 +1,8 @@
 """Gradients sent by copy engines from where autograd has put them (`Pushes`). Neither sums nor slots: the receiver adds.
 
-Every rank owns `size` elements of the flat gradients, and has shared memory for R − 1 copies of them, one that each other
-rank writes. A step of one microbatch then runs as follows. All copies, flags and waits are in the stream of `Peers`:
+Every one of R ranks owns `size` elements of the flat gradients, and updates their weights with the sum over all ranks. It
+shares memory for R − 1 copies of these elements, one that each other rank writes: 2 · (R − 1) · size bytes in bf16. A step of
+one microbatch then runs as follows. All copies, flags and waits are in the side stream, that of `Peers`:
 
     backward   whenever a gradient is there: the side stream waits for it, and copies each other rank's piece to that rank
     `finish`   sets a flag of each other rank, and waits for theirs; then the compute stream waits for all of this

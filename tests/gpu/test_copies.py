@@ -102,7 +102,7 @@ SETTINGS = Settings(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, 
 
 def _gradient(step: int, rank: int, bucket: int, weight: int) -> Tensor:
     seed = ((step * 8 + rank) * 8 + bucket) * 8 + weight
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(seed)
     x = torch.randn(WEIGHTS[bucket][weight], device="cuda", generator=generator)
     return (x * (torch.nan if (step, rank, weight) == (NAN, 0, 0) else 1.0)).bfloat16()
 
