@@ -81,6 +81,16 @@ def test_gradients_that_stay_in_bf16_give_the_same_bits(options: dict[str, bool]
             assert [rank[key] for rank in stay] == [rank[key] for rank in summed], key
 
 
+def test_copies_of_shards_are_summed_from_buffers(pool4: Pool) -> None:
+    """Two nodes of two ranks, which push nothing: the sums of a node are added to those of the other."""
+    more = {"within": 2, "accumulations": (1, 1, 2, 1), "unused": {1: (1, 2)}, **PUSHED}
+    stay, summed = (pool4.run(JOB, layout=layout(), way="hidden", direct=direct, **more) for direct in (True, False))
+    assert [(rank["direct"], rank["cut"]) for rank in stay] == [(True, None)] * 4
+    assert [rank["direct"] for rank in summed] == [False] * 4
+    for key in ("losses", "norms", "state"):
+        assert [rank[key] for rank in stay] == [rank[key] for rank in summed], key
+
+
 def test_copies_sum_in_fp32(pool2: Pool, pool4: Pool) -> None:
     """Two ranks have the bits of fp32 sums by collectives, four those of another order."""
     for pool, shape in ((pool2, layout(2)), (pool4, layout(accumulation=2))):
