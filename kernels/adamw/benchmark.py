@@ -19,6 +19,7 @@ from ssscale_kernels.adamw.bounds import exact_and_bounds, share_of_bounds
 from ssscale_kernels.adamw.launch import Tiling, TritonPath
 from ssscale_kernels.adamw.torch_path import fused_adamw
 from ssscale_kernels.gpu import require_gpu
+from ssscale_kernels.sums import sum_in_order
 from torch import Tensor
 
 DEVICE = torch.device("cuda", 0)
@@ -91,6 +92,33 @@ def check(dtype: torch.dtype, offset: int) -> bool:
     return good
 
 
+def check_parts(parts: int, offset: int) -> bool:
+    """Compares the update of bf16 gradients in parts with that of their fp32 sums, bit by bit, and their norms.
+
+    The norm's order of addition depends on the width of gradients, so norms agree only within 1e-6. offset: as in `check`.
+    """
+    made = [segment(n + offset, seed)[0] for seed, n in enumerate(SIZES)]
+    held = [part(s, slice(offset, None)) for s in made]
+    same = [Segment(*(getattr(s, name).clone() for name in Segment.TENSORS)) for s in held]
+    given, sums = [], []
+    for n in SIZES:
+        drawn = [torch.randn(2, n + offset, device=DEVICE) for _ in range(parts)]
+        found = [(x * 10 ** (3 * scale)).bfloat16()[offset:] for x, scale in drawn]
+        sums.append(torch.empty(n, device=DEVICE))
+        sum_in_order(found, sums[-1])
+        given += found
+    ours, theirs = FlatAdamW(held), FlatAdamW(same)
+    total, expected = ours.sum_of_squares(given, parts), theirs.sum_of_squares(sums)
+    _, factor = clip_factor(expected, 1.0)
+    ours.update(given, [SETTINGS], factor, parts)
+    theirs.update(sums, [SETTINGS], factor)
+    pairs = zip(held, same, strict=True)
+    good = all(torch.equal(getattr(a, name), getattr(b, name)) for a, b in pairs for name in Segment.TENSORS)
+    good &= torch.equal(total, ours.sum_of_squares(given, parts)) and abs(float(total / expected) - 1) < 1e-6
+    print(f"# bf16 in {parts} parts, offset {offset}: {'good' if good else 'WRONG'}", flush=True)
+    return good
+
+
 def check_far() -> bool:
     """A segment of more than 2^31 elements: its last elements are updated as they are by themselves."""
     if torch.cuda.mem_get_info()[0] < 30 * FAR:
@@ -130,12 +158,15 @@ def row(name: str, num_bytes: float, ms: float) -> None:
     print(f"| {name} | {num_bytes / 1e9:.1f} | {ms:.2f} | {num_bytes / ms / 1e9:.2f} |", flush=True)
 
 
-def time_ours(held: list[Segment], gradients: dict[str, list[Tensor]], name: str, path: TritonPath | FlatAdamW) -> None:
+def time_ours(
+    held: list[Segment], gradients: dict[str, list[Tensor]], name: str, path: TritonPath | FlatAdamW, parts: int = 1
+) -> None:
+    """gradients: by their names, `parts` tensors per segment."""
     factor, total = torch.full((), 0.5, device=DEVICE), sum(s.master.numel() for s in held)
     for dtype, given in gradients.items():
-        width = given[0].element_size()
-        row(f"{name}: norm, {dtype} gradients", width * total, milliseconds(partial(path.sum_of_squares, given)))
-        ms = milliseconds(partial(path.update, given, [SETTINGS], factor))
+        width = parts * given[0].element_size()
+        row(f"{name}: norm, {dtype} gradients", width * total, milliseconds(partial(path.sum_of_squares, given, parts)))
+        ms = milliseconds(partial(path.update, given, [SETTINGS], factor, parts))
         row(f"{name}: update, {dtype} gradients", (26 + width) * total, ms)
 
 
@@ -169,7 +200,10 @@ def measure(elements: int, tilings: bool) -> None:
     places = [slice(a // 8 * 8, b // 8 * 8) for a, b in itertools.pairwise(cuts)]
     split = [part(held, where) for where in places]
     wide, narrow = [gradient[where] for where in places], [gradient[where].bfloat16() for where in places]
-    time_ours(split, {"fp32": wide, "bf16": narrow}, f"{len(split)} segments", FlatAdamW(split))
+    name, optimizer = f"{len(split)} segments", FlatAdamW(split)
+    time_ours(split, {"fp32": wide, "bf16": narrow}, name, optimizer)
+    pairs = [part for g in narrow for part in (g, g.flip(0))]
+    time_ours(split, {"two parts of bf16": pairs}, name, optimizer, parts=2)
     if tilings:
         for chunk, block, num_warps in itertools.product((2048, 4096, 16384), (512, 1024, 2048), (4, 8)):
             path = TritonPath(split, Tiling(chunk, block, num_warps, chunk, block, num_warps))
@@ -185,6 +219,7 @@ def main() -> None:
     options = parser.parse_args()
     require_gpu()
     found = [check(dtype, offset) for dtype in (torch.float32, torch.bfloat16) for offset in (0, 1)]
+    found += [check_parts(parts, offset) for parts in (2, 3, 8) for offset in (0, 1)]
     if not (all(found) and check_far()):
         raise SystemExit(1)
     if not options.check:

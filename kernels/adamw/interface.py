@@ -38,26 +38,31 @@ class FlatAdamW:
         else:
             self.path = TorchPath(segments)
 
-    def sum_of_squares(self, gradients: Sequence[Tensor]) -> Tensor:
+    def sum_of_squares(self, gradients: Sequence[Tensor], parts: int = 1) -> Tensor:
         """Returns Σ g² over the counted segments, [] float32, the same bits at every call.
 
-        gradients: one [n] tensor per segment, all float32 or all bfloat16.
+        gradients: `parts` [n] tensors per segment, segment by segment, all float32 or all bfloat16. The gradient g of a
+            segment is their sum in float32, in their order (`summed`).
         """
-        self._check(gradients)
-        return self.path.sum_of_squares(gradients)
+        self._check(gradients, parts)
+        return self.path.sum_of_squares(gradients, parts)
 
-    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor) -> None:
-        """Updates all segments in place. settings: of each group. factor: [] float32 from `clip_factor`."""
-        self._check(gradients)
+    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor, parts: int = 1) -> None:
+        """Updates all segments in place. settings: of each group. factor: [] float32 from `clip_factor`.
+
+        gradients, parts: as for `sum_of_squares`.
+        """
+        self._check(gradients, parts)
         if len(settings) <= max(segment.group for segment in self.segments):
             raise ValueError(f"there are {len(settings)} settings, and a segment of a later group")
-        self.path.update(gradients, settings, factor)
+        self.path.update(gradients, settings, factor, parts)
 
-    def _check(self, gradients: Sequence[Tensor]) -> None:
-        if len(gradients) != len(self.segments):
-            raise ValueError(f"there are {len(gradients)} gradients for {len(self.segments)} segments")
-        for gradient, segment in zip(gradients, self.segments, strict=True):
-            check_flat("gradient", gradient, segment.master)
+    def _check(self, gradients: Sequence[Tensor], parts: int) -> None:
+        if len(gradients) != parts * len(self.segments):
+            of = f" of {parts} parts" if parts != 1 else ""
+            raise ValueError(f"there are {len(gradients)} gradients for {len(self.segments)} segments{of}")
+        for i, gradient in enumerate(gradients):
+            check_flat("gradient", gradient, self.segments[i // parts].master)
             if gradient.dtype != gradients[0].dtype or gradient.dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(f"gradients must be all float32 or all bfloat16, not {gradient.dtype}")
 

@@ -1,9 +1,10 @@
 """Triton kernels of the optimizer step over many segments of memory in one launch.
 
 A segment is a contiguous piece of a weight: float32 master weight and moments, the bf16 copy, and the gradient in float32 or
-bf16. Tables on the device hold the addresses of all segments, so the number of launches does not depend on the number of
-weights. A program handles one chunk of CHUNK elements of one segment, BLOCK at a time. Each element is read and written
-once, by one program. No program adds to what another one writes, so results do not depend on the order in which they run.
+bf16, which may be the sum of PARTS tensors. Tables on the device hold the addresses of all segments, so the number of
+launches does not depend on the number of weights. A program handles one chunk of CHUNK elements of one segment, BLOCK at a
+time. Each element is read and written once, by one program. No program adds to what another one writes, so results do not
+depend on the order in which they run.
 """
 
 import triton
@@ -31,11 +32,34 @@ def _pointer(table_ptr, segment, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _joined(pointers, pointer):
+    return pointers + (pointer,)  # noqa: RUF005  Triton has no *pointers
+
+
+@triton.jit
+def _parts(table_ptr, segment, DTYPE: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointers of a segment's gradients, as a tuple, from a table [segments, PARTS] of addresses."""
+    pointers = _joined((), _pointer(table_ptr, segment * PARTS, DTYPE, ALIGNED))
+    for i in tl.static_range(1, PARTS):
+        pointers = _joined(pointers, _pointer(table_ptr, segment * PARTS + i, DTYPE, ALIGNED))
+    return pointers
+
+
+@triton.jit
 def _load(ptr, at, size, MASKED: tl.constexpr):
     """Elements `at` in float32. Only the last chunk of a segment is masked: a mask would prevent vector accesses."""
     if MASKED:
         return tl.load(ptr + at, at < size, 0.0).to(tl.float32)
     return tl.load(ptr + at).to(tl.float32)
+
+
+@triton.jit
+def _gradient(parts, at, size, PARTS: tl.constexpr, MASKED: tl.constexpr):
+    """The sum of the parts in float32, in their order, as `ssscale_kernels.sums` adds them."""
+    total = _load(parts[0], at, size, MASKED)
+    for i in tl.static_range(1, PARTS):
+        total += _load(parts[i], at, size, MASKED)
+    return total
 
 
 @triton.jit
@@ -48,10 +72,10 @@ def _store(ptr, at, x, size, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _squares(gradient, start, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def _squares(parts, start, size, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for block in range(0, CHUNK, BLOCK):
-        x = _load(gradient, start + block + tl.arange(0, BLOCK), size, MASKED)
+        x = _gradient(parts, start + block + tl.arange(0, BLOCK), size, PARTS, MASKED)
         total += x * x
     return tl.sum(total)
 
@@ -65,6 +89,7 @@ def squares_kernel(
     counted_ptr,
     sums_ptr,
     GRADIENT: tl.constexpr,
+    PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -72,11 +97,11 @@ def squares_kernel(
     """Σ g² of each chunk → sums [chunks] float32; 0 for segments that are not counted. Grid: the chunks."""
     segment, start, size = _place(sizes_ptr, segment_of_ptr, first_chunk_ptr, CHUNK)
     if tl.load(counted_ptr + segment) != 0:
-        gradient = _pointer(gradients_ptr, segment, GRADIENT, ALIGNED)
+        parts = _parts(gradients_ptr, segment, GRADIENT, PARTS, ALIGNED)
         if start + CHUNK <= size:
-            total = _squares(gradient, start, size, CHUNK, BLOCK, False)
+            total = _squares(parts, start, size, PARTS, CHUNK, BLOCK, False)
         else:
-            total = _squares(gradient, start, size, CHUNK, BLOCK, True)
+            total = _squares(parts, start, size, PARTS, CHUNK, BLOCK, True)
         tl.store(sums_ptr + tl.program_id(0), total)
     else:
         tl.store(sums_ptr + tl.program_id(0), 0.0)
@@ -94,26 +119,25 @@ def total_kernel(sums_ptr, total_ptr, num_chunks, WIDTH: tl.constexpr):
 
 @triton.jit
 def _update(
-    master,
-    exp_avg,
-    exp_avg_sq,
-    rounded,
-    gradient,
+    state,
+    parts,
     settings_ptr,
     factor,
     start,
     size,
+    PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One chunk. Operations are float32 or float64 as in `adamw_reference`."""
+    master, exp_avg, exp_avg_sq, rounded = state
     decay, beta1, beta2 = tl.load(settings_ptr), tl.load(settings_ptr + 1), tl.load(settings_ptr + 2)
     eps, step_size = tl.load(settings_ptr + 3), tl.load(settings_ptr + 4).to(tl.float32)
     correction = tl.load(settings_ptr + 5).to(tl.float32)
     for block in range(0, CHUNK, BLOCK):
         at = start + block + tl.arange(0, BLOCK)
-        g = (_load(gradient, at, size, MASKED) * factor).to(tl.float64)
+        g = (_gradient(parts, at, size, PARTS, MASKED) * factor).to(tl.float64)
         w = _load(master, at, size, MASKED).to(tl.float64)
         m = _load(exp_avg, at, size, MASKED).to(tl.float64)
         v = _load(exp_avg_sq, at, size, MASKED).to(tl.float64)
@@ -141,29 +165,28 @@ def update_kernel(
     factor_ptr,
     num_segments,
     GRADIENT: tl.constexpr,
+    PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """AdamW on every element, and its bf16 copy. Changes nothing if the factor is NaN. Grid: the chunks.
 
-    addresses [4, segments] int64 of master, exp_avg, exp_avg_sq and the bf16 copy; gradients [segments] int64; settings
-    [groups, 6] float64; factor [] float32.
+    addresses [4, segments] int64 of master, exp_avg, exp_avg_sq and the bf16 copy; gradients [segments, PARTS]
+    int64; settings [groups, 6] float64; factor [] float32.
     """
     factor = tl.load(factor_ptr)
     if factor == factor:
         segment, start, size = _place(sizes_ptr, segment_of_ptr, first_chunk_ptr, CHUNK)
         settings_ptr += tl.load(group_of_ptr + segment) * COLUMNS
-        master = _pointer(addresses_ptr, segment, tl.float32, ALIGNED)
-        exp_avg = _pointer(addresses_ptr + num_segments, segment, tl.float32, ALIGNED)
-        exp_avg_sq = _pointer(addresses_ptr + 2 * num_segments, segment, tl.float32, ALIGNED)
-        rounded = _pointer(addresses_ptr + 3 * num_segments, segment, tl.bfloat16, ALIGNED)
-        gradient = _pointer(gradients_ptr, segment, GRADIENT, ALIGNED)
+        state = (
+            _pointer(addresses_ptr, segment, tl.float32, ALIGNED),
+            _pointer(addresses_ptr + num_segments, segment, tl.float32, ALIGNED),
+            _pointer(addresses_ptr + 2 * num_segments, segment, tl.float32, ALIGNED),
+            _pointer(addresses_ptr + 3 * num_segments, segment, tl.bfloat16, ALIGNED),
+        )
+        parts = _parts(gradients_ptr, segment, GRADIENT, PARTS, ALIGNED)
         if start + CHUNK <= size:
-            _update(
-                master, exp_avg, exp_avg_sq, rounded, gradient, settings_ptr, factor, start, size, CHUNK, BLOCK, False
-            )
+            _update(state, parts, settings_ptr, factor, start, size, PARTS, CHUNK, BLOCK, False)
         else:
-            _update(
-                master, exp_avg, exp_avg_sq, rounded, gradient, settings_ptr, factor, start, size, CHUNK, BLOCK, True
-            )
+            _update(state, parts, settings_ptr, factor, start, size, PARTS, CHUNK, BLOCK, True)

@@ -76,16 +76,16 @@ class TritonPath:
         self.gradient_addresses: list[int] = []
         self.gradients = torch.empty(0, dtype=torch.int64, device=self.device)
 
-    def sum_of_squares(self, gradients: Sequence[Tensor]) -> Tensor:
+    def sum_of_squares(self, gradients: Sequence[Tensor], parts: int = 1) -> Tensor:
         total = torch.empty((), dtype=torch.float32, device=self.device)
         chunks, tiling = self.squares_chunks, self.tiling
         tables = (self.sizes, chunks.segment_of, chunks.first_chunk, self.counted)
-        options = self._options(gradients, tiling.squares_chunk, tiling.squares_block, tiling.squares_warps)
+        options = self._options(gradients, parts, tiling.squares_chunk, tiling.squares_block, tiling.squares_warps)
         squares_kernel[(chunks.num_chunks,)](self._gradients(gradients), *tables, self.sums, **options)
         total_kernel[(1,)](self.sums, total, chunks.num_chunks, WIDTH=TOTAL_WIDTH, num_warps=TOTAL_WARPS)
         return total
 
-    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor) -> None:
+    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor, parts: int = 1) -> None:
         values = upload(torch.tensor([constants(group) for group in settings], dtype=torch.float64), self.device)
         chunks, tiling = self.chunks, self.tiling
         update_kernel[(chunks.num_chunks,)](
@@ -98,7 +98,7 @@ class TritonPath:
             values,
             factor,
             len(self.segments),
-            **self._options(gradients, tiling.chunk, tiling.block, tiling.num_warps),
+            **self._options(gradients, parts, tiling.chunk, tiling.block, tiling.num_warps),
             **EXACT,
         )
 
@@ -110,10 +110,13 @@ class TritonPath:
             self.gradient_addresses = addresses
         return self.gradients
 
-    def _options(self, gradients: Sequence[Tensor], chunk: int, block: int, num_warps: int) -> dict[str, Any]:
+    def _options(
+        self, gradients: Sequence[Tensor], parts: int, chunk: int, block: int, num_warps: int
+    ) -> dict[str, Any]:
         aligned = self.aligned and all(gradient.data_ptr() % ALIGNMENT == 0 for gradient in gradients)
         return {
             "GRADIENT": TYPES[gradients[0].dtype],
+            "PARTS": parts,
             "ALIGNED": aligned,
             "CHUNK": chunk,
             "BLOCK": block,

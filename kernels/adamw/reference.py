@@ -1,9 +1,22 @@
 """The definition of the update in plain torch."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .settings import Settings, constants
+
+
+def summed(parts: Sequence[Tensor]) -> Tensor:
+    """Returns the gradient of a segment, the sum of its parts in float32 in their order: ((p₀ + p₁) + p₂) + …
+
+    parts: [n] each, float32 or bfloat16.
+    """
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total
 
 
 def adamw_reference(

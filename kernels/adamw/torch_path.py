@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .reference import summed
 from .segment import Segment
 from .settings import Settings
 
@@ -15,19 +16,23 @@ class TorchPath:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = tuple(segments)
 
-    def sum_of_squares(self, gradients: Sequence[Tensor]) -> Tensor:
-        counted = [g.float().norm() for g, s in zip(gradients, self.segments, strict=True) if s.counted]
+    def sum_of_squares(self, gradients: Sequence[Tensor], parts: int = 1) -> Tensor:
+        counted = [summed(g).norm() for g, s in zip(_by_segment(gradients, parts), self.segments) if s.counted]
         if not counted:
             return torch.zeros((), device=gradients[0].device)
         return torch.stack(counted).pow(2).sum()
 
-    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor) -> None:
+    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor, parts: int = 1) -> None:
         if factor.isnan():
             return
-        for segment, gradient in zip(self.segments, gradients, strict=True):
+        for segment, gradient in zip(self.segments, _by_segment(gradients, parts)):
             state = segment.master, segment.exp_avg, segment.exp_avg_sq
-            fused_adamw(state, gradient.float() * factor, settings[segment.group])
+            fused_adamw(state, summed(gradient) * factor, settings[segment.group])
             segment.rounded.copy_(segment.master)
+
+
+def _by_segment(gradients: Sequence[Tensor], parts: int) -> list[Sequence[Tensor]]:
+    return [gradients[i : i + parts] for i in range(0, len(gradients), parts)]
 
 
 def fused_adamw(state: Sequence[Tensor], gradient: Tensor, settings: Settings) -> None:

@@ -14,6 +14,9 @@ completes the buckets (`in_order`), then the gathers, in the order in which the 
 never overtakes another, whatever the order in which gradients arrive. Waiting means that the current CUDA stream waits;
 the host goes on. On CPUs the host waits.
 
+With `parallel.copy_engines` on one host, a step of one microbatch reduces nothing: backward sends each gradient to the ranks
+that own a piece of it, `reduced` waits for all of them, and the update adds them (`ssscale.engine.direct`).
+
 With `parallel.shard_within`, ZeRO divides the buffers over the replicas of one node, and every node holds all partitions.
 Reduce-scatters and gathers stay within the node. Each reduce-scatter is followed by an all-reduce of the partition over the
 nodes. It waits for the reduce-scatter on a stream of its own, so that computation and the next reduce-scatter go on.
@@ -30,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ssscale.engine.direct import DirectGradients
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.copies import Started, part, peers_of
 from ssscale.parallel.groups import Groups
@@ -102,9 +106,11 @@ class Exchange:
         self.peers = peers_of(self.group, groups.device) if copy_engines else None
         # By bucket: the reduced gradients of this rank's partition, [n / d] float32.
         self.sums = [bucket.own_gradients for bucket in buckets]
-        # By bucket, with `direct`: the gradients in bf16 [n], and by weight the views of them.
+        # One of these with `direct`. By bucket: the gradients in bf16 [n], and by weight the views of them.
         self.halves: list[Tensor] = []
         self.half_of: list[list[Tensor]] = []
+        self.pushed: DirectGradients | None = None  # neither `halves` nor `sums`
+        self.gathered = True  # whether a gather has followed the last `reduced` of `pushed`
         across = self.copy_group is not None and groups.device.type == "cuda"
         self.stream = torch.cuda.Stream(groups.device) if across else None  # waits for reduce-scatters
         # The buckets that count in the norm.
@@ -123,7 +129,7 @@ class Exchange:
     @property
     def direct(self) -> bool:
         """Whether gradients are kept and sent in bf16 (`set_direct`)."""
-        return bool(self.halves)
+        return bool(self.halves) or self.pushed is not None
 
     def can_be_direct(self) -> bool:
         """Whether `set_direct` changes no bit of the sums of a step with one microbatch, for a model in bf16.
@@ -133,23 +139,62 @@ class Exchange:
         return self.peers is not None or self.dtype == torch.bfloat16
 
     def set_direct(self, direct: bool, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Sets whether gradients are kept in bf16, so that the caller may release the memory of the fp32 buffers.
+        """Sets whether gradients are kept in bf16, so that the caller may release the memory of the fp32 buffers. Collective.
 
         gradients: by bucket and weight, the views of the fp32 buffer. Of those without memory, only place and size are read.
         """
-        self.halves, self.half_of = [], []
+        if self.pushed is not None:
+            self.pushed.close()
+        self.halves, self.half_of, self.pushed = [], [], None
         self.sums = [bucket.own_gradients for bucket in self.buckets]
         if not direct:
             return
-        for bucket, views in zip(self.buckets, gradients, strict=True):
-            half = torch.zeros_like(bucket.weights)
-            first = bucket.gradients.storage_offset()
-            self.halves.append(half)
-            self.half_of.append([half.narrow(0, view.storage_offset() - first, view.numel()) for view in views])
+        places = [
+            [(view.storage_offset() - bucket.gradients.storage_offset(), view.numel()) for view in views]
+            for bucket, views in zip(self.buckets, gradients, strict=True)
+        ]
+        if self.peers is not None and self.copy_group is None:  # a sum that goes on to other nodes has to be in memory
+            self.sums = []
+            self.pushed = DirectGradients(self.peers, [len(bucket.master) for bucket in self.buckets], places)
+            return
+        self.halves = [torch.zeros_like(bucket.weights) for bucket in self.buckets]
+        self.half_of = [
+            [half.narrow(0, first, size) for first, size in found]
+            for half, found in zip(self.halves, places, strict=True)
+        ]
         self.sums = [torch.zeros_like(bucket.master) for bucket in self.buckets]
+
+    @property
+    def parts(self) -> int:
+        """How many tensors `own_parts` returns."""
+        return 1 if self.pushed is None else self.groups.shards.size
+
+    def own_parts(self, bucket: int, weight: int, offset: int, size: int) -> list[Tensor]:
+        """Returns the tensors [size] whose sum is the reduced gradient of a weight in this rank's partition.
+
+        offset, size: where it is in the partition.
+        """
+        if self.pushed is None:
+            return [self.sums[bucket].narrow(0, offset, size)]
+        return self.pushed.own_parts(bucket, weight)
+
+    def keep(self, bucket: int, weight: int, gradient: Tensor) -> None:
+        """Keeps the gradient [n] of a weight in bf16, with `direct`. Nothing else may write to it before `let_go`."""
+        if self.pushed is None:
+            self.half_of[bucket][weight].copy_(gradient)
+            return
+        self.pushed.keep(bucket, weight, gradient)
+        if self.hidden:
+            self.pushed.push(bucket, weight)
+
+    def let_go(self) -> None:
+        """Lets go of the gradients of the step. The update, which reads them, has been launched."""
+        if self.pushed is not None:
+            self.pushed.clear()
 
     def begin(self, last: bool) -> None:
         """Announces a backward pass. last: whether it is the last one before the update."""
+        assert self.gathered or not last, "another rank may still read the last gradients: no gather has followed them"
         self.missing = [set(range(len(bucket.parameters))) for bucket in self.buckets] if last else []
 
     def accumulated(self, bucket: int, weight: int) -> None:
@@ -158,16 +203,22 @@ class Exchange:
             return
         assert weight in self.missing[bucket], "a second gradient of a weight in one backward pass"
         self.missing[bucket].remove(weight)
-        while self.hidden and len(self.reducing) < len(self.buckets) and not self.missing[len(self.reducing)]:
+        if not self.hidden or self.pushed is not None:
+            return
+        while len(self.reducing) < len(self.buckets) and not self.missing[len(self.reducing)]:
             self._reduce_next()
 
     def reduced(self) -> None:
-        """Waits until all partitions hold the sums over the replicas.
+        """Waits until all partitions hold the sums over the replicas, or what these are the sums of (`own_parts`).
 
         Does nothing unless the microbatch was the last one of the step.
         If a step did not use a weight, the reductions of its bucket and of the buckets after it only start now.
         """
         if not self.missing:
+            return
+        if self.pushed is not None:
+            self.missing, self.gathered = [], False
+            self.pushed.finish(push_all=not self.hidden)
             return
         while len(self.reducing) < len(self.buckets):
             self._reduce_next()
@@ -218,6 +269,7 @@ class Exchange:
 
     def gather(self) -> None:
         """Starts to send the updated weights: `own_weights` of each rank to all replicas."""
+        self.gathered = True
         for number in self.forward_order:
             bucket = self.buckets[number]
             whole, own = bucket.weights, bucket.own_weights

@@ -38,8 +38,9 @@ class OnePassUpdate:
     """Norm, then clipping, AdamW and the bf16 copy in one pass. `replace_update` gives its methods to a BF16_Optimizer.
 
     direct: whether gradients stay in bf16, and the memory of the fp32 sums is released. This is so if a step has one
-        microbatch, unless an `exchange` sends fp32. Without one, they stay where autograd has put them. Results have the same
-        bits: the sum of one bf16 gradient is that gradient, and DeepSpeed reduces in bf16.
+        microbatch, unless an `exchange` sends fp32. Without one, or if it pushes them (`ssscale.engine.direct`), they stay
+        where autograd has put them. Results have the same bits: the sum of one bf16 gradient is that gradient, and DeepSpeed
+        reduces in bf16.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class OnePassUpdate:
             if (mapping := weight._hp_mapping) is not None
             for address in [mapping.get_hp_fragment_address()]
         ]
-        self._taken: dict[tuple[int, int], Tensor] = {}  # the gradients of this step, if direct
+        self._taken: dict[tuple[int, int], Tensor] = {}  # the gradients of this step, if direct without an exchange
         self._adamw: FlatAdamW | None = None  # created at the first step, as torch's states are
         self._steps: list[int] = []  # updates so far, by group
         self.told = torch.empty(0)  # what the host reads together with the norm: [n] on the device of the model
@@ -68,13 +69,14 @@ class OnePassUpdate:
     def set_accumulation(self, microbatches: int) -> None:
         """Sets the number of microbatches per step. Called between steps."""
         self.direct = microbatches == 1 and (self.exchange is None or self.exchange.can_be_direct())
+        flats = self.optimizer.fp32_groups_gradients_flat
+        for total in flats if self.direct else ():
+            total.untyped_storage().resize_(0)
         if self.exchange is not None and self.exchange.direct != self.direct:
             self.exchange.set_direct(self.direct, self.optimizer.fp32_groups_gradients)
-        for total in self.optimizer.fp32_groups_gradients_flat:
+        for total in flats if not self.direct else ():
             storage, needed = total.untyped_storage(), total.numel() * total.element_size()
-            if self.direct:
-                storage.resize_(0)
-            elif storage.nbytes() < needed:
+            if storage.nbytes() < needed:
                 storage.resize_(needed)
                 total.zero_()  # the padding is reduced too
 
@@ -98,7 +100,7 @@ class OnePassUpdate:
             if self.exchange is None:
                 self._taken[group, index] = gradient
             else:
-                self.exchange.half_of[group][index].copy_(gradient)
+                self.exchange.keep(group, index, gradient)
         elif seen[index]:
             total.add_(gradient)
         else:
@@ -111,10 +113,11 @@ class OnePassUpdate:
         optimizer = self.optimizer
         for i, seen in enumerate(optimizer.fp32_groups_has_gradients):
             for j in (j for j, found in enumerate(seen) if not found):
-                if self.direct and self.exchange is not None:
-                    self.exchange.half_of[i][j].zero_()
-                elif self.direct:
-                    self._taken[i, j] = torch.zeros_like(optimizer.bf16_groups[i][j]).view(-1)
+                zeros = torch.zeros_like(optimizer.bf16_groups[i][j]).view(-1) if self.direct else None
+                if zeros is not None and self.exchange is not None:
+                    self.exchange.keep(i, j, zeros)
+                elif zeros is not None:
+                    self._taken[i, j] = zeros
                 else:
                     optimizer.fp32_groups_gradients[i][j].zero_()
 
@@ -137,12 +140,12 @@ class OnePassUpdate:
         kernel changes nothing.
         """
         adamw, optimizer = self._adamw or self._open(), self.optimizer
-        gradients = self._gradients()
-        total = adamw.sum_of_squares(gradients)
+        gradients, parts = self._gradients(), 1 if self.exchange is None else self.exchange.parts
+        total = adamw.sum_of_squares(gradients, parts)
         add_up(total, self.groups)
         norm, factor = clip_factor(total, self.clip)
         self._copies = HostCopy(norm), HostCopy(self.told)
-        adamw.update(gradients, self._settings(), factor)
+        adamw.update(gradients, self._settings(), factor, parts)
         self._gather()
         counters = [optimizer.state[flat]["step"] for flat in optimizer.fp32_groups_flat_partition]
         torch._foreach_add_(counters, norm.isfinite().to(counters[0].dtype))
@@ -161,6 +164,8 @@ class OnePassUpdate:
     def clear(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step."""
         self._taken.clear()
+        if self.exchange is not None:
+            self.exchange.let_go()
         self.optimizer.clear_lp_grads(set_to_none=True)
         seen = self.optimizer.fp32_groups_has_gradients
         seen[:] = [[False] * len(group) for group in seen]
@@ -188,8 +193,10 @@ class OnePassUpdate:
         )
 
     def _gradients(self) -> list[Tensor]:
+        """Returns the reduced gradients of the pieces, or `Exchange.parts` tensors for each, whose sum they are."""
         if self.exchange is not None:
-            return [self.exchange.sums[piece.group].narrow(0, piece.offset, piece.size) for piece in self.pieces]
+            parts = (self.exchange.own_parts(p.group, p.index, p.offset, p.size) for p in self.pieces)
+            return [part for found in parts for part in found]
         whole = self.optimizer.fp32_groups_gradients
         return [
             (self._taken[p.group, p.index] if self.direct else whole[p.group][p.index]).narrow(0, p.start, p.size)

@@ -18,6 +18,8 @@ the compute stream, which has waited for exchange n by then.
 
 A scatter may start between a gather and its `wait`. Nothing else may start between the start and the `wait` of an exchange.
 
+`signal` is an exchange of nothing: only its flags (`ssscale.parallel.pushes`).
+
 `start_reduction` and `start_filling` are made of such exchanges, of at most `CHUNK` bytes for each slot. They do all of their
 work in the one stream, also the sums, so any number of them may be started before the first is waited for.
 """
@@ -108,7 +110,7 @@ class Peers:
         self.driver, self.stream, self.events = self._prepare()
         self.side: int = self.stream.cuda_stream if self.stream is not None else 0
         self.begun, *self.done = (event.cuda_event for event in self.events)
-        self.flags = self._shared(self.ranks, torch.int32)  # by rank, its flags
+        self.flags = self.share(self.ranks, torch.int32)  # by rank, its flags
         addresses = [flags.data_ptr() for flags in self.flags]
         self.flags_there = [address + 4 * self.rank for address in addresses]  # by rank, its flag for this rank
         self.flags_here = [addresses[self.rank] + 4 * rank for rank in range(self.ranks)]  # this rank's flags
@@ -128,7 +130,7 @@ class Peers:
             event.record()  # creates it
         return Driver(), torch.cuda.Stream(self.device, priority=-1), events
 
-    def _shared(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+    def share(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         """Returns a tensor of zeros of each rank, which all ranks of the group can read and write. Collective.
 
         Raises CannotCopyError on all ranks if it fails on one.
@@ -145,10 +147,10 @@ class Peers:
                 raise CannotCopyError(f"GPU {rank} of {self.ranks} cannot share memory with the others ({reason})")
         assert found is not None
         own.zero_()
-        self._meet()
+        self.meet()
         return [own if i == self.rank else found.get_buffer(i, (size,), dtype) for i in range(self.ranks)]
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         """Waits until all ranks have done all that they have launched."""
         torch.cuda.synchronize(self.device)
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
@@ -160,9 +162,9 @@ class Peers:
         size: bytes that it may put into a slot; all ranks have the same.
         """
         if not self.slots or self.slots[0].shape[1] < size:
-            self._meet()
+            self.meet()
             size = -(-size // 512) * 512
-            self.slots = [slots.view(SLOTS, size) for slots in self._shared(SLOTS * size, torch.uint8)]
+            self.slots = [slots.view(SLOTS, size) for slots in self.share(SLOTS * size, torch.uint8)]
             self.addresses = [[slots[i].data_ptr() for slots in self.slots] for i in range(SLOTS)]
             self.views.clear()
         self.number += 1
@@ -183,7 +185,7 @@ class Peers:
         handle: int = torch._C._cuda_getCurrentRawStream(self.device.index)
         return handle
 
-    def _begin(self) -> int:
+    def begin(self) -> int:
         """Lets the exchanges wait for what has been launched in the current stream, whose handle it returns."""
         current = self._current()
         self.driver.record(self.begun, current)
@@ -219,7 +221,7 @@ class Peers:
         whole = x.new_empty(len(x) * self.ranks, *x.shape[1:])
         source, target = x.data_ptr(), whole.data_ptr()
         self.driver.copy(slots[self.rank], source, size, self._current())
-        current = self._begin()
+        current = self.begin()
         self._pull(slots, [target + rank * size for rank in range(self.ranks)], size)
         wait = self._end(current)
         self.driver.copy(target + self.rank * size, source, size, current)
@@ -238,7 +240,7 @@ class Peers:
         """
         size = x.numel() * x.element_size() // self.ranks
         slots, source = self._next(size * self.ranks), x.data_ptr()
-        current = self._begin()
+        current = self.begin()
         self._push(slots, [source + rank * size for rank in range(self.ranks)], size)
         wait = self._end(current)
         like = part(x, self.rank, self.ranks)
@@ -255,7 +257,7 @@ class Peers:
 
         own: the view of `whole` with this rank's part, or other memory, then also float32.
         """
-        self._begin()
+        self.begin()
         most = CHUNK // whole.element_size()
         with torch.cuda.stream(self.stream):
             for first in range(0, len(own), most):
@@ -269,7 +271,7 @@ class Peers:
 
     def start_filling(self, whole: Tensor, own: Tensor) -> "Started":
         """Starts to fill `whole` [n] with `own` [n / R] of each rank, which is a view of it."""
-        self._begin()
+        self.begin()
         share, address = own.numel() * own.element_size(), whole.data_ptr()
         for first in range(0, share, CHUNK):
             size = min(CHUNK, share - first)
@@ -277,6 +279,19 @@ class Peers:
             self.driver.copy(slots[self.rank], own.data_ptr() + first, size, self.side)
             self._pull(slots, [address + rank * share + first for rank in range(self.ranks)], size)
         return self._started()
+
+    def signal(self) -> Callable[[], None]:
+        """Lets the ranks wait for each other, an exchange of nothing.
+
+        The result of the call lets the current stream wait for what all ranks have launched before in the stream of exchanges.
+        """
+        self.number += 1
+        current = self.begin()
+        for rank in self.others:
+            self.driver.set_flag(self.side, self.flags_there[rank], self.number, 0)
+        for rank in self.others:
+            self.driver.wait_for_flag(self.side, self.flags_here[rank], self.number, AT_LEAST)
+        return self._end(current)
 
     def _started(self) -> "Started":
         assert self.stream is not None

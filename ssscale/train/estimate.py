@@ -123,8 +123,9 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
 
     With `train.fp8`, weights include the casts of one step, FP8_COPIES bytes per weight of its blocks. Where the update is
     one pass (`in_one_pass`), a step of one microbatch keeps its gradients in bf16: w·N'. With `parallel.overlap`, several
-    ranks do so only with `copy_engines` or `overlap_bf16`, and have the sums besides: w·N' + 4·N'/D. With `overlap` and
-    `copy_engines`, gradients include the slots of the exchange: COPY_SLOTS · D, with D of `shard_within`.
+    ranks do so only with `copy_engines` or `overlap_bf16`. With `copy_engines` on one host, they have what the other ranks have
+    sent besides: w·N' + w·(D − 1)/D·N'. Otherwise, they have the sums: w·N' + 4·N'/D. With `overlap` and `copy_engines`,
+    gradients include the slots of the exchange: COPY_SLOTS · D, with D of `shard_within`.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -140,7 +141,8 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
     shards = shard_ranks(config, gpus, per_node)
     overlap = parallel.overlap and ranks > 1
     if stays_in_bf16(config, ranks, train.batch_size // (train.microbatch_rows * (ranks // parallel.context))):
-        summed = width * n + (4 * n / shards if overlap else 0)
+        pushed = config.copies_gradients and shards == ranks
+        summed = width * n + (width * (shards - 1) if pushed else 4) * n / shards * overlap
     if overlap and config.copies_gradients:
         summed += COPY_SLOTS * shards
     kept = config.optimizer.chosen.mean_state_bytes(parts["matrices"] / tensor / n)

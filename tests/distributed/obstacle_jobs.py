@@ -31,7 +31,7 @@ def share(broken: int) -> str:
         patch.object(_symmetric_memory, "rendezvous", rendezvous),
         pytest.raises(CannotCopyError) as raised,
     ):
-        peers._shared(8, torch.int32)
+        peers.share(8, torch.int32)
     return str(raised.value)
 
 

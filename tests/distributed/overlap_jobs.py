@@ -21,7 +21,7 @@ from ssscale.train.hooks.guard import check_copies
 from ssscale.train.save import save_checkpoint
 from tests.distributed import matrix_jobs
 from tests.distributed.matrix import Layout
-from tests.distributed.matrix_jobs import ROWS, make_engine, train_step
+from tests.distributed.matrix_jobs import ROWS, make_batch, make_engine, train_step
 
 BUCKET = 4096  # elements: the small models then have many buckets
 EVENTS: list[tuple[Any, ...]] = []  # what happened in the last job, in order
@@ -120,6 +120,22 @@ def without_gradient(engine: DeepSpeedEngine, ranks: Sequence[int], groups: Grou
     weight.requires_grad_(True)
 
 
+def number_cut(engine: DeepSpeedEngine) -> int | None:
+    """How many weights lie in this rank's partitions in part, if gradients are pushed."""
+    pushed = engine.exchange.pushed if engine.exchange is not None else None
+    if pushed is None:
+        return None
+    groups = engine.engine.optimizer.bf16_groups
+    return sum(size < groups[i][j].numel() for (i, j), (_, size) in pushed.own.items())
+
+
+@torch.no_grad()
+def look(engine: DeepSpeedEngine) -> None:
+    """A forward pass without gradients."""
+    batch = make_batch(100, range(ROWS))
+    engine.module(batch.tokens, batch.layout, batch.labels)
+
+
 def compile_first(decoder: Decoder, *arguments: Any) -> DeepSpeedEngine:
     torch._dynamo.reset()
     decoder.compile_parts("eager")
@@ -153,11 +169,11 @@ def train(
     within: int | ShardWithin = ShardWithin.all,
     copies: bool = False,
     direct: bool = True,
+    evaluate: bool = False,
 ) -> dict[str, Any]:
     """accumulations: microbatches of each step; (): those of the layout.
 
-    copies: exchanges as those by copy engines. direct: whether gradients may stay in bf16.
-
+    copies: exchanges as those by copy engines. direct: whether gradients may stay in bf16. evaluate: before each step.
     unused: by step, the ranks on which a weight gets no gradient. nan: the step in which the last rank has a gradient of NaN.
     """
     with (
@@ -173,6 +189,8 @@ def train(
             EVENTS.clear()
             if accumulations:
                 engine.set_batch_size(ROWS, ROWS // groups.data_size // accumulations[step - first])
+            if evaluate:
+                look(engine)
             broken = engine.engine.module.blocks[0].mlp.down.weight
             if step == nan and groups.rank == groups.world_size - 1:
                 hook = broken.register_hook(lambda gradient: gradient * torch.nan)
@@ -190,5 +208,6 @@ def train(
             "state": digests(engine),
             "events": events,
             "direct": engine.exchange is not None and engine.exchange.direct,
+            "cut": number_cut(engine),
             "elements": sum(weight.numel() for weight in engine.module.parameters()),
         }

@@ -30,6 +30,10 @@ def layout(
     return Layout(processes, tensor, sequence, context, 1, accumulation, core, more.get("variant", 0), recompute)
 
 
+PUSHED = {
+    "bf16": True,
+    "copies": True,
+}  # with one microbatch per step: gradients go to their owners, and there are no sums
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "dp4": (layout(), {}),
     "dp4_bf16": (layout(), {"bf16": True, "accumulations": (1, 2, 1, 2)}),
@@ -41,6 +45,10 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "dp4_unused": (layout(accumulation=2), {"unused": {0: (0,), 1: (0, 1, 2, 3)}, "steps": 3}),
     "dp2_tp2_unused_nan": (layout(tensor=2, accumulation=2), {"bf16": True, "unused": {1: (0, 1)}, "nan": 2}),
     "dp4_nan": (layout(), {"nan": 1, "steps": 3}),
+    "dp4_pushed": (layout(), {**PUSHED, "evaluate": True}),
+    "dp4_pushed_in_between": (layout(), {**PUSHED, "accumulations": (1, 2, 1, 1)}),
+    "dp4_pushed_unused_nan": (layout(core="softmax", variant=1), {**PUSHED, "unused": {1: (0, 2)}, "nan": 2}),
+    "dp2_tp2_pushed_unused_nan": (layout(tensor=2), {**PUSHED, "unused": {0: (0, 1), 1: (0, 1, 2, 3)}, "nan": 2}),
 }
 
 
@@ -64,12 +72,23 @@ def test_hidden_exchanges_change_no_bit(case: str, pool1: Pool, pool4: Pool) -> 
 @pytest.mark.parametrize("options", [{"copies": True}, {"sums_bf16": True}, {"copies": True, "sums_bf16": True}])
 def test_gradients_that_stay_in_bf16_give_the_same_bits(options: dict[str, bool], pool2: Pool, pool4: Pool) -> None:
     """With one microbatch per step, and in between with two, and with a weight that gets no gradient."""
-    for pool, shape, without in ((pool2, layout(2), (1,)), (pool4, layout(tensor=2, variant=1), (0, 1))):
+    shapes = ((pool2, layout(2), (1,)), (pool4, layout(tensor=2, variant=1), (0, 1)), (pool4, layout(), (1, 2)))
+    for pool, shape, without in shapes:
         more = {"accumulations": (1, 1, 2, 1), "unused": {1: without}, "bf16": True, **options}
         stay, summed = (pool.run(JOB, layout=shape, way="hidden", direct=direct, **more) for direct in (True, False))
         assert [rank["direct"] for rank in stay + summed] == [True] * len(stay) + [False] * len(stay)
         for key in ("losses", "norms", "state"):
             assert [rank[key] for rank in stay] == [rank[key] for rank in summed], key
+
+
+def test_copies_of_shards_are_summed_from_buffers(pool4: Pool) -> None:
+    """Two nodes of two ranks, which push nothing: the sums of a node are added to those of the other."""
+    more = {"within": 2, "accumulations": (1, 1, 2, 1), "unused": {1: (1, 2)}, **PUSHED}
+    stay, summed = (pool4.run(JOB, layout=layout(), way="hidden", direct=direct, **more) for direct in (True, False))
+    assert [(rank["direct"], rank["cut"]) for rank in stay] == [(True, None)] * 4
+    assert [rank["direct"] for rank in summed] == [False] * 4
+    for key in ("losses", "norms", "state"):
+        assert [rank[key] for rank in stay] == [rank[key] for rank in summed], key
 
 
 def test_copies_sum_in_fp32(pool2: Pool, pool4: Pool) -> None:
@@ -84,8 +103,9 @@ def test_copies_sum_in_fp32(pool2: Pool, pool4: Pool) -> None:
                 ]
 
 
-def test_a_step_with_nan_is_skipped_on_all_ranks(pool4: Pool) -> None:
-    one, stopped = (pool4.run(JOB, layout=layout(), way="late", nan=1, steps=steps) for steps in (2, 1))
+@pytest.mark.parametrize("options", [{}, PUSHED])
+def test_a_step_with_nan_is_skipped_on_all_ranks(options: dict[str, bool], pool4: Pool) -> None:
+    one, stopped = (pool4.run(JOB, layout=layout(), way="late", nan=1, steps=steps, **options) for steps in (2, 1))
     assert [rank["norms"] for rank in one] == [[stopped[0]["norms"][0], float("inf")]] * 4
     assert [rank["state"] for rank in one] == [rank["state"] for rank in stopped]
 
@@ -139,6 +159,20 @@ def test_a_checkpoint_resumes_with_and_without_overlap(before: bool, pool1: Pool
     for pool, other in ((pool4, shape), (pool4, layout(context="ring2")), (pool1, layout(1))):
         moved = pool.run(JOB, layout=other, overlap=not before, **options)
         assert moved[0]["losses"] == pytest.approx(whole[0]["losses"][2:], rel=1e-6)
+
+
+def test_pushed_gradients_cut_weights_and_resume_from_checkpoints(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    for pool, shape in ((pool2, layout(2)), (pool4, layout())):
+        folder = str(tmp_path / str(shape.processes))
+        whole = pool.run(JOB, layout=shape, way="hidden", **PUSHED)
+        assert all(rank["cut"] >= 4 for rank in whole), [rank["cut"] for rank in whole]
+        pool.run(JOB, layout=shape, way="hidden", steps=2, save=folder, **PUSHED)
+        more = {"first": 2, "steps": 2, "load": folder}
+        for direct in (True, False):
+            resumed = pool.run(JOB, layout=shape, way="hidden", direct=direct, **more, **PUSHED)
+            assert [rank["state"] for rank in resumed] == [rank["state"] for rank in whole]
+            assert [rank["losses"] for rank in resumed] == [rank["losses"][2:] for rank in whole]
+            assert [rank["cut"] is None for rank in resumed] == [not direct] * len(resumed)
 
 
 @pytest.mark.parametrize("name", MODELS)

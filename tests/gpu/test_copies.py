@@ -2,13 +2,24 @@
 
 import os
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, clip_factor
+from torch import Tensor
 
+from ssscale.config import load_config
+from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.engine.direct import DirectGradients, cut
+from ssscale.engine.exchange import Exchange
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.model.init import initialize_weights
 from ssscale.parallel.copies import Peers, add_up, part
+from ssscale.parallel.groups import Groups, initialize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,6 +94,132 @@ def _buffers(peers: Peers, dtype: torch.dtype) -> None:
         assert torch.equal(whole, found)
 
 
+# By bucket, the sizes of its weights. Some are cut by the boundary between two partitions, at an odd element.
+WEIGHTS = ((3, 5_000_001, 77, 1_000_000), (12_345_677,), (1,), (64, 64), (2_000_000, 2_000_000))
+STEPS, NAN = 12, 5  # NAN: the step that is skipped
+SETTINGS = Settings(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+
+
+def _gradient(step: int, rank: int, bucket: int, weight: int) -> Tensor:
+    seed = ((step * 8 + rank) * 8 + bucket) * 8 + weight
+    generator = torch.Generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(seed)
+    x = torch.randn(WEIGHTS[bucket][weight], device="cuda", generator=generator)
+    return (x * (torch.nan if (step, rank, weight) == (NAN, 0, 0) else 1.0)).bfloat16()
+
+
+class _Weights:
+    """Weights and AdamW's state of a rank's partitions of the buckets `WEIGHTS`."""
+
+    def __init__(self, peers: Peers) -> None:
+        rank, ranks = peers.rank, peers.ranks
+        self.partitions = [-(-sum(sizes) // ranks) for sizes in WEIGHTS]
+        self.places = [[(sum(sizes[:i]), size) for i, size in enumerate(sizes)] for sizes in WEIGHTS]
+        self.flats = [[torch.zeros(n, device="cuda") for _ in range(3)] for n in self.partitions]
+        self.wholes = [torch.zeros(ranks * n, device="cuda", dtype=torch.bfloat16) for n in self.partitions]
+        self.owns = [part(whole, rank, ranks) for whole in self.wholes]
+        self.pieces = [
+            (i, j, fragment)
+            for i, weights in enumerate(self.places)
+            for j, place in enumerate(weights)
+            for fragment in cut(*place, self.partitions[i], 0)
+            if fragment.rank == rank
+        ]
+        segments = []
+        for i, _, (_, _, place, size) in self.pieces:
+            segments.append(Segment(*(x[place : place + size] for x in (*self.flats[i], self.owns[i]))))
+        self.adamw = FlatAdamW(segments)
+        self.seen: list[Tensor] = []
+
+    def update(self, gradients: list[Tensor], parts: int) -> None:
+        """Skips a step with NaN. Does not clip, so that the order in which the norm adds does not matter."""
+        total = self.adamw.sum_of_squares(gradients, parts)
+        dist.all_reduce(total)
+        self.adamw.update(gradients, [SETTINGS], clip_factor(total, 0.0)[1], parts)
+        self.seen += [flats[0].clone() for flats in self.flats]
+
+
+def _pushes(peers: Peers) -> None:
+    """Steps by pushed gradients, and the same steps by NCCL's sums in fp32. Nothing waits between the steps."""
+    pushed, summed, own = _Weights(peers), _Weights(peers), random.Random(peers.rank)
+    direct = DirectGradients(peers, pushed.partitions, pushed.places)
+    for step in range(STEPS):
+        for i, sizes in reversed(list(enumerate(WEIGHTS))):
+            for j in range(len(sizes)):
+                _sleep(own, torch.cuda.current_stream())
+                direct.keep(i, j, _gradient(step, peers.rank, i, j))
+                direct.push(i, j)
+                _sleep(own, peers.stream)
+        direct.finish()
+        _sleep(own, torch.cuda.current_stream())
+        pushed.update([x for i, j, _ in pushed.pieces for x in direct.own_parts(i, j)], peers.ranks)
+        direct.clear()
+        _sleep(own, torch.cuda.current_stream())
+        gathers = [peers.start_filling(*pair) for pair in zip(pushed.wholes, pushed.owns, strict=True)]
+        for work in gathers if step % 2 else ():  # otherwise, the next step does not wait for them
+            work.wait()
+        torch.full((10_000_000,), torch.nan, device="cuda", dtype=torch.bfloat16)  # in the memory that is free by now
+    for work in gathers:
+        work.wait()
+    for step in range(STEPS):
+        sums = []
+        for i, sizes in enumerate(WEIGHTS):
+            found = torch.cat([_gradient(step, peers.rank, i, j) for j in range(len(sizes))])
+            whole, total = (
+                torch.zeros(len(summed.wholes[i]), device="cuda"),
+                torch.empty(summed.partitions[i], device="cuda"),
+            )
+            whole[: len(found)] = found
+            dist.reduce_scatter_tensor(total, whole)
+            sums.append(total)
+        summed.update([sums[i][place : place + size] for i, _, (_, _, place, size) in summed.pieces], 1)
+    for number, (x, y) in enumerate(zip(pushed.seen, summed.seen, strict=True)):
+        assert torch.equal(x, y), f"step {number // len(WEIGHTS)}, bucket {number % len(WEIGHTS)}"
+    for before, after in zip(
+        pushed.seen[(NAN - 1) * len(WEIGHTS) :], pushed.seen[NAN * len(WEIGHTS) :][: len(WEIGHTS)]
+    ):
+        assert torch.equal(before, after), "the step with NaN changed weights"
+    for whole, own_weights in zip(pushed.wholes, summed.owns, strict=True):
+        expected = torch.empty_like(whole)
+        dist.all_gather_into_tensor(expected, own_weights)
+        assert torch.equal(whole, expected)
+    direct.close()
+
+
+def _engine(groups: Groups, direct: bool) -> tuple[list[float], list[float], list[Tensor], int]:
+    """Trains a small model in steps of one or two microbatches. Returns losses, norms, masters, and how many were pushed."""
+    keys = ["config=tiny_ssmax", "train.batch_size=2", "train.microbatch=1", "train.precision=bf16"]
+    config = load_config([*keys, "parallel.overlap=true", "parallel.copy_engines=true"])
+    with torch.device(groups.device):
+        decoder = Decoder(config.model, groups, 256, dtype=torch.bfloat16)
+        initialize_weights(decoder, config.model, groups, seed=1)
+    layout = PackedLayout.from_lengths([1, 63, 100, 92]).to(groups.device)
+    losses, norms, pushed = [], [], 0
+    with patch.object(Exchange, "can_be_direct", lambda _: direct):
+        engine = DeepSpeedEngine(decoder, config, groups)
+        for step, count in enumerate((1, 1, 2, 1, 1)):
+            engine.set_batch_size(count * groups.data_size, 1)
+            pushed += engine.exchange.pushed is not None
+            for microbatch in range(count):
+                factor = 3 + step + microbatch + 7 * groups.rank
+                tokens = (torch.arange(256, device=groups.device) * factor) % config.model.vocab_size
+                labels = (7 * tokens + 3) % config.model.vocab_size
+                divisor = 256 * count * groups.data_size
+                losses.append(float(engine.forward_backward(tokens, layout, labels, divisor).losses.mean()))
+            norms.append(engine.step(1e-3).grad_norm)
+    return losses, norms, [f.tensor.clone() for f in engine.fragments() if f.state == "weight"], pushed
+
+
+def _engines() -> None:
+    """Kernels of the backward pass may add in another order from run to run, so results agree up to that."""
+    groups = initialize(local_rank=torch.cuda.current_device())
+    (losses, norms, masters, pushed), (expected, sums, others, none) = (_engine(groups, way) for way in (True, False))
+    assert (pushed, none) == (4, 0)
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert norms == pytest.approx(sums, rel=1e-2)
+    for master, other in zip(masters, others, strict=True):
+        assert (master - other).abs().mean() < 1e-4  # a tenth of a step
+
+
 def _rank(rank: int, ranks: int, store: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.cuda.set_device(rank)
@@ -94,6 +231,9 @@ def _rank(rank: int, ranks: int, store: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         _buffers(peers, dtype)
     _exchanges(peers, 50)
+    _pushes(peers)
+    _exchanges(peers, 50)
+    _engines()
     torch.cuda.synchronize()
     dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ import torch
 from ssscale_kernels.adamw import Segment, Settings, adamw_reference, clip_factor
 from ssscale_kernels.adamw.bounds import exact_and_bounds, share_of_bounds
 from ssscale_kernels.adamw.launch import Tiling, TritonPath
+from ssscale_kernels.sums import sum_in_order
 
 from tests.kernels.interpreted import patch_language_once
 
@@ -34,6 +35,9 @@ CASES = {
     "nan": ((65, 200), torch.float32, True, 1.0),
     "inf": ((65, 200), torch.bfloat16, True, 0.0),
 }
+
+
+PARTS = (1, 2, 3)  # tensors whose sum is a gradient
 
 
 class Guarded:
@@ -136,6 +140,39 @@ def run_far(dtype):
     }
 
 
+def spread(n, generator):
+    """Random numbers of such different sizes that their order in a sum matters, even for three in bf16."""
+    return torch.randn(n, generator=generator) * 10 ** (3 * torch.randn(n, generator=generator))
+
+
+def run_parts(parts, dtype, aligned):
+    """Whether norm and update of gradients in parts have the bits of those of their sums, which another kernel's code adds.
+
+    Every other segment's last part begins at an odd element, unless `aligned`.
+    """
+    sizes = (63, 65, 1, 130, 7, 96, 64)
+    generator, held, given, sums = torch.Generator().manual_seed(parts), [], [], []
+    for i, memory in enumerate(make(sizes, dtype, True)):
+        state = [memory[key].inside for key in Segment.TENSORS]
+        held.append([Segment(*(x.clone() for x in state), group=i % len(SETTINGS), counted=i != 1) for _ in range(2)])
+        drawn = [spread(sizes[i], generator) for _ in range(parts)]
+        found = [Guarded(x.to(dtype), aligned or i % 2 == 0 or n + 1 < parts).inside for n, x in enumerate(drawn)]
+        given += found
+        sums.append(torch.empty(sizes[i]))
+        sum_in_order(found, sums[-1])
+    kept = [x.clone() for x in given]
+    (paths, plain), result = ([TritonPath(list(s), TILING) for s in zip(*held)]), {}
+    total, expected = paths.sum_of_squares(given, parts), plain.sum_of_squares(sums)
+    result["same_norm"] = torch.equal(total, expected) and bool(total > 0)
+    _, factor = clip_factor(total, 1.0)
+    paths.update(given, SETTINGS, factor, parts)
+    plain.update(sums, SETTINGS, factor)
+    result["same_bits"] = all(torch.equal(getattr(a, key), getattr(b, key)) for a, b in held for key in Segment.TENSORS)
+    result["untouched"] = all(torch.equal(a, b) for a, b in zip(kept, given))
+    result["aligned"] = paths._options(given, parts, 1, 1, 1)["ALIGNED"]
+    return result
+
+
 def with_torch(state, gradient, settings, factor):
     """torch's fused AdamW, on the clipped gradient."""
     state = [x.clone() for x in state]
@@ -152,3 +189,7 @@ if __name__ == "__main__":
         print(json.dumps({"case": name} | run(name)), flush=True)
     for dtype in (torch.float32, torch.bfloat16):
         print(json.dumps({"case": f"far {dtype}"} | run_far(dtype)), flush=True)
+        for parts in PARTS:
+            for aligned in (True, False):
+                case = f"{parts} parts {dtype} {aligned}"
+                print(json.dumps({"case": case} | run_parts(parts, dtype, aligned)), flush=True)

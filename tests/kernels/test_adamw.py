@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, adamw_reference, clip_factor, kernels
+from ssscale_kernels.adamw import FlatAdamW, Segment, Settings, adamw_reference, clip_factor, kernels, summed
 from ssscale_kernels.adamw.bounds import exact_and_bounds, share_of_bounds
 from ssscale_kernels.adamw.launch import EXACT, Tiling
 from ssscale_kernels.adamw.settings import constants
+from ssscale_kernels.sums import sum_in_order
 from ssscale_kernels.testing import compile_for_hopper, resources
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from tests.kernels.adamw_interpreted import CASES
+from tests.kernels.adamw_interpreted import CASES, PARTS, spread
 from tests.kernels.interpreted import run_interpreted
 
 STEPS = Settings(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
@@ -53,6 +54,16 @@ def test_offsets_have_64_bits(interpreted: dict[str, dict[str, Any]], dtype: str
     found = interpreted[f"far torch.{dtype}"]
     assert found["same_bits"]
     assert found["norm_error"] < 1e-6
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parts", PARTS)
+def test_gradients_in_parts_have_the_bits_of_their_sums(
+    interpreted: dict[str, dict[str, Any]], parts: int, dtype: str, aligned: bool
+) -> None:
+    found = interpreted[f"{parts} parts torch.{dtype} {aligned}"]
+    assert found == {"same_norm": True, "same_bits": True, "untouched": True, "aligned": aligned}
 
 
 @pytest.mark.parametrize("weight_decay", [0.1, 0.0])
@@ -190,6 +201,29 @@ def test_the_path_for_cpus_follows_the_reference(dtype: torch.dtype) -> None:
     assert all(torch.equal(segment.master, old) for segment, old in zip(held, before))
 
 
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_path_for_cpus_adds_parts_in_their_order(parts: int) -> None:
+    sizes = (5, 64, 1001)
+    held, same = segments(sizes), segments(sizes)
+    generator = torch.Generator().manual_seed(0)
+    given = [spread(n, generator).bfloat16() for n in sizes for _ in range(parts)]
+    sums = [torch.empty(n) for n in sizes]
+    for i, out in enumerate(sums):
+        sum_in_order(given[i * parts : (i + 1) * parts], out)
+        assert torch.equal(summed(given[i * parts : (i + 1) * parts]), out)
+    settings = [STEPS, STEPS._replace(lr=1e-4)]
+    ours, theirs = FlatAdamW(held), FlatAdamW(same)
+    total = ours.sum_of_squares(given, parts)
+    assert torch.equal(total, theirs.sum_of_squares(sums))
+    _, factor = clip_factor(total, 1.0)
+    ours.update(given, settings, factor, parts)
+    theirs.update(sums, settings, factor)
+    for a, b in zip(held, same):
+        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in Segment.TENSORS)
+    with pytest.raises(ValueError, match=f"there are {3 * parts} gradients for 3 segments of {parts + 1} parts"):
+        ours.sum_of_squares(given, parts + 1)
+
+
 def test_bad_tensors_are_refused() -> None:
     one = torch.zeros(4)
     with pytest.raises(ValueError, match=r"rounded must be torch\.bfloat16, not torch\.float32"):
@@ -209,11 +243,11 @@ def test_bad_tensors_are_refused() -> None:
         FlatAdamW([])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "parts"), [("fp32", 1), ("bf16", 1), ("bf16", 2), ("bf16", 8)])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_the_update_compiles_for_hopper(aligned: bool, dtype: str) -> None:
+def test_the_update_compiles_for_hopper(aligned: bool, dtype: str, parts: int) -> None:
     tiling = Tiling()
-    compiled = compile_kernel("update", aligned, dtype, tiling.chunk, tiling.block, tiling.num_warps, **EXACT)
+    compiled = compile_kernel("update", aligned, dtype, parts, tiling.chunk, tiling.block, tiling.num_warps, **EXACT)
     found, ptx = resources(compiled), compiled.asm["ptx"]
     assert found.stack_bytes == found.shared_bytes == 0, (
         found
@@ -227,25 +261,26 @@ def test_the_update_compiles_for_hopper(aligned: bool, dtype: str) -> None:
     assert "cvt.rn.bf16x2.f32" in ptx or not aligned
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_norm_compiles_for_hopper(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "parts"), [("fp32", 1), ("bf16", 1), ("bf16", 2), ("bf16", 8)])
+def test_the_norm_compiles_for_hopper(dtype: str, parts: int) -> None:
     tiling = Tiling()
-    compiled = compile_kernel("squares", True, dtype, tiling.squares_chunk, tiling.squares_block, tiling.squares_warps)
+    launch = tiling.squares_chunk, tiling.squares_block, tiling.squares_warps
+    compiled = compile_kernel("squares", True, dtype, parts, *launch)
     found, ptx = resources(compiled), compiled.asm["ptx"]
     assert found.stack_bytes == 0, found
     assert found.registers <= 64, found
     assert not re.search(r"\b(atom|red)\.global", ptx)
     vectors = len(re.findall(r"\bld\.global\.v4\.b32\b", ptx))
     assert vectors > 0
-    assert vectors % {"fp32": 2, "bf16": 1}[dtype] == 0, vectors
+    assert vectors % (parts * {"fp32": 2, "bf16": 1}[dtype]) == 0, vectors
 
 
 def compile_kernel(
-    name: str, aligned: bool, dtype: str, chunk: int, block: int, num_warps: int, **options: Any
+    name: str, aligned: bool, dtype: str, parts: int, chunk: int, block: int, num_warps: int, **options: Any
 ) -> CompiledKernel:
     kernel = getattr(kernels, f"{name}_kernel")
     gradient = {"fp32": tl.float32, "bf16": tl.bfloat16}[dtype]
-    constants = {"GRADIENT": gradient, "ALIGNED": aligned, "CHUNK": chunk, "BLOCK": block}
+    constants = {"GRADIENT": gradient, "PARTS": parts, "ALIGNED": aligned, "CHUNK": chunk, "BLOCK": block}
     types = {argument: TYPES[argument] for argument in kernel.arg_names if argument not in constants}
     return compile_for_hopper(kernel, types, constants, num_warps=num_warps, **options)
 
