@@ -30,10 +30,18 @@ def owned(bucket: list[Tensor], rank: int, ranks: int) -> Tensor:
     return whole[rank * partition : (rank + 1) * partition]
 
 
-def found_in(direct: DirectGradients, bucket: int) -> list[Tensor]:
-    """By rank, what has come of a bucket's gradients, [n]."""
-    pieces = [direct.own_parts(i, j) for i, j in sorted(direct.own) if i == bucket]
-    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+def parts_of(direct: DirectGradients) -> list[list[list[Tensor]]]:
+    """By bucket, weight and rank, what this rank owns of the gradients."""
+    return [[direct.own_parts(i, j) for i, j in sorted(direct.own) if i == bucket] for bucket in range(len(WEIGHTS))]
+
+
+def check_parts(found: list[list[list[Tensor]]], step: int, rank: int, ranks: int) -> None:
+    """Compares `parts_of` with what the ranks have sent."""
+    for bucket, weights in enumerate(found):
+        for sender in range(ranks):
+            expected = owned(gradients_of(step, sender)[bucket], rank, ranks)
+            values = torch.cat([expected[:0], *(parts[sender] for parts in weights)])
+            assert torch.equal(values, expected), f"step {step}, bucket {bucket}, from rank {sender}"
 
 
 def push(let_go: bool) -> str:
@@ -54,9 +62,6 @@ def push(let_go: bool) -> str:
             except AssertionError as error:
                 return "let go" if "let go before" in str(error) else str(error)
         direct.finish()
-        for bucket in range(len(WEIGHTS)):
-            for rank, values in enumerate(found_in(direct, bucket)):
-                every = gradients_of(step, rank)[bucket]
-                assert torch.equal(values, owned(every, peers.rank, peers.ranks)), (step, bucket, rank)
+        check_parts(parts_of(direct), step, peers.rank, peers.ranks)
         direct.clear()
     return "good"

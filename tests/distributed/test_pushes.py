@@ -4,6 +4,9 @@ tests/gpu/test_copies.py has GPUs, and tests/distributed/test_overlap.py whole t
 """
 
 import random
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,34 +15,33 @@ import torch
 from ssscale.config import load_config
 from ssscale.engine.direct import DirectGradients, cut
 from ssscale.model.flops import count_parameters
-from ssscale.parallel.copies import part
+from ssscale.parallel.copies import Peers, part
 from ssscale.train.estimate import COPY_SLOTS, memory_per_gpu
-from tests.distributed.push_jobs import WEIGHTS, found_in, gradients_of, layout, owned
-from tests.distributed.threads import Memory, Thread, on_threads
+from tests.distributed.push_jobs import check_parts, gradients_of, layout, parts_of
+from tests.distributed.threads import Lagging, Memory, Streams, Thread, on_threads
 from tests.pool import Pool
 
 STEPS = 12
 
 
-def exchange(peers: Thread, gather: bool = True) -> None:
-    """Steps with gradients in another order on each rank. gather: whether weights are gathered after each."""
+def exchange(peers: Lagging, gather: bool = True) -> None:
+    """Steps with gradients in another order on each rank, which waits for nothing. gather: whether each step ends with one."""
     direct, chance = DirectGradients(peers, *layout(peers.ranks)), random.Random(peers.rank)
-    weights = torch.zeros(4 * peers.ranks)
+    weights, compute = torch.zeros(4 * peers.ranks), partial(peers.driver.launch, 0)
     for step in range(STEPS):
-        order = [(i, j) for i, sizes in enumerate(WEIGHTS) for j in range(len(sizes))]
+        values = gradients_of(step, peers.rank)
+        made = {(i, j): torch.full_like(x, torch.nan) for i, bucket in enumerate(values) for j, x in enumerate(bucket)}
+        order = list(made)
         chance.shuffle(order)
-        mine = gradients_of(step, peers.rank)
         for i, j in order:
-            direct.keep(i, j, mine[i][j])
+            compute(made[i, j].copy_, values[i][j])
+            direct.keep(i, j, made[i, j])
             direct.push(i, j)
         direct.finish()
-        for bucket in range(len(WEIGHTS)):
-            every = [owned(gradients_of(step, rank)[bucket], peers.rank, peers.ranks) for rank in range(peers.ranks)]
-            assert len(found_in(direct, bucket)) in (0, peers.ranks)
-            for rank, values in enumerate(found_in(direct, bucket)):
-                assert torch.equal(values, every[rank]), f"step {step}, bucket {bucket}, from rank {rank}"
+        compute(check_parts, parts_of(direct), step, peers.rank, peers.ranks)
         direct.clear()
-        assert not direct.gradients
+        for gradient in made.values():
+            compute(gradient.fill_, torch.nan)  # its memory is used again
         if gather:
             peers.start_filling(weights, part(weights, peers.rank, peers.ranks))
     direct.close()
@@ -47,20 +49,24 @@ def exchange(peers: Thread, gather: bool = True) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_rank_gets_its_pieces_of_all_gradients(ranks: int) -> None:
-    on_threads(ranks, exchange)
+    on_threads(ranks, exchange, Lagging)
 
 
-def test_gathers_keep_the_memory_until_it_has_been_read() -> None:
-    """Without them, a rank overwrites what another one still reads."""
-    with patch.object(Memory, "patience", 2.0), pytest.raises(AssertionError, match=r"from rank|never set"):
-        on_threads(3, lambda peers: exchange(peers, gather=False))
+def nothing(*_: Any) -> None: ...
 
 
-def test_ranks_wait_for_the_flags_of_all_others() -> None:
-    def no_wait(self: Memory, stream: int, flag: int, value: int, _: int) -> None: ...
-
-    with patch.object(Memory, "wait_for_flag", no_wait), pytest.raises(AssertionError, match="from rank"):
-        on_threads(3, exchange)
+@pytest.mark.parametrize("left_out", ["gather", "wait_for_flag", "wait_for", "begin"])
+def test_a_wait_that_is_left_out_is_noticed(left_out: str) -> None:
+    """A rank would read too early, or overwrite what another one, or its own copy engine, still reads."""
+    planted = {
+        "wait_for_flag": patch.object(Memory, "wait_for_flag", nothing),
+        "wait_for": patch.object(Streams, "_await", nothing),
+        "begin": patch.object(Peers, "begin", lambda _: 0),
+        "gather": nullcontext(),
+    }[left_out]
+    slow = patch.object(Memory, "patience", 2.0)
+    with slow, planted, pytest.raises(AssertionError, match=r"from rank|never"):
+        on_threads(3, partial(exchange, gather=left_out != "gather"), Lagging)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])

@@ -1,6 +1,7 @@
 """Threads in place of GPUs, for tests of the exchanges by copy engines.
 
-The commands of a stream run at once here, in the thread of their rank.
+The commands of a stream run at once, in the thread of their rank (`Thread`), or in the order of their stream, some time
+after the rank has launched them, in a thread of the stream (`Lagging`).
 """
 
 import ctypes
@@ -8,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from ssscale.parallel import copies
 from ssscale.parallel.copies import Peers
+
+SIDE = 1  # the stream of exchanges
 
 
 class Memory:
@@ -49,6 +52,43 @@ class Memory:
     def record(self, *_: int) -> None: ...
 
     def wait_for(self, *_: int) -> None: ...
+
+
+class Streams(Memory):
+    """The same, with two streams: 0, in which the rank computes, and SIDE. A wait for an event waits for its last record."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.queues = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
+        self.launched: list[Future[Any]] = []
+        self.events: dict[int, threading.Event] = {}
+
+    def launch(self, stream: int, command: Callable[..., Any], *arguments: Any) -> None:
+        self.launched.append(self.queues[stream].submit(command, *arguments))
+
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
+        self.launch(stream, super().copy, to, source, size, stream)
+
+    def set_flag(self, stream: int, *more: int) -> None:
+        self.launch(stream, super().set_flag, stream, *more)
+
+    def wait_for_flag(self, stream: int, *more: int) -> None:
+        self.launch(stream, super().wait_for_flag, stream, *more)
+
+    def record(self, event: int, stream: int) -> None:
+        self.events[event] = threading.Event()
+        self.launch(stream, self.events[event].set)
+
+    def wait_for(self, stream: int, event: int, _: int) -> None:
+        self.launch(stream, self._await, self.events[event])
+
+    def _await(self, event: threading.Event) -> None:
+        assert event.wait(self.patience), "the event was never recorded"
+
+    def synchronize(self) -> None:
+        for command in self.launched:
+            command.result()
+        self.launched = []
 
 
 class Place:
@@ -92,7 +132,36 @@ class Thread(Peers):
         return None
 
 
-def on_threads(ranks: int, work: Callable[[Thread], Any]) -> list[Any]:
+class Lagging(Thread):
+    driver: Streams
+
+    def __init__(self, place: Place, rank: int) -> None:
+        super().__init__(place, rank)
+        self.side = SIDE
+
+    def _prepare(self) -> Any:
+        events = [SimpleNamespace(cuda_event=number) for number in range(1 + copies.SLOTS)]
+        return Streams(random.Random(self.rank)), None, events
+
+    def meet(self) -> None:
+        self.driver.synchronize()
+        super().meet()
+
+
+def on_threads(ranks: int, work: Callable[[Any], Any], kind: type[Thread] = Thread) -> list[Any]:
+    """Returns the results by rank. Raises what the first rank raised that did not fail because of another one."""
     place = Place(ranks)
+
+    def run(rank: int) -> Any:
+        try:
+            return work(kind(place, rank))
+        except Exception:
+            place.barrier.abort()
+            raise
+
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: work(Thread(place, rank)), range(ranks)))
+        done = [pool.submit(run, rank) for rank in range(ranks)]
+    for error in (rank.exception() for rank in done):
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [rank.result() for rank in done]
