@@ -176,17 +176,19 @@ def dkv_kernel(
     )  # fmt: skip
     keys = (t, offset + base * ROWS, q_len - base * ROWS, k_len, logit_scale)
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
-    dk, dv = _dkv_rows(
+    dk, dv, visited = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
         num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
-    _store((dk_ptr + out, dv_ptr + out), (dk * scale, dv * dv_scale), in_keys, ADD)
+    _store((dk_ptr + out, dv_ptr + out), (dk * scale, dv * dv_scale), in_keys, visited, ADD)
 
 
 @triton.jit
-def _store(pointers, tiles, mask, ADD: tl.constexpr):
-    """Stores tiles, or adds them to what the pointers point to."""
+def _store(pointers, tiles, mask, visited, ADD: tl.constexpr):
+    """Stores tiles, or adds them to what the pointers point to, unless they are zero because nothing was `visited`."""
+    if ADD:
+        mask = mask & (visited > 0)
     for i in tl.static_range(len(tiles)):
         x = tiles[i]
         if ADD:
@@ -200,7 +202,10 @@ def _dkv_rows(
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Walks the row blocks that see a key tile, for all heads of its group. Returns dk and dv."""
+    """Walks the row blocks that see a key tile, for all heads of its group.
+
+    Returns dk, dv, and 0 if they are zero because no row block has any stick left at the tile.
+    """
     zeros = tl.zeros([BH, KEYS] if KEYS == 32 else [KEYS, BH], tl.float32)
     state = (zeros, zeros)
     runs, num_exact = blocks.list_runs(
@@ -235,4 +240,4 @@ def _dkv_rows(
     if KEYS == 32:
         dk = tl.trans(dk)
         dv = tl.trans(dv)
-    return dk, dv
+    return dk, dv, runs + num_exact + (whole_from - first)

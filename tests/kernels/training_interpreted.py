@@ -57,6 +57,8 @@ CASES = {
     "scaled slices": Case([1, 0, 200], "low", heads=(2, 1), scaled=True, rest=False, scratch=16),
     # u = 2^z is infinite, and zero for the next key.
     "infinite": Case([140], "infinite"),
+    # Nothing is left of the sticks of the later slices at the first tiles.
+    "spent slices": Case([200], "steady", scratch=8),
 }
 GROUPS = {
     "layouts": list(CASES)[:8],
