@@ -132,8 +132,11 @@ def kernels() -> list[Job]:
         Job(
             "tests",
             "tests of GPUs",
-            ("python -m pytest -q -n 8 -m gpu -p no:cacheprovider tests/gpu tests/kernels",),
-            5.0,
+            all_of(
+                "OMP_NUM_THREADS=1 python -m pytest -q -n 8 -m gpu -p no:cacheprovider tests/kernels",
+                "python -m pytest -q -m gpu -p no:cacheprovider tests/gpu",
+            ),
+            6.0,
             gib=40.0,
         ),
     ]

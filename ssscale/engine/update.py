@@ -148,7 +148,8 @@ class OnePassUpdate:
         adamw.update(gradients, self._settings(), factor, parts)
         self._gather()
         counters = [optimizer.state[flat]["step"] for flat in optimizer.fp32_groups_flat_partition]
-        torch._foreach_add_(counters, norm.isfinite().to(counters[0].dtype))
+        # A list of terms: a single one would be read by the host, as the number that this function also takes.
+        torch._foreach_add_(counters, [norm.isfinite().to(counters[0].dtype)] * len(counters))
 
     def read(self) -> tuple[float, Tensor]:
         """Waits until the norm of the last step is known. Returns it and `told`, on the CPU.

@@ -75,6 +75,18 @@ def test_updates_are_those_of_deepspeeds_step(groups: Groups, counts: tuple[int,
     assert all((flat.untyped_storage().nbytes() > 0) == (counts[-1] > 1) for flat in sums)
 
 
+def test_launching_a_step_does_not_wait_for_the_gpu(groups: Groups) -> None:
+    found = Trained(groups, True, (1, 1))
+    tokens = torch.arange(sum(LENGTHS), device=groups.device)
+    found.engine.forward_backward(tokens, PackedLayout.from_lengths(LENGTHS).to(groups.device), tokens, sum(LENGTHS))
+    assert found.engine.update is not None
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found.engine.update.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_step_with_nan_changes_nothing(groups: Groups) -> None:
     found = Trained(groups, True, (1, 1, 2, 1), broken=2)
     assert found.skipped == [False, False, True, False]

@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from ssscale_kernels.adamw import FlatAdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssscale.config import load_config
+from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.optim.adamw import AdamW
 from ssscale.optim.base import Optimizer, in_one_pass
@@ -76,6 +80,32 @@ def test_nan_on_one_rank_skips_the_step_on_all(pool2: Pool, microbatches: tuple[
         assert_same(before, after)
         assert before["norms"][1] == after["norms"][1] == torch.inf
         assert after["norms"][2] < torch.inf
+
+
+class Reads(TorchDispatchMode):
+    """Counts the tensors that the host reads as numbers. On a GPU, it waits for all that was launched before."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_launches_a_step_without_reading_anything(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["config=tiny_ssmax", "train.batch_size=1", "train.microbatch=1", "train.precision=bf16"])
+    decoder = Decoder(config.model, groups, 64, dtype=torch.bfloat16)
+    engine = DeepSpeedEngine(decoder, config, groups)
+    engine.set_batch_size(1, 1)
+    tokens, layout = torch.arange(64), PackedLayout.from_lengths([64])
+    assert engine.update is not None
+    engine.forward_backward(tokens, layout, tokens.roll(-1), 64)
+    engine.step(LR)  # the first step reads how many there were before
+    engine.forward_backward(tokens, layout, tokens.roll(-1), 64)
+    monkeypatch.setattr(FlatAdamW, "update", lambda *_: None)  # reads the factor on a CPU
+    with Reads() as reads:
+        engine.update.step()
+    assert reads.count == 0
 
 
 @pytest.mark.parametrize("microbatch", [4, 2])
