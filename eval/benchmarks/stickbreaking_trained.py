@@ -5,7 +5,8 @@
 RUN is the folder of a run of launch/pretrain.py with `model.mixers=[stickbreaking]`. DATA is a packed data folder.
 Its validation rows are joined to sequences of each length, and each sequence is read as one document. One forward and
 one backward pass collect q, k, v and dO of all layers. Then each layer is timed separately, and softmax attention on
-the same tensors. At the end, decoded texts are compared with full passes.
+the same tensors. Blocks that leave the range of the fast algebra are counted (stickbreaking_range.py). At the end, decoded
+texts are compared with full passes.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softplus
 
+from eval.benchmarks.stickbreaking_range import BITS, blocks_beyond
 from eval.checkpoint.command import sentences
 from ssscale.config.choices import Precision
 from ssscale.data.stream import PackedData
@@ -235,6 +237,9 @@ def report(model: Decoder, tokens: Tensor, length: int) -> None:
     live = statistics.mean(tiles.live for tiles, _ in rows)
     sums = {name: (sum(t[name][0] for _, t in rows), sum(t[name][1] for _, t in rows)) for name in rows[0][1]}
     _print_row("all", live, sums)
+    print(f"share of row blocks in which 16 keys spend more than {' / '.join(map(str, BITS))} bits:")
+    for number, (q, k, *_) in enumerate(layers):
+        print(f"layer {number}: {blocks_beyond(q, k, length, scale)}", flush=True)
     for which, bound in enumerate(FAINT):
         shares = ", ".join(f"{tiles.faint[which]:.2f}" for tiles, _ in rows)
         print(f"share of live tiles in which no row spends more than {bound:.1e}, by layer: {shares}")
