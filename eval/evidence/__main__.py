@@ -6,7 +6,8 @@
 
 A job is one figure or table: `--print` shows the jobs with their commands and minutes, `--plan` when each would begin and
 end on so many H200s. Without names, all of them run. The first one that fits into the free GPUs and the time left starts
-next; behind one that needs more GPUs than are free, all wait.
+next; behind one that needs more GPUs than are free, all wait. A job that keeps the CPU's cores busy, and one whose time
+depends on the host, do not run beside each other.
 TEXT is a folder with train.NAME.jsonl.zst, valid.NAME.jsonl.zst and tokenizer.json. Jobs whose time is a result have a
 GPU alone, others share one. No job starts that would end after --minutes.
 

@@ -22,7 +22,7 @@ class Job:
 
     page: what it supports. minutes: on one H200, the start included. gpus: 0 for a job of the CPU.
     gib: memory, for a job that may share its GPU; None for a job whose time is a result, which has its GPU alone.
-    after: jobs that must have ended well before.
+    after: jobs that must have ended well before. busy: whether it keeps most cores of the machine busy.
     """
 
     name: str
@@ -32,6 +32,12 @@ class Job:
     gpus: int = 1
     gib: float | None = None
     after: tuple[str, ...] = ()
+    busy: bool = False
+
+    @property
+    def needs_the_host(self) -> bool:
+        """Whether its result is a time that depends on the host: beside busy jobs, 1b trained at 0.7 of its speed."""
+        return self.gib is None and self.gpus > 0 and not self.busy
 
 
 def pack(name: str, length: int, sources: tuple[str, ...]) -> Job:
@@ -41,7 +47,7 @@ def pack(name: str, length: int, sources: tuple[str, ...]) -> Job:
         for source in sources
     )
     command = f'python -m data_prep pack --out "$WORK/{name}" --tokenizer "$TEXT/tokenizer.json" --length {length} '
-    return Job(name, "data", (f"{command}--valid-fraction 0 {files}",), 0.5, gpus=0)
+    return Job(name, "data", (f"{command}--valid-fraction 0 {files}",), 0.5, gpus=0, busy=True)
 
 
 def run_file(config: str, steps: int, minutes: float, data: str = "rows4096", suffix: str = "") -> Job:
@@ -96,7 +102,7 @@ def pack_all(name: str, length: int) -> Job:
         'sources+=(--source "$name=$file" --source "$name=$TEXT/valid.$name.jsonl.zst:valid"); done'
     )
     command = f'python -m data_prep pack --out "$WORK/{name}" --tokenizer "$TEXT/tokenizer.json" --length {length} '
-    return Job(name, "data", (sources, command + '--valid-fraction 0 "${sources[@]}"'), 1.0, gpus=0)
+    return Job(name, "data", (sources, command + '--valid-fraction 0 "${sources[@]}"'), 1.0, gpus=0, busy=True)
 
 
 def recipe() -> list[Job]:
@@ -119,8 +125,8 @@ def kernels() -> list[Job]:
     module = "python -m ssscale_kernels."
     paged = f'{module}stickbreaking.paged_benchmark --candidates --workers 20 --out "$HERE/paged.json"'
     return [
-        Job("kernels", "stick-breaking", (f'{module}stickbreaking.measure "$HERE" --workers 20',), 2.8),
-        Job("paged", "docs/results/attention_speed.md", (paged,), 1.0),
+        Job("kernels", "stick-breaking", (f'{module}stickbreaking.measure "$HERE" --workers 20',), 2.8, busy=True),
+        Job("paged", "docs/results/attention_speed.md", (paged,), 1.0, busy=True),
         Job("adamw", "AdamW", (f'{module}adamw.benchmark --tilings | tee "$HERE/adamw.txt"',), 0.8),
         Job(
             "fuzz",
@@ -128,6 +134,7 @@ def kernels() -> list[Job]:
             (f'{module}stickbreaking.fuzz --cases 10000 | tee "$HERE/fuzz.txt"',),
             4.0,
             gib=20.0,
+            busy=True,
         ),
         Job(
             "tests",

@@ -29,18 +29,26 @@ def next_place(
     """Returns the first job that can start now, or None.
 
     gpus: GiB of memory by name. ended: whether it ended well, by the name of a job. seconds: how much time is left. No job
-    starts that would take longer. Jobs behind one that waits for several GPUs wait as well, so that these become free.
+    starts that would take longer. Jobs behind one that waits for several GPUs wait as well, so that these become free. Busy
+    jobs and those that need the host wait for each other to end.
     """
+    others = [place.job for place in running]
+    held = any(other.needs_the_host for other in others)  # whether busy jobs wait
     for job in jobs:
         if job.name in ended or any(place.job is job for place in running):
             continue
         if not all(ended.get(name, False) for name in job.after) or 60 * job.minutes > seconds:
             continue
-        if job.gpus > 1 and running:
-            return None
+        if job.busy and held:
+            continue
+        if job.needs_the_host and any(other.busy for other in others):
+            held = True
+            continue
         found = room(job, gpus, running)
         if found is not None:
             return Place(job, found)
+        if job.gpus > 1:
+            return None
     return None
 
 

@@ -25,8 +25,8 @@ NOTE = (
 GPT2 = 50257  # entries of the tokenizer of TEXT
 
 
-def job(name, gpus=1, gib=None, after=(), commands=(NOTE,), minutes=0.01):
-    return Job(name, "a page", tuple(commands), minutes, gpus, gib, tuple(after))
+def job(name, gpus=1, gib=None, after=(), commands=(NOTE,), minutes=0.01, busy=False):
+    return Job(name, "a page", tuple(commands), minutes, gpus, gib, tuple(after), busy)
 
 
 def run(tmp_path, some, gpus=("4", "6"), seconds=float("inf")):
@@ -100,6 +100,26 @@ def test_the_plan_is_what_the_lanes_do():
         "both": (13, 14, ("4", "6")),
     }
     assert left == ["late"]
+
+
+def test_busy_jobs_do_not_run_beside_those_that_need_the_host():
+    some = [
+        job("data", gpus=0, minutes=1.0, busy=True),
+        job("time", minutes=3.0),
+        job("two", gpus=2, minutes=5.0, after=["data"]),
+        job("tests", gib=40.0, minutes=2.0),
+        job("fuzz", gib=40.0, minutes=2.0, busy=True),
+    ]
+    found, left = simulate(some, dict.fromkeys("0123", 100.0), 60 * 20.0)
+    times = {place.job.name: (begin / 60, end / 60, place.gpus) for begin, end, place in found}
+    assert not left
+    assert times == {
+        "data": (0, 1, ()),
+        "tests": (0, 2, ("0",)),
+        "time": (1, 4, ("1",)),
+        "two": (1, 6, ("2", "3")),
+        "fuzz": (6, 8, ("0",)),
+    }
 
 
 def test_small_files_are_packed_and_models_are_not(tmp_path):
