@@ -268,7 +268,8 @@ def test_the_norm_compiles_for_hopper(dtype: str, parts: int) -> None:
     compiled = compile_kernel("squares", True, dtype, parts, *launch)
     found, ptx = resources(compiled), compiled.asm["ptx"]
     assert found.stack_bytes == 0, found
-    assert found.registers <= 64, found
+    # Eight parts have eight loads of 16 bytes in flight: 54 registers by Triton 3.7.1 and 81 by 3.6.0.
+    assert found.registers <= (64 if parts < 8 else 96), found
     assert not re.search(r"\b(atom|red)\.global", ptx)
     vectors = len(re.findall(r"\bld\.global\.v4\.b32\b", ptx))
     assert vectors > 0
