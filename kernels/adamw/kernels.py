@@ -33,7 +33,8 @@ def _pointer(table_ptr, segment, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _joined(pointers, pointer):
-    return pointers + (pointer,)  # noqa: RUF005  Triton has no *pointers
+    last = (pointer,)
+    return pointers + last
 
 
 @triton.jit

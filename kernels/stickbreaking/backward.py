@@ -91,7 +91,7 @@ def _scratch(
     rows, key_block, dkv_rows = config.dq.row_block, config.dq.key_block, config.dkv.row_block
     num_tiles = cdiv(max(1, min(max_keys, num_keys)), key_block)
     num_slots = num_tokens // rows + num_sequences
-    if 8 * num_tiles > per_row:
+    if 8 * num_tiles > per_row:  # several slices, whose float32 sums count, but leave a quarter of the bound to scratch
         per_row = max(per_row // 4, per_row - 8 * k.numel() // (num_tokens * num_heads))
     slice_slots = min(num_slots, max(1, num_slots * per_row // (8 * num_tiles)))
     sums = q.new_empty((num_heads, num_tiles, 2, slice_slots * rows), dtype=torch.float32)

@@ -155,7 +155,7 @@ def on_threads(ranks: int, work: Callable[[Any], Any], kind: type[Thread] = Thre
     def run(rank: int) -> Any:
         try:
             return work(kind(place, rank))
-        except Exception:
+        except Exception:  # of any kind: the other threads would wait at the barrier for this one
             place.barrier.abort()
             raise
 
