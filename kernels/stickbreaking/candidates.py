@@ -128,7 +128,7 @@ def backward_call(
     """Returns a backward call. saved: what forward returned after log_rest."""
     batch, _, length, head_dim = shape
     cu, (q, k, v, grad) = starts(batch, length), inputs
-    sizes = (length, length, head_dim**-0.5)
+    sizes = (length, length, head_dim**-0.5, SKIP)
     return partial(module.backward, grad, None, q, k, v, cu, cu, None, *saved, *sizes, **options)
 
 

@@ -57,7 +57,7 @@ def _add_products(
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
     q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks first … last − 1 of one head to state: dk and dv [KEYS, BH], or [BH, 32]."""
     dk, dv = state
@@ -82,9 +82,10 @@ def _dkv_run(
         scratch = head * scratch_head + first64
         carry = tl.load(carry_ptr + scratch + row, mask=row_ok, other=-1e30)
         behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
-        z = tile.dot(q, tl.trans(k)) * logit_scale
+        products = tile.dot(q, tl.trans(k))
+        scale = tile.scale_of_live(tile.per_row(carry > -1e29), logit_scale, SKIPS)
         position = tl.minimum(offset + first_row + row, num_keys)
-        u, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
+        u, t_, w, after, spent = tile.spend(products, scale, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)
         dk, dv = _add_products(
             dk, dv, q, do, do_rows, in_rows, v, u, t_, w, after, carry[:, None] - nearer, behind,
@@ -128,7 +129,7 @@ def dkv_kernel(
     num_key_slots, num_stop_slots, num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, ROW_STRIDE: tl.constexpr, EARLY: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, ROW_STRIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
@@ -178,7 +179,7 @@ def dkv_kernel(
     list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     dk, dv, visited = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
-        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS,
+        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store((dk_ptr + out, dv_ptr + out), (dk * scale, dv * dv_scale), in_keys, visited, ADD)
@@ -200,7 +201,7 @@ def _store(pointers, tiles, mask, visited, ADD: tl.constexpr):
 def _dkv_rows(
     rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group.
 
@@ -218,7 +219,7 @@ def _dkv_rows(
             num_exact += exact.to(tl.int32)
             end_of_run = block - base + ((stop <= keys[0]) & (exact == 0)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS
+                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
             )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -226,7 +227,7 @@ def _dkv_rows(
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         state = _dkv_run(
-            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS
+            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
         )  # fmt: skip
     exact_end = tl.where(num_exact > 0, end, first)
     for i in range(KV_GROUP):
@@ -234,7 +235,7 @@ def _dkv_rows(
             stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             end_of_run = block - base + ((stop <= keys[0]) & exact).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS
+                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
             )  # fmt: skip
     dk, dv = state
     if KEYS == 32:

@@ -15,7 +15,7 @@ from .settings import COUNTS
 def _dq_tiles(
     state, first, last, row_tile, q, do, source, scratch_ptr, scratch_rows, position, num_keys, logit_scale, shift, dz_scale,
     MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr,
+    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Processes the tiles first … last − 1. state: dq [ROWS, BH]; carry and behind [ROWS, 4]."""
     dq, carry, behind = state
@@ -26,20 +26,25 @@ def _dq_tiles(
     for t in tl.range(first, last, num_stages=1 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1):
         key = blocks.each_round(column_key, t, H)
         k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, KEYS, H, BH)
-        z = tile.dot(q, tl.trans(k)) * logit_scale
-        u, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
+        live = t >= row_tile
+        scale = tile.scale_of_live(live, logit_scale, SKIPS)
+        products = tile.dot(q, tl.trans(k))
+        u, t_, w, after, spent = tile.spend(products, scale, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, total = tile.lane_sums(spent, True)
         carry += tl.where(t > row_tile, total, 0.0)
-        entering = tl.where(t < row_tile, -1e30, carry.to(tl.float32))
+        entering = tl.where(live, carry.to(tl.float32), -1e30)
+        farther = behind
+        if SKIPS and HAS_REST:
+            farther = tl.where(live, behind, 0.0)
         if HALF:
             entering += shift
         # Two lanes of a row store the carry, and two the sum, from the threads that hold them.
         scratch = scratch_ptr + tl.full([], 2, tl.int64) * scratch_rows * t + (local + lane % 2 * scratch_rows)
-        tile.store_in_place(scratch, tl.where(lane % 2 == 0, entering, behind))
+        tile.store_in_place(scratch, tl.where(lane % 2 == 0, entering, farther))
         p = tile.factors(w, after, entering - nearer, dz_scale if HALF else None, EXACT, k.dtype == tl.float32)
         d = tile.dot(do, tl.trans(v))
         da = tile.take_apart(d, ROWS)
-        dz, total_gradient = tile.logit_gradients(u, t_, w, p, da, behind, EXACT)
+        dz, total_gradient = tile.logit_gradients(u, t_, w, p, da, farther, EXACT)
         behind += total_gradient
         dq = tile.multiply(tile.put_together(dz, ROWS), k, dq, False, PARTS)
     return dq, carry, behind
@@ -71,7 +76,8 @@ def dq_kernel(
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
     scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
@@ -116,9 +122,9 @@ def dq_kernel(
     )  # fmt: skip
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
     exact_from = tl.where(exact, stop, seen)
-    state = _dq_tiles(state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS)
-    state = _dq_tiles(state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS)
-    dq, _, behind = _dq_tiles(state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS)
+    state = _dq_tiles(state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST)
+    state = _dq_tiles(state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST)
+    dq, _, behind = _dq_tiles(state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST)
     tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
     if HALF:
         behind *= tl.exp2(-dz_shift)

@@ -33,7 +33,7 @@ def forward_config(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Config
 def walk_tiles(
     state, q, source, first, count, position, num_keys, logit_scale, floor,
     MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Processes `count` tiles from tile `first` on, toward lower indices.
 
@@ -53,8 +53,9 @@ def walk_tiles(
         row_carry = tl.where(alive, carry, row_carry)
         row_tile = tl.where(alive, t, row_tile)
         k, v = blocks.load_tiles(source, t, column_key, num_keys, dims, MASKED, KEYS, H, BH)
-        z = blocks.products(q, k, source, t, column_key, num_keys, KEYS, H, BH) * logit_scale
-        _, t_, w, after, spent = tile.spend(z, position - t * KEYS, MASKED, EXACT, ROWS)
+        products = blocks.products(q, k, source, t, column_key, num_keys, KEYS, H, BH)
+        scale = tile.scale_of_live(alive, logit_scale, SKIPS)
+        _, t_, w, after, spent = tile.spend(products, scale, position - t * KEYS, MASKED, EXACT, ROWS)
         worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
         nearer, total = tile.lane_sums(spent, True)
         rest = carry.to(tl.float32) - nearer
@@ -85,7 +86,7 @@ def fullest_stick(carry, worst, EXACT: tl.constexpr):
 def walk_rows(
     entering, q, source, position, whole, seen, end, num_keys, logit_scale, threshold, first_chunk,
     chunk, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Walks the tiles seen − 1 to `end` of one row block. Returns the state of `walk_tiles`, the last tile that was visited,
     and whether the fast algebra did not hold.
@@ -101,7 +102,7 @@ def walk_rows(
     if not EXACT:
         state = walk_tiles(
             state, q, source, t, seen - whole, position, num_keys, logit_scale, floor,
-            True, False, ROWS, KEYS, H, BH, HALF, PARTS,
+            True, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
         )  # fmt: skip
         t = whole - 1
         fullest = fullest_stick(state[1], state[4], False)
@@ -113,7 +114,7 @@ def walk_rows(
         count = tl.minimum(t + 1 - end, ahead)
         state = walk_tiles(
             state, q, source, t, count, position, num_keys, logit_scale, floor,
-            EXACT, EXACT, ROWS, KEYS, H, BH, HALF, PARTS,
+            EXACT, EXACT, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
         )  # fmt: skip
         t -= count
         left = fullest_stick(state[1], state[4], EXACT)
@@ -152,7 +153,7 @@ def forward_kernel(
     num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
     sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     places = tl.cdiv(num_slots, num_sequences) * num_sequences
@@ -191,10 +192,10 @@ def forward_kernel(
         o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
         num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
     )  # fmt: skip
-    state, stop, exact = walk_rows(*walk, False, ROWS, KEYS, H, BH, HALF, PARTS)
+    state, stop, exact = walk_rows(*walk, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
     save_rows(state, stop, exact, *save, ROWS, H, BH)
     if exact:
-        state, stop, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, HALF, PARTS)
+        state, stop, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
         save_rows(state, stop, exact, *save, ROWS, H, BH)
 
 
@@ -206,7 +207,7 @@ def parts(q: Tensor, convert: bool) -> int:
     return 2 if q.dtype == torch.float16 and not convert else 1
 
 
-def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str, int | bool]:
+def constants(q: Tensor, config: Config, group: int, convert: bool, skip_below: float) -> dict[str, int | bool]:
     """Returns the compile-time constants that all kernels share."""
     head_dim = q.shape[2]
     return {
@@ -217,6 +218,7 @@ def constants(q: Tensor, config: Config, group: int, convert: bool) -> dict[str,
         "KV_GROUP": group,
         "HALF": convert,
         "PARTS": parts(q, convert),
+        "SKIPS": skip_below > 0,
     }
 
 
@@ -260,7 +262,7 @@ def forward(
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),
     )  # fmt: skip
-    all_constants = constants(q, config, group, convert) | launch(config)
+    all_constants = constants(q, config, group, convert, skip_below) | launch(config)
     all_constants |= {"HAS_OFFSET": q_offsets is not None, "HAS_REST": log_rest_in is not None}
     programs = cdiv(num_slots, num_sequences) * num_sequences * num_heads
     launch_kernel(forward_kernel, programs, tensors, numbers, all_constants, follows=convert)

@@ -117,6 +117,7 @@ def backward_op(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    skip_below: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
     return torch_path.backward(grad_o, grad_log_rest, q, k, v, log_rest_in, *layout, scale)
@@ -162,11 +163,11 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, max_seqlen_q,
 @torch.library.impl(_direct, "backward", "CUDA")
 def triton_backward(  # type: ignore[no-untyped-def]
     grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, log_rest_in, row_carry, row_tile, block_stop,
-    maxima, max_seqlen_q, max_seqlen_k, scale,
+    maxima, max_seqlen_q, max_seqlen_k, scale, skip_below,
 ):  # fmt: skip
     arguments = (
         grad_o, grad_log_rest, q, k, v, cu_seqlens_q, cu_seqlens_k, q_offsets, row_carry, row_tile, block_stop, maxima,
-        max_seqlen_q, max_seqlen_k, scale,
+        max_seqlen_q, max_seqlen_k, scale, skip_below,
     )  # fmt: skip
     if q.dtype == torch.float32 and q.shape[2] > MAX_FLOAT32_DIM:
         layout = _host_layout(q, k, cu_seqlens_q, cu_seqlens_k, q_offsets)
@@ -204,7 +205,7 @@ def _(grad_o, grad_log_rest, q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, cu_q, cu_k, q_offsets, log_rest_in, ctx.max_q, ctx.max_k, ctx.scale, _ = inputs
+    q, k, v, cu_q, cu_k, q_offsets, log_rest_in, ctx.max_q, ctx.max_k, ctx.scale, ctx.skip_below = inputs
     _, _, *aux = output
     # An unused log_rest has no gradient. By default, autograd would pass a tensor of zeros, which would have to be
     # read.
@@ -216,7 +217,7 @@ def _backward(ctx, grad_o, grad_log_rest, *_unused):  # type: ignore[no-untyped-
     q, *rest = ctx.saved_tensors
     if grad_o is None:
         grad_o = torch.zeros_like(q)
-    dq, dk, dv, d_entering = backward_op(grad_o, grad_log_rest, q, *rest, ctx.max_q, ctx.max_k, ctx.scale)
+    dq, dk, dv, d_entering = backward_op(grad_o, grad_log_rest, q, *rest, ctx.max_q, ctx.max_k, ctx.scale, ctx.skip_below)
     log_rest_in = rest[5]
     d_log_rest_in = None if log_rest_in is None else d_entering.to(log_rest_in.dtype)
     return dq, dk, dv, None, None, None, d_log_rest_in, *(None,) * 4

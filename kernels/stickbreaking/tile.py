@@ -178,13 +178,17 @@ def chain(u, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def spend(z, limit, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr):
+def spend(products, scale, limit, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr):
     """Returns u and t of each key, w of each chain, `after`, and what the 16 keys spend.
 
-    z: logits [ROWS, 64]. MASKED: row i attends only to the first limit[i] keys of the tile. after[n]: log2 of what chain n
+    products · scale: logits [ROWS, 64]; scale is a number, or one per row [ROWS, 4] (`scale_of_live`).
+    MASKED: row i attends only to the first limit[i] keys of the tile. after[n]: log2 of what chain n
     and the nearer chains of the thread spend. It holds one number for all of a thread's chains in the fast algebra.
     """
-    z = take_apart(z, ROWS)
+    parts = take_apart(products, ROWS)
+    z = ()
+    for i in tl.static_range(len(parts)):
+        z = z + (parts[i] * scale,)
     if MASKED:
         z = _mask(z, limit)
     if EXACT:
@@ -204,6 +208,18 @@ def spend(z, limit, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexp
             spent = log2_1p(w0)
         after = (spent,)
     return u, t, w, after, spent
+
+
+@triton.jit
+def scale_of_live(live, scale, SKIPS: tl.constexpr):
+    """Returns the scale of the logits of each row: with skipping, 0 for rows that are no longer live.
+
+    Their weights are zero, whatever the logits are. With 0, their 16 keys spend 16 bits, so that they never leave the range.
+    Without skipping, the gradient of log_rest needs the logits.
+    """
+    if SKIPS:
+        scale = tl.where(live, scale, 0.0)
+    return scale
 
 
 @triton.jit

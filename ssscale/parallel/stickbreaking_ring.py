@@ -134,12 +134,12 @@ class _StickBreakingRing(torch.autograd.Function):
         if shift is not None:  # was still under way when the line ended
             shift.wait()
         ctx.save_for_backward(q, k, v, cu, *places, *saved)
-        ctx.others = groups, longest, scale, steps, done
+        ctx.others = groups, longest, (scale, skip_below), steps, done
         return o.to(q.dtype), log_rest
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor, grad_log_rest: Tensor | None) -> tuple[Tensor | None, ...]:
-        groups, longest, scale, steps, done = ctx.others
+        groups, longest, options, steps, done = ctx.others
         q, k, v, cu, first, second, *saved = ctx.saved_tensors
         aux, saved = saved[: ops.NUM_AUX], saved[ops.NUM_AUX :]
         kept = 1 + ops.NUM_AUX
@@ -158,7 +158,7 @@ class _StickBreakingRing(torch.autograd.Function):
                 del saved[-kept:]
                 dq_part, dk_part, dv_part, d_entering = ops.backward_op(
                     _joined(_queries(grad_o, todo)), torch.cat(_queries(d_rest, todo)), _joined(_queries(q, todo)),
-                    *_keys(places, todo), *_bounds(todo, q.device), entering, *part_aux, *_longest(todo), scale,
+                    *_keys(places, todo), *_bounds(todo, q.device), entering, *part_aux, *_longest(todo), *options,
                 )  # fmt: skip
                 _add(_queries(dq, todo), dq_part)
                 _set(_queries(d_rest, todo), d_entering)
@@ -169,7 +169,8 @@ class _StickBreakingRing(torch.autograd.Function):
                     mine += theirs
             behind = LineShift((d_places[0], d_places[1]), groups, back=True)
             places = shift.result() if shift else places
-        dq_near, dk, dv, _ = ops.backward_op(grad_o, d_rest, q, k, v, cu, cu, None, None, *aux, longest, longest, scale)
+        near = grad_o, d_rest, q, k, v, cu, cu, None, None
+        dq_near, dk, dv, _ = ops.backward_op(*near, *aux, longest, longest, *options)
         dq += dq_near
         if behind is not None:
             far = torch.stack(behind.result(), 2).flatten(1, 3)  # [2, rows · 2 · size, K, H]

@@ -56,6 +56,7 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
         "MAX_BLOCKS": 64,
         "ADD": False,
         "EARLY": True,
+        "SKIPS": True,
     }
     if which != "forward":
         constants |= launch_constants(which, config, 24, head_dim, scaled)

@@ -87,6 +87,7 @@ def run(name, dtype):
         max(lengths_q),
         max(lengths_k),
         scale,
+        0.0,
         scratch_bytes_per_row=scratch,
     )
     inputs = (q, k, v, entering, grad_o, grad_rest, layout)

@@ -71,7 +71,7 @@ def test_gradients_of_converted_operands_have_the_dtype_of_results(monkeypatch):
     cu = torch.tensor([0, 70], dtype=torch.int32)
     saved = [torch.zeros(2, 70), torch.zeros(2, 70, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)]
     backward_module.backward(
-        q, None, q, k, v, cu, cu, None, *saved, torch.zeros(1, 4, dtype=torch.int32), 70, 70, 0.125
+        q, None, q, k, v, cu, cu, None, *saved, torch.zeros(1, 4, dtype=torch.int32), 70, 70, 0.125, 0.0
     )
     assert found == [torch.bfloat16] * 3
 

@@ -116,7 +116,7 @@ def run(case: Case):
     )  # fmt: skip
     grads = backward(
         grad_o, grad_rest if case.rest else None, q, k, v, cu_q, cu_k, offsets, *saved, max(case.lengths), max(keys),
-        scale, scratch_bytes_per_row=case.scratch, convert=case.scaled,
+        scale, 0.0, scratch_bytes_per_row=case.scratch, convert=case.scaled,
     )  # fmt: skip
     layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets}
     return (q, k, v, entering, grad_o, grad_rest, layout), (o, rest, *grads), saved[2]
