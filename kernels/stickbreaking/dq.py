@@ -122,9 +122,15 @@ def dq_kernel(
     )  # fmt: skip
     masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
     exact_from = tl.where(exact, stop, seen)
-    state = _dq_tiles(state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST)
-    state = _dq_tiles(state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST)
-    dq, _, behind = _dq_tiles(state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST)
+    state = _dq_tiles(
+        state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+    )
+    state = _dq_tiles(
+        state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+    )
+    dq, _, behind = _dq_tiles(
+        state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+    )
     tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
     if HALF:
         behind *= tl.exp2(-dz_shift)

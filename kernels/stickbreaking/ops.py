@@ -217,7 +217,9 @@ def _backward(ctx, grad_o, grad_log_rest, *_unused):  # type: ignore[no-untyped-
     q, *rest = ctx.saved_tensors
     if grad_o is None:
         grad_o = torch.zeros_like(q)
-    dq, dk, dv, d_entering = backward_op(grad_o, grad_log_rest, q, *rest, ctx.max_q, ctx.max_k, ctx.scale, ctx.skip_below)
+    dq, dk, dv, d_entering = backward_op(
+        grad_o, grad_log_rest, q, *rest, ctx.max_q, ctx.max_k, ctx.scale, ctx.skip_below
+    )
     log_rest_in = rest[5]
     d_log_rest_in = None if log_rest_in is None else d_entering.to(log_rest_in.dtype)
     return dq, dk, dv, None, None, None, d_log_rest_in, *(None,) * 4

@@ -163,7 +163,9 @@ def test_registered_operators():
     torch.library.opcheck(ops.decode_op, (*plain, cu, cu, None, None, 9, 9, 0.3, 0.0))
     aux = ops.forward_op(*plain, cu, cu, None, None, 9, 9, 0.3, 0.0)[2:]
     assert len(aux) == ops.NUM_AUX
-    torch.library.opcheck(ops.backward_op, (torch.randn(9, 4, 8), None, *plain, cu, cu, None, None, *aux, 9, 9, 0.3, 0.0))
+    torch.library.opcheck(
+        ops.backward_op, (torch.randn(9, 4, 8), None, *plain, cu, cu, None, None, *aux, 9, 9, 0.3, 0.0)
+    )
 
 
 def test_backward_is_given_no_gradient_of_a_rest_that_nobody_uses(monkeypatch):

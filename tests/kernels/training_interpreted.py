@@ -35,6 +35,7 @@ class Case(NamedTuple):
     rest: bool = True  # log_rest_in is given, and log_rest has a gradient
     scaled: bool = False
     scratch: int = 512  # bytes per row
+    skip_below: float = 0.0
 
 
 CASES = {
@@ -59,6 +60,9 @@ CASES = {
     "infinite": Case([140], "infinite"),
     # Nothing is left of the sticks of the later slices at the first tiles.
     "spent slices": Case([200], "steady", scratch=8),
+    # Every other row has spent its stick before it meets keys at which it would leave the range of the fast algebra.
+    "dead rows": Case([256], "dead rows", rest=False, skip_below=2**-12),
+    "dead rows scaled": Case([256], "dead rows", rest=False, scaled=True, skip_below=2**-12),
 }
 GROUPS = {
     "layouts": list(CASES)[:8],
@@ -92,6 +96,10 @@ def tensors(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
         k[37:] = k[37:] / 4 - q[190] / 3
     elif case.logits == "some rows":
         q[130:150, 1] *= 30
+    elif case.logits == "dead rows":
+        q, k = q / 10, k / 10
+        q[..., 0], q[..., 1], k[..., 0], k[..., 1] = 0.0, 1.0, 2.0, -6.0
+        q[::2, :, 0], q[::2, :, 1], k[:64, :, 0] = 4.0, 0.0, 16.0
     elif case.logits == "infinite":
         k[20:110:7], k[21:110:7] = 60 * k[20:110:7].sign() * q.sign().mean(0), -60 * q.sign().mean(0)
         q = q.sign()
@@ -112,11 +120,11 @@ def run(case: Case):
     offsets = None if case.offsets is None else torch.tensor(case.offsets, dtype=torch.int32)
     scale = case.head_dim**-0.5
     o, rest, *saved = forward(
-        q, k, v, cu_q, cu_k, offsets, entering if case.rest else None, max(keys), scale, 0.0, convert=case.scaled,
+        q, k, v, cu_q, cu_k, offsets, entering if case.rest else None, max(keys), scale, case.skip_below, convert=case.scaled,
     )  # fmt: skip
     grads = backward(
         grad_o, grad_rest if case.rest else None, q, k, v, cu_q, cu_k, offsets, *saved, max(case.lengths), max(keys),
-        scale, 0.0, scratch_bytes_per_row=case.scratch, convert=case.scaled,
+        scale, case.skip_below, scratch_bytes_per_row=case.scratch, convert=case.scaled,
     )  # fmt: skip
     layout = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "q_offsets": offsets}
     return (q, k, v, entering, grad_o, grad_rest, layout), (o, rest, *grads), saved[2]
