@@ -104,8 +104,9 @@ def _scratch(
 def backward(
     grad_o: Tensor, grad_log_rest: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
     q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, maxima: Tensor, max_queries: int,
-    max_keys: int, scale: float, skip_below: float, config: BackwardConfig | None = None, scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW,
-    group_bytes: int = GROUP_BYTES, convert: bool | None = None, tma: bool = True,
+    max_keys: int, scale: float, skip_below: float, config: BackwardConfig | None = None,
+    scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW, group_bytes: int = GROUP_BYTES, convert: bool | None = None,
+    tma: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs the backward kernels, in float32 for up to 64 dims. Returns dq, dk, dv and d_log_rest_in.
 
