@@ -106,7 +106,7 @@ def dq_kernel(
     carry = tl.load(row_carry_ptr + saved, mask=row_ok, other=0.0)
     row_tile = tl.load(row_tile_ptr + saved, mask=row_ok, other=blocks.NEVER)
     behind = _gradient_of_rest(d_rest_ptr, token * num_heads + head, row_ok, ROWS, HAS_REST)
-    shift, dz_scale = 0.0, 1.0
+    shift, dz_scale, dz_shift = 0.0, 1.0, 0.0
     if HALF:
         q_shift, k_shift, _, do_shift, shift, dz_shift = scales.shifts(maxima_ptr, rest_max_ptr, sequence, BH, HAS_REST)
         q = _to_half(q, do, q_half_ptr, do_half_ptr, out, in_rows, q_shift, do_shift)
@@ -132,6 +132,4 @@ def dq_kernel(
         state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
     )
     tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
-    if HALF:
-        behind *= tl.exp2(-dz_shift)
-    tl.store(d_rest_in_ptr + token * num_heads + head, tl.max(behind, 1), mask=row_ok)
+    tl.store(d_rest_in_ptr + token * num_heads + head, tl.max(behind, 1) * tl.exp2(-dz_shift), mask=row_ok)
