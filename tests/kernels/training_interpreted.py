@@ -203,7 +203,7 @@ def scale_gradients(case: Case):
     saved = row_carry, row_tile, block_stop, maxima
     once, again = (
         backward(
-            factor * grad_o, factor * grad_rest, q, k, v, cu, cu, None, *saved, length, length, scale, convert=True
+            factor * grad_o, factor * grad_rest, q, k, v, cu, cu, None, *saved, length, length, scale, 0.0, convert=True
         )
         for factor in (1, 2**-6)
     )
