@@ -1,7 +1,8 @@
 """Where a program of the kernels stands, which tiles its rows attend to, and where forward stopped.
 
-block_stop holds, per 64 rows and head, the farthest tile that forward visited. For rows that spend more than the fast
-algebra can express (`tile.RANGE`), it holds the complement −1 − tile, which is negative.
+block_stop holds two tiles per 64 rows and head: the farthest one that forward visited, and the one from which on the rows
+need the exact algebra, because they spend more than the fast one can express (`tile.RANGE`). If they never do, that is the
+number of tiles that they see.
 """
 
 import triton
@@ -10,6 +11,8 @@ import triton.language as tl
 from . import tile
 
 NEVER = tl.constexpr(1 << 30)
+# Blocks after those on the diagonal to which a tile can be the one after their diagonal, two if offsets do not align with tiles.
+NEAR = tl.constexpr(2)
 # Rows per granule, the unit in which forward reports where it stopped.
 STOP_ROWS = tl.constexpr(64)
 
@@ -163,39 +166,39 @@ def products(q, k, source, t, key, num_keys, KEYS: tl.constexpr, H: tl.constexpr
 
 @triton.jit
 def save_stop(
-    block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact, ROWS: tl.constexpr
+    block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact_from, ROWS: tl.constexpr
 ):  # fmt: skip
     GRANULES: tl.constexpr = ROWS // STOP_ROWS
     granule = block * GRANULES + tl.arange(0, GRANULES)
-    pointers = block_stop_ptr + head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule
-    value = tl.where(exact, -1 - stop, stop)
-    tl.store(pointers, tl.full([GRANULES], 0, tl.int32) + value, mask=granule * STOP_ROWS < q_len)
+    pointers = block_stop_ptr + 2 * (head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule)
+    exists = granule * STOP_ROWS < q_len
+    tl.store(pointers, tl.full([GRANULES], 0, tl.int32) + stop, mask=exists)
+    tl.store(pointers + 1, tl.full([GRANULES], 0, tl.int32) + exact_from, mask=exists)
 
 
 @triton.jit
 def load_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS: tl.constexpr):
-    """Returns the farthest tile that forward visited for row blocks, and whether they need the exact algebra.
+    """Returns the farthest tile that forward visited for row blocks, and from which tile on they need the exact algebra.
 
     `block` may be a vector. Blocks after the sequence's end have stopped at NEVER.
     """
     GRANULES: tl.constexpr = ROWS // STOP_ROWS
-    base = block_stop_ptr + head * num_stop_slots + first_granule(cu_q_ptr, sequence)
-    first = block * GRANULES
-    stop = tl.load(base + first, mask=first * STOP_ROWS < q_len, other=NEVER)
-    exact = stop < 0
-    stop = tl.where(exact, -1 - stop, stop)
+    granule = block * GRANULES
+    pointers = block_stop_ptr + 2 * (head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule)
+    stop = tl.load(pointers, mask=granule * STOP_ROWS < q_len, other=NEVER)
+    exact_from = tl.load(pointers + 1, mask=granule * STOP_ROWS < q_len, other=NEVER)
     for i in tl.static_range(1, GRANULES):
-        more = tl.load(base + first + i, mask=(first + i) * STOP_ROWS < q_len, other=NEVER)
-        exact = exact | (more < 0)
-        stop = tl.minimum(stop, tl.where(more < 0, -1 - more, more))
-    return stop, exact
+        exists = (granule + i) * STOP_ROWS < q_len
+        stop = tl.minimum(stop, tl.load(pointers + 2 * i, mask=exists, other=NEVER))
+        exact_from = tl.minimum(exact_from, tl.load(pointers + 2 * i + 1, mask=exists, other=NEVER))
+    return stop, exact_from
 
 
 @triton.jit
-def _runs_fast(stops, head, block, t, q_len, num_stop_slots, ROWS: tl.constexpr):
-    stop, exact = load_stop(stops[0], stops[1], stops[2], head, block, q_len, num_stop_slots, ROWS)
-    live = stop <= t
-    return live & (exact == 0), live & exact
+def _algebras(stops, head, block, t, q_len, num_stop_slots, ROWS: tl.constexpr):
+    """Returns which blocks take the fast algebra at tile t, and which take the exact one."""
+    stop, exact_from = load_stop(stops[0], stops[1], stops[2], head, block, q_len, num_stop_slots, ROWS)
+    return (stop <= t) & (t < exact_from), (stop <= t) & (t >= exact_from)
 
 
 @triton.jit
@@ -206,19 +209,19 @@ def list_runs(
     """Writes the runs of row blocks in [first, last) for which tile t is live and the fast algebra holds.
 
     Runs are listed head by head. A run is stored as its first and its last block, each as
-    (head of the group · MAX_BLOCKS + block − base). Returns the number of runs, and that of the live blocks that need
-    the exact algebra. stops: block_stop_ptr, cu_q_ptr and the sequence.
+    (head of the group · MAX_BLOCKS + block − base). Returns the number of runs, and which live blocks take the exact
+    algebra: 0 if none, 1 if only some of the first NEAR do, otherwise more. stops: block_stop_ptr, cu_q_ptr and the sequence.
     """
     count = 0
-    num_exact = 0
+    exact = 0
     for i in range(KV_GROUP):
         for start in range(first, last, 64):
             block = start + tl.arange(0, 64)
             inside = block < last
-            live, exact = _runs_fast(stops, first_head + i, block, t, q_len, num_stop_slots, ROWS)
-            before, _ = _runs_fast(stops, first_head + i, tl.maximum(block - 1, first), t, q_len, num_stop_slots, ROWS)
-            after, _ = _runs_fast(stops, first_head + i, block + 1, t, q_len, num_stop_slots, ROWS)
-            live = live & inside
+            here = _algebras(stops, first_head + i, block, t, q_len, num_stop_slots, ROWS)
+            before = _algebras(stops, first_head + i, tl.maximum(block - 1, first), t, q_len, num_stop_slots, ROWS)[0]
+            after = _algebras(stops, first_head + i, block + 1, t, q_len, num_stop_slots, ROWS)[0]
+            live = here[0] & inside
             opens = live & ((block == first) | (before == 0))
             closes = live & ((block + 1 >= last) | (after == 0))
             run = 2 * (count + tl.cumsum(opens.to(tl.int32), 0) - 1)
@@ -226,5 +229,5 @@ def list_runs(
             tl.store(list_ptr + run, entry, mask=opens)
             tl.store(list_ptr + run + 1, entry, mask=closes)
             count += tl.sum(opens.to(tl.int32), 0)
-            num_exact += tl.sum((exact & inside).to(tl.int32), 0)
-    return count, num_exact
+            exact |= tl.max(tl.where(here[1] & inside, tl.where(block < first + NEAR, 1, 2), 0), 0)
+    return count, exact

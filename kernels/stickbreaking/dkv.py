@@ -209,15 +209,16 @@ def _dkv_rows(
     """
     zeros = tl.zeros([BH, KEYS] if KEYS == 32 else [KEYS, BH], tl.float32)
     state = (zeros, zeros)
-    runs, num_exact = blocks.list_runs(
-        list_ptr, stops, first_head, base, whole_from, end, keys[0], q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
+    t = keys[0]
+    runs, exact = blocks.list_runs(
+        list_ptr, stops, first_head, base, whole_from, end, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
     )
     for i in range(KV_GROUP):
         # One or two blocks see this tile in part, unless offsets do not align with tiles.
         for block in range(first, whole_from):
-            stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
-            num_exact += exact.to(tl.int32)
-            end_of_run = block - base + ((stop <= keys[0]) & (exact == 0)).to(tl.int32)
+            stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
+            exact |= (t >= exact_from).to(tl.int32)
+            end_of_run = block - base + ((stop <= t) & (t < exact_from)).to(tl.int32)
             state = _dkv_run(
                 state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
             )  # fmt: skip
@@ -229,11 +230,12 @@ def _dkv_rows(
         state = _dkv_run(
             state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
         )  # fmt: skip
-    exact_end = tl.where(num_exact > 0, end, first)
+    near_end = tl.minimum(whole_from + blocks.NEAR, end)
+    exact_end = tl.where(exact == 0, first, tl.where(exact == 1, near_end, end))
     for i in range(KV_GROUP):
         for block in range(first, exact_end):
-            stop, exact = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
-            end_of_run = block - base + ((stop <= keys[0]) & exact).to(tl.int32)
+            stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
+            end_of_run = block - base + ((stop <= t) & (t >= exact_from)).to(tl.int32)
             state = _dkv_run(
                 state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
             )  # fmt: skip
@@ -241,4 +243,4 @@ def _dkv_rows(
     if KEYS == 32:
         dk = tl.trans(dk)
         dv = tl.trans(dv)
-    return dk, dv, runs + num_exact + (whole_from - first)
+    return dk, dv, runs + (exact_end - first) + (whole_from - first)

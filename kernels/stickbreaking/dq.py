@@ -93,7 +93,7 @@ def dq_kernel(
     if (block < 0) | (block * ROWS >= q_len):
         return
     position, whole, seen = blocks.visible(block, q_len, k_len, offset, ROWS, KEYS)
-    stop, exact = blocks.load_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
+    stop, exact_from = blocks.load_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
     row_ok = row < q_len
     dims = tl.arange(0, BH)
@@ -120,8 +120,8 @@ def dq_kernel(
     walk = (
         tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows, position, k_len, logit_scale, shift, dz_scale,
     )  # fmt: skip
-    masked_from = tl.where(exact, stop, tl.maximum(stop, whole))
-    exact_from = tl.where(exact, stop, seen)
+    exact_from = tl.minimum(tl.maximum(exact_from, stop), seen)
+    masked_from = tl.minimum(tl.maximum(whole, stop), exact_from)
     state = _dq_tiles(
         state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
     )

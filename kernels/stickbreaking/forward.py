@@ -1,7 +1,8 @@
 """The forward kernel: visits key tiles from the nearest to the farthest, until every stick of a block is spent.
 
-A block starts with the exact algebra, which masks the tiles on the diagonal, and goes on with the fast one. If 16
-adjacent keys of one of its rows turn out to spend more than `tile.RANGE`, the block starts again and stays exact.
+A block starts with the fast algebra. If 16 adjacent keys of one of its rows turn out to spend more than `tile.RANGE`, it
+starts again with the exact one. On the diagonal, this is the rule for rows that attend to the nearest keys. If sticks may be
+skipped, those rows have none left after the next tile, and the block goes on with the fast algebra. Otherwise it stays exact.
 """
 
 import torch
@@ -38,7 +39,7 @@ def walk_tiles(
     """Processes `count` tiles from tile `first` on, toward lower indices.
 
     state: acc [ROWS, BH]; carry, row_carry, row_tile and worst [ROWS, 4], where worst is the most that 16 adjacent keys
-    have spent.
+    have spent in the fast algebra.
     """
     acc, carry, row_carry, row_tile, worst = state
     column_key = tile.key_of_column(KEYS)
@@ -56,7 +57,8 @@ def walk_tiles(
         products = blocks.products(q, k, source, t, column_key, num_keys, KEYS, H, BH)
         scale = tile.scale_of_live(alive, logit_scale, SKIPS)
         _, t_, w, after, spent = tile.spend(products, scale, position - t * KEYS, MASKED, EXACT, ROWS)
-        worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
+        if not EXACT:
+            worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
         nearer, total = tile.lane_sums(spent, True)
         rest = carry.to(tl.float32) - nearer
         if HALF:
@@ -83,13 +85,34 @@ def fullest_stick(carry, worst, EXACT: tl.constexpr):
 
 
 @triton.jit
+def _near_again(
+    state, again, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Walks the diagonal and the tile after it with the exact algebra, if `again`.
+
+    Returns the state, the next tile, and from which tile on the exact algebra was taken.
+    """
+    start = initial_state(entering, ROWS, BH)
+    restarted = ()
+    for i in tl.static_range(len(state)):
+        restarted = restarted + (tl.where(again, start[i], state[i]),)
+    exact_from = tl.where(again, tl.maximum(whole - 1, end), seen)
+    state = walk_tiles(
+        restarted, q, source, seen - 1, seen - exact_from, position, num_keys, logit_scale, floor,
+        True, True, ROWS, KEYS, H, BH, HALF, PARTS, True,
+    )  # fmt: skip
+    return state, tl.minimum(whole, exact_from) - 1, exact_from
+
+
+@triton.jit
 def walk_rows(
     entering, q, source, position, whole, seen, end, num_keys, logit_scale, threshold, first_chunk,
     chunk, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Walks the tiles seen − 1 to `end` of one row block. Returns the state of `walk_tiles`, the last tile that was visited,
-    and whether the fast algebra did not hold.
+    from which tile on the exact algebra was taken, and whether the fast one did not hold for all others.
 
     The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The next
     chunk is as long as the fullest stick lasts at the rate of the last chunk.
@@ -99,6 +122,7 @@ def walk_rows(
     t = seen - 1
     ahead = first_chunk
     fullest = tl.max(entering, 0).to(tl.float32)
+    exact_from = end if EXACT else seen
     if not EXACT:
         state = walk_tiles(
             state, q, source, t, seen - whole, position, num_keys, logit_scale, floor,
@@ -106,6 +130,12 @@ def walk_rows(
         )  # fmt: skip
         t = whole - 1
         fullest = fullest_stick(state[1], state[4], False)
+        if SKIPS:
+            state, t, exact_from = _near_again(
+                state, fullest == UNSPENT, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
+                ROWS, KEYS, H, BH, HALF, PARTS,
+            )  # fmt: skip
+            fullest = fullest_stick(state[1], state[4], False)
         # At least as many tiles follow as would spend the stick that the diagonal has spent most of.
         most_spent = tl.max(tl.max(tile.per_row(entering) - state[1], 1), 0).to(tl.float32)
         lasts = (fullest - threshold) * (seen - whole) / tl.maximum(most_spent, 1e-6)
@@ -121,12 +151,12 @@ def walk_rows(
         lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
         ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left
-    return state, t + 1, fullest == UNSPENT
+    return state, t + 1, exact_from, fullest == UNSPENT
 
 
 @triton.jit
 def save_rows(
-    state, stop, exact, o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block,
+    state, stop, exact_from, o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block,
     token, row_ok, num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
     ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +173,7 @@ def save_rows(
     tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
     # Where nothing is skipped, the gradient of log_rest reaches every key.
     stop = tl.where(threshold < tile.DEAD, stop, tl.min(row_tile, 0))
-    blocks.save_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact, ROWS)
+    blocks.save_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact_from, ROWS)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -192,11 +222,11 @@ def forward_kernel(
         o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
         num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
     )  # fmt: skip
-    state, stop, exact = walk_rows(*walk, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
-    save_rows(state, stop, exact, *save, ROWS, H, BH)
-    if exact:
-        state, stop, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
-        save_rows(state, stop, exact, *save, ROWS, H, BH)
+    state, stop, exact_from, fails = walk_rows(*walk, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
+    save_rows(state, stop, exact_from, *save, ROWS, H, BH)
+    if fails:
+        state, stop, exact_from, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
+        save_rows(state, stop, exact_from, *save, ROWS, H, BH)
 
 
 def parts(q: Tensor, convert: bool) -> int:
@@ -232,7 +262,7 @@ def forward(
 
     tma: loads tiles through descriptors where the tensors allow it. The results have the same bits without.
 
-    In block_stop, row blocks that need the exact algebra are marked (blocks.py).
+    block_stop: see blocks.py.
     """
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape

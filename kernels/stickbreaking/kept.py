@@ -5,13 +5,13 @@ import torch
 
 def aux_shapes(
     num_tokens: int, num_heads: int, num_sequences: int
-) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int, int]]:
     """Returns the shapes of row_carry, row_tile and block_stop.
 
-    block_stop has one entry per block of 64 rows, and one spare entry per sequence (see `locate` in tile.py).
+    block_stop has one pair of tiles per block of 64 rows, and one spare pair per sequence (see blocks.py).
     """
     rows = (num_heads, num_tokens)
-    return rows, rows, (num_heads, num_tokens // 64 + num_sequences)
+    return rows, rows, (num_heads, num_tokens // 64 + num_sequences, 2)
 
 
 def carry_dtype(dtype: torch.dtype) -> torch.dtype:

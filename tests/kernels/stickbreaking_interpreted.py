@@ -112,7 +112,7 @@ def run_skip(dtype):
     return {
         "o": ((o.double() - exact).abs().max().item(), (same - exact).abs().max().item(), exact.abs().max().item()),
         "allowed": bound,
-        "stop": stop[0, :5].tolist(),
+        "stop": stop[0, :5, 0].tolist(),
         # Skipped keys can only lower what is left of the stick.
         "rest_is_upper_bound": bool((rest.double() >= exact_rest - 1e-3 * exact_rest.abs() - 1e-3).all()),
     }
@@ -172,34 +172,39 @@ def run_decode(case, dtype):
 def list_runs_kernel(
     count_ptr, list_ptr, stop_ptr, cu_ptr, base, first, last, q_len, num_slots, GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr
 ):  # fmt: skip
-    runs, num_exact = list_runs(
+    runs, exact = list_runs(
         list_ptr, (stop_ptr, cu_ptr, 0), 0, base, first, last, 5, q_len, num_slots, 64, GROUP, MAX_BLOCKS
     )  # fmt: skip
     tl.store(count_ptr, runs)
-    tl.store(count_ptr + 1, num_exact)
+    tl.store(count_ptr + 1, exact)
 
 
 def run_lists():
-    """Runs of row blocks over several chunks of 64, against a loop. Blocks that have stopped at −1 need the exact algebra."""
+    """Runs of row blocks over several chunks of 64 at tile 5, against a loop."""
     wrong = 0
-    for base, first, last, share in (
-        (0, 0, 199, 0.9),
-        (3, 5, 70, 0.5),
-        (0, 63, 65, 1.0),
-        (0, 1, 200, 1.0),
-        (2, 9, 9, 1.0),
+    flags = []
+    for base, first, last, share, exact_share in (
+        (0, 0, 199, 0.9, 0.1),
+        (3, 5, 70, 0.5, 0.1),
+        (0, 63, 65, 1.0, 0.5),
+        (0, 63, 65, 1.0, 0.0),
+        (0, 1, 200, 1.0, 0.1),
+        (2, 9, 9, 1.0, 0.1),
     ):
         drawn = torch.rand(2, 201, generator=torch.Generator().manual_seed(last))
-        stop = torch.where(drawn < share / 8, -1, torch.where(drawn < share, 0, 9)).int()
+        exact_from = torch.where(drawn < exact_share / 2, 4, torch.where(drawn < exact_share, 5, 6))
+        stop = torch.stack([torch.where(drawn < share, 0, 9), exact_from], 2).int()
         count, found = torch.zeros(2, dtype=torch.int32), torch.full((2 * 258,), -7, dtype=torch.int32)
         cu = torch.tensor([0, 200 * 64 - 5], dtype=torch.int32)
         list_runs_kernel[(1,)](count, found, stop, cu, base, first, last, 200 * 64 - 5, 201, 2, 256)
-        live = [(g * 256 + b - base, bool(stop[g, b] == 0)) for g in range(2) for b in range(first, last)]
-        alive = {entry for entry, is_live in live if is_live}
-        wanted = [x for e in sorted(alive) for x, end in ((e, e - 1), (e, e + 1)) if end not in alive]
+        live = [(g, b) for g in range(2) for b in range(first, last) if stop[g, b, 0] == 0]
+        exact = [b for g, b in live if stop[g, b, 1] <= 5]
+        fast = {g * 256 + b - base for g, b in live if stop[g, b, 1] > 5}
+        wanted = [x for e in sorted(fast) for x, end in ((e, e - 1), (e, e + 1)) if end not in fast]
         wrong += found[: 2 * int(count[0])].tolist() != wanted or bool((found[len(wanted) :] != -7).any())
-        wrong += int(count[1]) != int((stop[:, first:last] == -1).sum())
-    return {"wrong": wrong}
+        flags.append(min(int(count[1]), 2))
+        wrong += flags[-1] != max([0, *(1 if b < first + 2 else 2 for b in exact)])
+    return {"wrong": wrong, "flags": flags}
 
 
 if __name__ == "__main__":
