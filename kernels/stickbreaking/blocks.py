@@ -11,7 +11,8 @@ import triton.language as tl
 from . import tile
 
 NEVER = tl.constexpr(1 << 30)
-# Blocks after those on the diagonal to which a tile can be the one after their diagonal, two if offsets do not align with tiles.
+# For so many blocks after those on the diagonal of a tile, it can be the tile after their own diagonal: for two if offsets do
+# not align with tiles.
 NEAR = tl.constexpr(2)
 # Rows per granule, the unit in which forward reports where it stopped.
 STOP_ROWS = tl.constexpr(64)

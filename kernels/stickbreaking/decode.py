@@ -66,10 +66,10 @@ def split_kernel(
     )  # fmt: skip
     out = (split.to(tl.int64) * num_tokens + token) * num_heads + head
     results = (o_ptr + out[:, None] * H + dims[None, :], rest_ptr + out, row_ok)
-    state, _, _, fails = walk_rows(*walk, False, ROWS, KEYS, H, BH, False, PARTS, False)
+    state, _stop, _from, fails = walk_rows(*walk, False, ROWS, KEYS, H, BH, False, PARTS, False)
     _save(state, *results, dims, H)
     if fails:
-        state, _, _, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, False, PARTS, False)
+        state, _stop, _from, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, False, PARTS, False)
         _save(state, *results, dims, H)
 
 

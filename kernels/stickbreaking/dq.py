@@ -51,6 +51,26 @@ def _dq_tiles(
 
 
 @triton.jit
+def _walk(
+    state, walk, stop, whole, exact_from, seen, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
+):  # fmt: skip
+    """Walks the tiles stop … seen − 1, those from `exact_from` on with the exact algebra. Returns dq, and Σ g over all keys."""
+    exact_from = tl.minimum(tl.maximum(exact_from, stop), seen)
+    masked_from = tl.minimum(tl.maximum(whole, stop), exact_from)
+    state = _dq_tiles(
+        state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+    )
+    state = _dq_tiles(
+        state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+    )
+    dq, _, behind = _dq_tiles(
+        state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+    )
+    return dq, behind
+
+
+@triton.jit
 def _gradient_of_rest(d_rest_ptr, places, row_ok, ROWS: tl.constexpr, HAS_REST: tl.constexpr):
     """Returns Σ g before the farthest key [ROWS]: log_rest depends on every key, so its gradient enters at the far end."""
     behind = tl.zeros([ROWS], tl.float32)
@@ -120,16 +140,8 @@ def dq_kernel(
     walk = (
         tile.per_row(row_tile), q, do, source, scratch_ptr, scratch_rows, position, k_len, logit_scale, shift, dz_scale,
     )  # fmt: skip
-    exact_from = tl.minimum(tl.maximum(exact_from, stop), seen)
-    masked_from = tl.minimum(tl.maximum(whole, stop), exact_from)
-    state = _dq_tiles(
-        state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
-    )
-    state = _dq_tiles(
-        state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
-    )
-    dq, _, behind = _dq_tiles(
-        state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+    dq, behind = _walk(
+        state, walk, stop, whole, exact_from, seen, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
     )
     tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
     tl.store(d_rest_in_ptr + token * num_heads + head, tl.max(behind, 1) * tl.exp2(-dz_shift), mask=row_ok)

@@ -93,10 +93,14 @@ def _near_again(
 
     Returns the state, the next tile, and from which tile on the exact algebra was taken.
     """
-    start = initial_state(entering, ROWS, BH)
-    restarted = ()
-    for i in tl.static_range(len(state)):
-        restarted = restarted + (tl.where(again, start[i], state[i]),)
+    acc, carry, row_carry, row_tile, worst = initial_state(entering, ROWS, BH)
+    restarted = (
+        tl.where(again, acc, state[0]),
+        tl.where(again, carry, state[1]),
+        tl.where(again, row_carry, state[2]),
+        tl.where(again, row_tile, state[3]),
+        tl.where(again, worst, state[4]),
+    )
     exact_from = tl.where(again, tl.maximum(whole - 1, end), seen)
     state = walk_tiles(
         restarted, q, source, seen - 1, seen - exact_from, position, num_keys, logit_scale, floor,
