@@ -21,7 +21,7 @@ def _accumulate(x, y, acc, PARTS: tl.constexpr):
 @triton.jit
 def _add_products(
     dk, dv, q, do, do_rows, in_rows, v, u, t_, w, after, rest, behind,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Adds a row block to dk and dv. rest [ROWS, 4]: log2 of what is left of the sticks."""
     FLOAT32: tl.constexpr = v.dtype == tl.float32
@@ -29,8 +29,9 @@ def _add_products(
     NARROW: tl.constexpr = KEYS == 32
     # The range of float32 gradients is not known, so that they must not be divided by the stick.
     DIVIDE: tl.constexpr = not EXACT and not FLOAT32
-    if DIVIDE:
-        rest = tl.maximum(rest, tile.LEAST)
+    divisor = tl.maximum(rest, tile.LEAST_SKIPPING if SKIPS else tile.LEAST)
+    if DIVIDE and not SKIPS:
+        rest = divisor
     p = tile.factors(w, after, rest, None, EXACT, FLOAT32)
     a = tile.weigh(t_, p, EXACT)
     # Triton waits for all products before it uses one. So dv comes after dO·v, and runs while dz is computed. Two parts
@@ -44,7 +45,7 @@ def _add_products(
     if PARTS == 1 and not NARROW:
         dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
     if DIVIDE:
-        dz = tile.logit_gradients_of_weights(u, w, a, rest, da, tile.per_row(behind))
+        dz = tile.logit_gradients_of_weights(u, w, a, divisor, da, tile.per_row(behind))
     else:
         dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
     dk = _accumulate(tile.put_together(dz, ROWS), q, dk, PARTS)
@@ -66,7 +67,10 @@ def _dkv_run(
     dims = tl.arange(0, BH)
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
     for block in tl.range(
-        first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1
+        first,
+        last,
+        num_stages=2 if MASKED else None,
+        disable_licm=HOIST < (2 if MASKED or EXACT else 1) or (EXACT and H > 64),
     ):
         row = blocks.each_round(local, block, H)
         first_row = block * ROWS
@@ -89,7 +93,7 @@ def _dkv_run(
         nearer, _ = tile.lane_sums(spent, True)
         dk, dv = _add_products(
             dk, dv, q, do, do_rows, in_rows, v, u, t_, w, after, carry[:, None] - nearer, behind,
-            EXACT, ROWS, KEYS, PARTS,
+            EXACT, ROWS, KEYS, PARTS, SKIPS,
         )  # fmt: skip
     return dk, dv
 
@@ -211,7 +215,7 @@ def _dkv_rows(
     state = (zeros, zeros)
     t = keys[0]
     runs, exact = blocks.list_runs(
-        list_ptr, stops, first_head, base, whole_from, end, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
+        list_ptr, stops, first_head, base, whole_from, end, t, q_len, num_stop_slots, False, ROWS, KV_GROUP, MAX_BLOCKS
     )
     for i in range(KV_GROUP):
         # One or two blocks see this tile in part, unless offsets do not align with tiles.
@@ -230,8 +234,8 @@ def _dkv_rows(
         state = _dkv_run(
             state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
         )  # fmt: skip
-    near_end = tl.minimum(whole_from + blocks.NEAR, end)
-    exact_end = tl.where(exact == 0, first, tl.where(exact == 1, near_end, end))
+    exact_end = tl.where(exact == 1, tl.minimum(whole_from + blocks.NEAR, end), whole_from)
+    exact_end = tl.where(exact == 0, first, exact_end)
     for i in range(KV_GROUP):
         for block in range(first, exact_end):
             stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
@@ -239,8 +243,34 @@ def _dkv_rows(
             state = _dkv_run(
                 state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
             )  # fmt: skip
+    exact_runs = 0
+    if exact > 1:
+        tl.debug_barrier()  # all have read the first list
+        exact_runs, _ = blocks.list_runs(
+            list_ptr,
+            stops,
+            first_head,
+            base,
+            whole_from,
+            end,
+            t,
+            q_len,
+            num_stop_slots,
+            True,
+            ROWS,
+            KV_GROUP,
+            MAX_BLOCKS,
+        )
+        tl.debug_barrier()
+    for n in range(exact_runs):
+        start = tl.load(list_ptr + 2 * n)
+        i = start // MAX_BLOCKS
+        last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
+        state = _dkv_run(
+            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, True, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+        )  # fmt: skip
     dk, dv = state
     if KEYS == 32:
         dk = tl.trans(dk)
         dv = tl.trans(dv)
-    return dk, dv, runs + (exact_end - first) + (whole_from - first)
+    return dk, dv, runs + exact_runs + (exact_end - first) + (whole_from - first)

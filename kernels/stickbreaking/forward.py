@@ -77,10 +77,10 @@ def initial_state(entering, ROWS: tl.constexpr, BH: tl.constexpr):
 
 
 @triton.jit
-def fullest_stick(carry, worst, EXACT: tl.constexpr):
+def fullest_stick(carry, worst, EXACT: tl.constexpr, RANGE: tl.constexpr):
     """Returns log2 of the largest rest of a row's stick, or UNSPENT if the rows need the exact algebra."""
     if not EXACT:
-        carry = tl.where(worst < tile.RANGE, carry, UNSPENT)
+        carry = tl.where(worst < RANGE, carry, UNSPENT)
     return tl.max(tl.max(carry, 1), 0).to(tl.float32)
 
 
@@ -121,6 +121,7 @@ def walk_rows(
     The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The next
     chunk is as long as the fullest stick lasts at the rate of the last chunk.
     """
+    RANGE: tl.constexpr = tile.RANGE_SKIPPING if SKIPS else tile.RANGE
     floor = tl.maximum(threshold, tile.DEAD)
     state = initial_state(entering, ROWS, BH)
     t = seen - 1
@@ -133,13 +134,13 @@ def walk_rows(
             True, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
         )  # fmt: skip
         t = whole - 1
-        fullest = fullest_stick(state[1], state[4], False)
+        fullest = fullest_stick(state[1], state[4], False, RANGE / 2 if SKIPS else RANGE)
         if SKIPS:
             state, t, exact_from = _near_again(
                 state, fullest == UNSPENT, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
                 ROWS, KEYS, H, BH, HALF, PARTS,
             )  # fmt: skip
-            fullest = fullest_stick(state[1], state[4], False)
+            fullest = fullest_stick(state[1], state[4], False, RANGE)
         # At least as many tiles follow as would spend the stick that the diagonal has spent most of.
         most_spent = tl.max(tl.max(tile.per_row(entering) - state[1], 1), 0).to(tl.float32)
         lasts = (fullest - threshold) * (seen - whole) / tl.maximum(most_spent, 1e-6)
@@ -151,7 +152,7 @@ def walk_rows(
             EXACT, EXACT, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
         )  # fmt: skip
         t -= count
-        left = fullest_stick(state[1], state[4], EXACT)
+        left = fullest_stick(state[1], state[4], EXACT, RANGE)
         lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
         ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left
@@ -252,7 +253,7 @@ def constants(q: Tensor, config: Config, group: int, convert: bool, skip_below: 
         "KV_GROUP": group,
         "HALF": convert,
         "PARTS": parts(q, convert),
-        "SKIPS": skip_below > 0,
+        "SKIPS": skip_below >= tile.LARGEST_SKIPPED,
     }
 
 

@@ -184,7 +184,7 @@ def walk_rows(
             True, False, ROWS, KEYS, H, BH, BS, BLOCK, SLOT, BESIDE,
         )  # fmt: skip
         t = whole - 1
-        fullest = fullest_stick(state[1], state[2], False)
+        fullest = fullest_stick(state[1], state[2], False, tile.RANGE)
     while (t >= end) & (fullest >= threshold) & (fullest < UNSPENT):
         count = tl.minimum(t + 1 - end, ahead)
         state = walk_tiles(
@@ -192,7 +192,7 @@ def walk_rows(
             EXACT, EXACT, ROWS, KEYS, H, BH, BS, BLOCK, SLOT, BESIDE,
         )  # fmt: skip
         t -= count
-        left = fullest_stick(state[1], state[2], EXACT)
+        left = fullest_stick(state[1], state[2], EXACT, tile.RANGE)
         lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
         ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left

@@ -25,11 +25,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # Bits that 16 adjacent keys of a row may spend in the fast algebra. Weights and their factors stay above 2^-126 where
-# the nearer keys leave 2^-56 of the stick or more.
+# the nearer keys leave 2^-56 of the stick or more; where sticks below 2^-12 may be skipped, 2^-32 is enough.
 RANGE = tl.constexpr(70.0)
+RANGE_SKIPPING = tl.constexpr(94.0)
 # Phase two divides Σ g by the stick, so it counts the stick as at least 2^-40. Smaller weights are zeros in fp16, and so
-# are their g. Quotients stay below 2^(RANGE + 40), and times the largest Σ g, below 2^16, they are finite.
+# are their g. Quotients stay below 2^(RANGE + 40), and times the largest Σ g, below 2^16, they are finite. Where sticks below
+# 2^-12 may be skipped, 2^-16 is enough.
 LEAST = tl.constexpr(-40.0)
+LEAST_SKIPPING = tl.constexpr(-16.0)
+LARGEST_SKIPPED = 2.0**-12
 
 
 @triton.jit

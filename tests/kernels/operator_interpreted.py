@@ -60,7 +60,7 @@ def one_tile_more_dropped(*args: Any, **kwargs: Any) -> Any:
 
 
 def flag_missing(*args: Any) -> None:
-    save_stop(*args[:8], False, *args[9:])
+    save_stop(*args[:8], blocks.NEVER, *args[9:])
 
 
 def lanes_swapped(num_keys: Any) -> Any:

@@ -32,11 +32,14 @@ EXACT_FROM = {
     "low": [[1, 2]],
     "far": [[1, 0, 0, 0]],
     "some rows": [[1, 2, 3, 4], [1, 2, 0, 4]],
-    "dead rows": [[0, 0, 3, 4, 0]],  # the last one is spare
+    "dead rows": [[0, 0, 1, 2, 0]],  # the last one is spare
     "near": [[0, 0, 1, 2], [0, 0, 1, 2]],
     "near scaled": [[0, 0, 1, 2], [0, 0, 1, 2]],
     "near, not skipped": [[0, 0, 0, 0]],
     "near and far": [[0, 0, 0, 0]],
+    "far, in range": [[0, 2, 3, 4]],
+    "far, in range, scaled": [[0, 2, 3, 4]],
+    "far, not skipped": [[0, 0, 0, 0]],
 }
 
 

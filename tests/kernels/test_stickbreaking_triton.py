@@ -145,8 +145,8 @@ def test_decode_compiles_for_hopper_without_spilling(operands, rows, head_dim):
     config = decode.split_config(rows, head_dim, DTYPES[operands])
     found = resources(compiled(decode.split_kernel, config, head_dim, operands, CHUNK=4))
     assert found.async_copies > 0 or config.num_stages == 1, "the loads are not pipelined"
-    masked, fast, exact = found.spills_in_loops
-    assert fast == exact == 0, found
+    masked, *others = found.spills_in_loops
+    assert not any(others), found
     assert masked <= (1 if rows == 16 and head_dim > 64 else 0), found  # runs once per query
 
 

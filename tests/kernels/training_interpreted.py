@@ -68,6 +68,10 @@ CASES = {
     "near scaled": Case([250], "near", heads=(2, 1), rest=False, scaled=True, skip_below=2**-12),
     "near, not skipped": Case([250], "near", rest=False),
     "near and far": Case([250], "near and far", rest=False, skip_below=2**-12),
+    # 16 keys spend 86 bits: more than the range, unless sticks may be skipped.
+    "far, in range": Case([250], "far, in range", rest=False, skip_below=2**-12),
+    "far, in range, scaled": Case([250], "far, in range", rest=False, scaled=True, skip_below=2**-12),
+    "far, not skipped": Case([250], "far, in range", rest=False),
 }
 GROUPS = {
     "layouts": list(CASES)[:8],
@@ -111,6 +115,9 @@ def tensors(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
         q[::2, :, 0], q[::2, :, 1] = 4.0, 0.0
         if case.logits == "near and far":
             k[10:30, :, 1] = 24.0
+    elif case.logits == "far, in range":
+        q, k = q / 10, k / 10
+        q[..., 1], k[..., 1], k[16:32, :, 1] = 1.0, -24.0, 15.0
     elif case.logits == "infinite":
         k[20:110:7], k[21:110:7] = 60 * k[20:110:7].sign() * q.sign().mean(0), -60 * q.sign().mean(0)
         q = q.sign()
