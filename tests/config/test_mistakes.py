@@ -53,6 +53,10 @@ CASES = [
     ("slurm/submit.py config=3b_sb dry_run=true", "unknown argument 'dry_run=true': did you mean --dry-run?"),
     ("slurm/submit.py config=3b_sb nods=2", "there is no key 'nods'; did you mean nodes?"),
     ("launch/report.py nowhere", "nowhere is not a run folder: it has no config.yaml"),
+    (
+        "launch/export.py checkpoint=Makefile out=new",
+        "checkpoint=Makefile: this is a file, neither a checkpoint nor a run",
+    ),
     ("launch/export.py checkpoint=RUN out=configs", "out=configs exists and is not empty"),
     (
         "launch/export.py checkpoint=RUN out=Makefile",
