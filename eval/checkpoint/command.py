@@ -1,16 +1,24 @@
 """Functions that the commands below eval/ share: error messages, lists of integers, result files."""
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ssscale.errors import FAILED, INTERRUPTED, UNREAD, UserError
 from ssscale.options import Command
 from ssscale.unforeseen import describe, describe_os_error, output_unread
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one sentence, without the usage, which --help prints."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; --help lists all arguments\n")
 
 
 @contextmanager
