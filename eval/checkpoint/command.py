@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 
 from ssscale.errors import FAILED, INTERRUPTED, UNREAD, UserError
 from ssscale.options import Command
+from ssscale.train.files import replacing
 from ssscale.unforeseen import describe, describe_os_error, output_unread
 
 
@@ -80,6 +80,5 @@ def begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
 def write(file: Path, result: dict[str, Any], indent: int | None = None) -> None:
     """Write a result to a JSON file. The file is replaced atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
