@@ -5,8 +5,11 @@
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -16,12 +19,13 @@ from data_prep.settings import PACKINGS, Settings, from_dict, from_yaml
 from data_prep.unforeseen import describe
 
 FAILED = 70  # EX_SOFTWARE
+INTERRUPTED, TERMINATED = 130, 143  # as shells show SIGINT and SIGTERM
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command and returns the exit code: 0 done, 2 bad input, 70 unexpected error, 130 interrupted.
+    """Runs a command and returns the exit code: 0 done, 2 bad input, 70 unexpected error, 130 or 143 interrupted.
 
-    For 2 and 70, one sentence is printed to stderr.
+    Unless it is 0, one sentence is printed to stderr.
     """
     console = Console(markup=False, emoji=False)
     args = argparse.Namespace()
@@ -36,19 +40,24 @@ def main(arguments: list[str] | None = None) -> int:
         where = error.filename or getattr(args, "out", "data_prep")
         print(f"error: {error.strerror or error}: {where}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted: the same command continues", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as end:
+        print(f"{str(end) or 'interrupted'}: the same command continues", file=sys.stderr)
+        return TERMINATED if str(end) else INTERRUPTED
     except Exception as error:
         print(f"failed: {describe(error, 'data_prep')}", file=sys.stderr)
         return FAILED
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one sentence, without the usage, which --help prints."""
+
+    def error(self, message: str) -> NoReturn:
+        raise DataError(f"{message}; --help lists all arguments")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep", description="Raw text to packed shards; see docs/guide/data.md."
-    )
+    parser = _Parser(prog="python -m data_prep", description="Raw text to packed shards; see docs/guide/data.md.")
     commands = parser.add_subparsers(dest="command", required=True)
     pack = commands.add_parser("pack", help="tokenize and pack sources into a data folder")
     pack.add_argument("--out", required=True, metavar="FOLDER")
@@ -183,6 +192,8 @@ def _verify(args: argparse.Namespace, console: Console, progress: Progress) -> N
 def _stats(args: argparse.Namespace, console: Console, progress: Progress) -> None:
     from data_prep.inspect_shards import stats
 
+    if args.figure and not args.figure.endswith((".png", ".svg", ".pdf")):
+        raise DataError(f"--figure {args.figure} must end in .png, .svg or .pdf")
     if args.figure and not Path(args.figure).absolute().parent.is_dir():
         raise DataError(f"--figure {args.figure}: there is no folder {Path(args.figure).parent}")
     stats(args.folder, console, args.figure)
@@ -194,5 +205,11 @@ def _show(args: argparse.Namespace, console: Console, progress: Progress) -> Non
     show(args.folder, args.split, args.source, args.row, console)
 
 
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends the command as Ctrl-C does. By itself, SIGTERM leaves processes and semaphores to Python, which complains."""
+    raise KeyboardInterrupt("terminated")
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(main())

@@ -7,6 +7,7 @@ where needed.
 """
 
 import random
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -192,22 +193,23 @@ def best_fit(parts: list[Part], length: int) -> list[Row]:
     """Packs parts best-fit decreasing: the longest part first, each into the fullest row that has room for it."""
     rows: list[Row] = []
     with_room: defaultdict[int, list[int]] = defaultdict(list)  # rows, by their free tokens
-    rooms = 0  # bit r is set if with_room[r] is not empty
+    rooms: list[int] = []  # the keys of with_room that have rows, ascending
     for part in sorted(parts, key=lambda part: -len(part.tokens)):
         size = len(part.tokens)
-        fitting = rooms >> size
-        if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1  # the lowest set bit is the tightest fit
+        tightest = bisect_left(rooms, size)
+        if tightest < len(rooms):
+            room = rooms[tightest]
             row = with_room[room].pop()
             if not with_room[room]:
-                rooms ^= 1 << room
+                del rooms[tightest]
             rows[row].append(part)
         else:
             room, row = length, len(rows)
             rows.append([part])
         if room > size:
+            if not with_room[room - size]:
+                insort(rooms, room - size)
             with_room[room - size].append(row)
-            rooms |= 1 << (room - size)
     return rows
 
 

@@ -173,6 +173,8 @@ def check_free(out: Path) -> None:
             raise DataError(f"{out} holds something else ({names[0]}): choose another --out")
     elif out.exists():
         raise DataError(f"{out} is a file: choose another --out")
+    if not out.name:  # FOLDER.partial is made beside it
+        raise DataError(f"--out {out} is not the name of a folder to be made: choose another --out")
 
 
 def remove_scratch(folder: Path) -> None:

@@ -8,6 +8,7 @@ layouts that fit: tokens/s, and the seconds per step of exchanges that nothing h
 the best that divides the batch. docs/results/predicted_scaling.md says what the model is worth.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from rich.box import ASCII
@@ -95,12 +96,7 @@ def scale(config: Config, options: dict[str, Any]) -> None:
     mfu = options.get("mfu")
     found = layouts(config, cluster, mfu)
     if not found:
-        recompute = "" if config.train.recompute is Recompute.full else "train.recompute=full, "
-        raise UserError(
-            f"no layout of {config.name} with train.recompute={config.train.recompute.value} fits {cluster.size:,} "
-            f"GPU{'s' * (cluster.size > 1)} of {options['gpu_memory']:g} GiB and divides "
-            f"train.batch_size={config.train.batch_size}: try {recompute}another batch or other numbers of GPUs"
-        )
+        raise UserError(why_none(config, cluster))
     rows = [("", prediction) for prediction in found[:SHOWN]]
     compared: list[tuple[str, Prediction]] = []
     try:
@@ -128,6 +124,20 @@ def scale(config: Config, options: dict[str, Any]) -> None:
     exposed = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in best.exposed.items())
     for line in filter(None, (refused, f"Exposed in the fastest: {exposed or 'nothing'}.", origin(config, mfu))):
         console.print(line, highlight=False)
+
+
+def why_none(config: Config, cluster: Cluster) -> str:
+    """Returns why no layout runs on the cluster, and what may help."""
+    gpus, train = f"{cluster.size:,} GPU{'s' * (cluster.size > 1)}", config.train
+    if not layouts(config, replace(cluster, memory=float("inf"))):
+        batch = f"train.batch_size={train.batch_size}"
+        return f"no layout of {config.name} divides {batch} over {gpus}: try other numbers of GPUs or another batch"
+    full = replace(config, train=replace(train, recompute=Recompute.full))
+    remedy = "train.recompute=full" if layouts(full, cluster) else "other numbers of GPUs"
+    return (
+        f"no layout of {config.name} with train.recompute={train.recompute.value} fits {gpus} of "
+        f"{cluster.memory / GIB:g} GiB: try {remedy}"
+    )
 
 
 def predictions(rows: list[tuple[str, Prediction]], cluster: Cluster) -> Table:

@@ -22,6 +22,7 @@ from launch.evaluate import open_data
 from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters
 from ssscale.train.checkpoint_folder import saved_config
+from ssscale.train.files import replacing
 
 if TYPE_CHECKING:
     from eval.checkpoint.run import Run
@@ -44,6 +45,8 @@ def main(argv: list[str]) -> None:
         raise UserError("no run folder is given: python launch/report.py RUN [RUN ...]")
     from eval.checkpoint.run import Run
 
+    if options.get("data") == "":
+        raise UserError("data= is empty: name a folder or leave it out")
     runs = [Run.open(Path(folder)) for folder in folders]
     from eval.checkpoint.environment import prepare
 
@@ -65,7 +68,8 @@ def main(argv: list[str]) -> None:
                     sample(run, options.get("data"))
                 write_scales(checkpoint, saved_config(checkpoint), run.folder)
         text = summary(run)
-        (run.folder / "summary.txt").write_text(text, encoding="utf-8")
+        with replacing(run.folder / "summary.txt") as temporary:
+            temporary.write_text(text, encoding="utf-8")
         texts.append(text)
     if len(runs) == 1:
         print(texts[0], end="")

@@ -13,6 +13,7 @@ from typing import Any
 from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from slurm.environment import check_environment, split_flags
 from slurm.nodes import Node, Request, nodes_of, sbatch_flags
+from slurm.times import check_times
 from ssscale.config import load_config
 from ssscale.config.schema import Config
 from ssscale.errors import UserError
@@ -74,9 +75,8 @@ def main(argv: list[str]) -> None:
     from ssscale.train.run_folder import check_folder  # imports torch, so after other mistakes are reported
 
     check_folder(folder, config)
-    if not kinds:
-        print("sinfo does not answer here: CPUs, memory and exclusive use are left to Slurm", file=sys.stderr)
     if "--dry-run" in options:
+        note_kinds(kinds)
         print(shlex.join(train))
         if after:
             print(shlex.join(after).replace("{job}", "JOB"))
@@ -88,6 +88,7 @@ def main(argv: list[str]) -> None:
             [after[0], "--test-only", *(text for text in after[1:] if not text.startswith("--dependency="))],
             environment,
         )
+    note_kinds(kinds)
     folder.mkdir(parents=True, exist_ok=True)
     job = submit(train, environment)
     record(folder, job, train, env_file)
@@ -101,6 +102,20 @@ def check_options(options: Options) -> None:
     for key in options:
         if key.startswith("evaluate_") and "evaluate" not in options:
             raise UserError(f"{key}={options[key]} is of the job that evaluate= adds: name its tasks there")
+    for key in ("partition", "account", "mem", "interface", "env", "evaluate", "evaluate_mem"):
+        if options.get(key) == "":
+            raise UserError(f"{key}= is empty: give it a value or leave it out")
+    check_times(options.get("time"), options.get("early"), options.get("evaluate_time"))
+
+
+def note_kinds(kinds: list[Node]) -> None:
+    if not kinds:
+        print("sinfo does not answer here: CPUs, memory and exclusive use are left to Slurm", file=sys.stderr)
+
+
+def log(folder: Path, name: str) -> str:
+    """Returns the flag of sbatch for a log in the folder, in whose name % stands for itself."""
+    return f"--output={str(folder).replace('%', '%%')}/{name}"
 
 
 def check_world(config: Config, options: Options, arguments: list[str]) -> None:
@@ -150,7 +165,7 @@ def training_command(
     tasks = max(gpus, 1)
     request = Request(gpus, tasks, options.get("cpus"), options.get("mem"), options.get("exclusive"))
     command = ["sbatch", *shared_flags(options), f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
-    command += [f"--output={folder / 'slurm-%j.log'}"]
+    command += [log(folder, "slurm-%j.log")]
     command += [f"--gpus-per-node={gpus}"] if gpus else []
     command += sbatch_flags(request, kinds)
     command += [f"--time={options['time']}"] if "time" in options else []
@@ -169,8 +184,8 @@ def evaluation_command(folder: Path, options: Options, kinds: list[Node]) -> lis
     request = Request(
         gpus, tasks, options.get("evaluate_cpus"), options.get("evaluate_mem"), exclusive, prefix="evaluate_"
     )
-    log = "slurm-evaluate-%A_%a.log" if jobs > 1 else "slurm-evaluate-%j.log"
-    command = ["sbatch", *shared_flags(options), "--kill-on-invalid-dep=yes", f"--output={folder / log}"]
+    name = "slurm-evaluate-%A_%a.log" if jobs > 1 else "slurm-evaluate-%j.log"
+    command = ["sbatch", *shared_flags(options), "--kill-on-invalid-dep=yes", log(folder, name)]
     command += [f"--gpus-per-node={gpus}"] if gpus else []
     command += [f"--ntasks={tasks}"] if tasks > 1 else []
     command += sbatch_flags(request, kinds)
@@ -185,14 +200,17 @@ def evaluation(text: str) -> list[str]:
 
     Raises UserError for wrong arguments, so that they are reported before the training.
     """
-    if "=" not in text:
-        return [f"tasks={text}"]
+    from eval.checkpoint.task_names import check_names
     from launch.evaluate import COMMAND as EVALUATE
     from launch.evaluate import settings_of
 
-    arguments = split_flags("evaluate", text)
+    arguments = split_flags("evaluate", text) if "=" in text else [f"tasks={text}"]
+    if any(argument.startswith("checkpoint=") for argument in arguments):
+        raise UserError(f"evaluate={text}: checkpoint= is the run that this command trains: leave it out")
     try:
-        settings_of(*EVALUATE.parse([*arguments, "checkpoint=RUN"]))
+        settings = settings_of(*EVALUATE.parse([*arguments, "checkpoint=RUN"]))
+        if not settings.include:  # which may be made on the nodes, as the data
+            check_names([name for name in settings.names if not name.endswith((".yaml", ".yml"))])
     except UserError as error:
         raise UserError(f"evaluate={text}: {error}") from None
     return arguments

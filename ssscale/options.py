@@ -1,6 +1,7 @@
 """Command-line options. One table declares them and gives parsing, range checks, `--help` and spelling suggestions."""
 
 import difflib
+import math
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -67,6 +68,8 @@ class Option:
             or (self.at_most is not None and not value <= self.at_most)
         ):
             raise UserError(f"{self.name} must be {bounds}, not {value:g}")
+        if self.type is float and not math.isfinite(value):
+            raise UserError(f"{self.name} must be a finite number, not {text!r}")
         return value
 
     def _bounds(self) -> str:
@@ -76,6 +79,7 @@ class Option:
     def describe(self) -> str:
         """Returns the help text of the option with its default and bounds, without `form`."""
         default = str(self.default).lower() if self.type is bool else self.default
+        default = f"{default:g}" if self.type is float and default is not None else default
         notes = ["required"] if self.required else []
         notes += [f"default {default}"] if self.default is not None and not self.is_flag else []
         notes += [self._bounds()] if self._bounds() else []

@@ -20,7 +20,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 from lm_eval.tasks import TaskManager
 
-from eval.checkpoint.command import sentences, whole_numbers, write
+from eval.checkpoint.command import Parser, sentences, whole_numbers, write
 from eval.checkpoint.documents import read_documents
 from eval.checkpoint.environment import prepare
 from eval.checkpoint.harness import PackedLM
@@ -99,7 +99,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.benchmarks.forward_skipping",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

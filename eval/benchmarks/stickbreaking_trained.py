@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softplus
 
 from eval.benchmarks.stickbreaking_range import BITS, blocks_beyond
-from eval.checkpoint.command import sentences
+from eval.checkpoint.command import Parser, sentences
 from ssscale.config.choices import Precision
 from ssscale.data.stream import PackedData
 from ssscale.layout import PackedLayout
@@ -316,7 +316,7 @@ def decode(model: Decoder, tokens: Tensor, length: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.benchmarks.stickbreaking_trained",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -18,7 +18,7 @@ import torch
 
 from data_prep.errors import DataError
 from data_prep.tokenize import describe
-from eval.checkpoint.command import sentences
+from eval.checkpoint.command import Parser, sentences
 from eval.checkpoint.environment import prepare
 from eval.checkpoint.harness import PackedLM, Scores
 from eval.checkpoint.questions import Question
@@ -74,7 +74,7 @@ def count(lm: CountingLM, task: str, eval_data: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.benchmarks.suite_tokens",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,16 +1,24 @@
 """Functions that the commands below eval/ share: error messages, lists of integers, result files."""
 
+import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ssscale.errors import FAILED, INTERRUPTED, UNREAD, UserError
 from ssscale.options import Command
+from ssscale.train.files import replacing
 from ssscale.unforeseen import describe, describe_os_error, output_unread
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one sentence, without the usage, which --help prints."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; --help lists all arguments\n")
 
 
 @contextmanager
@@ -72,6 +80,5 @@ def begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
 def write(file: Path, result: dict[str, Any], indent: int | None = None) -> None:
     """Write a result to a JSON file. The file is replaced atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")

@@ -10,6 +10,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ssscale.train.files import replacing
+
 # The palette of Okabe and Ito, which colour-blind readers can distinguish. Baselines are black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 BASELINE = "#000000"
@@ -34,7 +36,9 @@ def save(figure: Figure, file: Path) -> list[Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     files = [file.with_suffix(".png"), file.with_suffix(".pdf")]
     # No date in the PDF, so that the same data give the same bytes.
-    figure.savefig(files[0], dpi=SMALL_DPI)
-    figure.savefig(files[1], metadata={"CreationDate": None})
+    with replacing(files[0]) as temporary:
+        figure.savefig(temporary, dpi=SMALL_DPI)
+    with replacing(files[1]) as temporary:
+        figure.savefig(temporary, metadata={"CreationDate": None})
     plt.close(figure)
     return files

@@ -4,8 +4,6 @@ import os
 import subprocess
 from dataclasses import dataclass
 
-import torch
-
 from ssscale.errors import UserError
 
 
@@ -36,5 +34,7 @@ def gpus_here(chosen: str | None) -> list[Gpu]:
 
 def visible_gpus() -> list[str]:
     """Return the names for CUDA_VISIBLE_DEVICES of the GPUs that this process may use."""
+    import torch  # takes seconds, which --help and mistakes do not wait for
+
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return names or [str(index) for index in range(torch.cuda.device_count())]

@@ -9,6 +9,7 @@ from matplotlib.ticker import EngFormatter
 
 from eval.checkpoint.drawing import BASELINE, COLOURS, DPI
 from eval.checkpoint.run import Run
+from ssscale.train.files import replacing
 
 SIZE = (9.0, 6.5)
 
@@ -81,7 +82,6 @@ def _finish(figure: plt.Figure, losses: Axes, rates: Axes, title: str, file: Pat
     rates.set_xlim(left=0)
     losses.set_title(title, fontsize=13, loc="left", pad=22)
     losses.legend(fontsize=10, framealpha=1, edgecolor="none", loc="upper right")
-    temporary = file.with_name(f".{file.name}")
-    figure.savefig(temporary, dpi=DPI, format="png")
-    temporary.replace(file)
+    with replacing(file) as temporary:
+        figure.savefig(temporary, dpi=DPI, format="png")
     plt.close(figure)

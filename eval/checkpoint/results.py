@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ssscale.errors import UserError
+from ssscale.train.files import replacing
 
 FOLDER = "eval"
 TASK, LOSS = {"metric", "value", "stderr", "chance", "items"}, {"nats_per_token", "bits_per_byte"}
@@ -101,9 +102,8 @@ def add_results(file: Path, results: dict[str, Any]) -> None:
         merged = read_results(file)
         tasks = merged.get("tasks", {}) | results.get("tasks", {})
         merged |= results | {"tasks": tasks}
-        temporary = file.with_name(file.name + ".tmp")
-        temporary.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(temporary, file)
+        with replacing(file) as temporary:
+            temporary.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def newest_results(run: Path) -> dict[str, Any]:

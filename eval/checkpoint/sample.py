@@ -6,6 +6,7 @@ from eval.checkpoint.text import TextTokenizer, held_out
 from ssscale.data.stream import PackedData
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import generate
+from ssscale.train.files import replacing
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 160
 TEMPERATURE, TOP_P, SEED = 0.8, 0.95, 0
@@ -49,4 +50,5 @@ def write_sample(
     for (name, prompt), text in zip(prompts, texts, strict=True):
         lines += [f"───── PROMPT ({name}) ─────", tokenizer.decode(prompt[1:])]
         lines += [f"───── THE MODEL ({len(text)} tokens) ─────", tokenizer.decode(text), ""]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with replacing(file) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ssscale.config.schema import Config
 from ssscale.train.checkpoint import CheckpointReader
+from ssscale.train.files import replacing
 
 
 def write_scales(checkpoint: Path, config: Config, folder: Path) -> list[Path]:
@@ -37,7 +38,7 @@ def write_scales(checkpoint: Path, config: Config, folder: Path) -> list[Path]:
 
 
 def _write(file: Path, header: list[str], rows: list[list[float]]) -> Path:
-    with file.open("w", newline="", encoding="utf-8") as out:
+    with replacing(file) as temporary, temporary.open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
         writer.writerow(header)
         writer.writerows(rows)

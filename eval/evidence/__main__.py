@@ -19,7 +19,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from eval.checkpoint.command import sentences
+from eval.checkpoint.command import Parser, sentences
 from eval.checkpoint.gpus import gpus_here
 from eval.evidence.jobs import BOOKS, Job, jobs
 from eval.evidence.lanes import Lanes, shown
@@ -50,9 +50,7 @@ def planned(some: list[Job], gpus: int, seconds: float) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        "python -m eval.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    found = Parser("python -m eval.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("names", nargs="*", metavar="NAME", help="jobs; default: all")
     found.add_argument("--text", type=Path, help="folder with the text and tokenizer.json")
     found.add_argument("--out", type=Path, default=Path("runs/evidence"))

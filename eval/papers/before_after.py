@@ -9,7 +9,7 @@ run and set of changed keys, and one column per length that all of them have.
 import argparse
 from pathlib import Path
 
-from eval.checkpoint.command import sentences
+from eval.checkpoint.command import Parser, sentences
 from eval.papers.figures.repeats import by_length
 from eval.papers.figures.results import label, of_runs
 
@@ -43,7 +43,7 @@ def tables(runs: list[Path]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.before_after", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.checkpoint.command import begun, sentences, whole_numbers, write
+from eval.checkpoint.command import Parser, begun, sentences, whole_numbers, write
 from eval.checkpoint.documents import read_documents
 from eval.checkpoint.environment import prepare
 from eval.checkpoint.results import check_keys, results_file, run_folder
@@ -272,7 +272,7 @@ def runs_and_changes(texts: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.long_context", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from eval.checkpoint.command import begun, sentences, whole_numbers, write
+from eval.checkpoint.command import Parser, begun, sentences, whole_numbers, write
 from eval.checkpoint.documents import read_documents
 from eval.checkpoint.environment import prepare
 from eval.checkpoint.results import results_file, run_folder
@@ -267,7 +267,7 @@ class Evaluation:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.needle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")

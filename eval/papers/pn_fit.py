@@ -18,7 +18,7 @@ matplotlib.use("Agg")  # no display is needed
 
 from matplotlib import pyplot as plt
 
-from eval.checkpoint.command import sentences, write
+from eval.checkpoint.command import Parser, sentences, write
 from eval.checkpoint.drawing import BASELINE, COLOURS, DPI
 from eval.checkpoint.run import Run
 from ssscale.data.stream import PackedData
@@ -107,7 +107,7 @@ def draw(p: np.ndarray, fit: Fit, title: str, file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.pn_fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from eval.checkpoint.command import begun, sentences, whole_numbers, write
+from eval.checkpoint.command import Parser, begun, sentences, whole_numbers, write
 from eval.checkpoint.documents import read_documents
 from eval.checkpoint.environment import prepare
 from eval.checkpoint.results import results_file, run_folder
@@ -144,7 +144,7 @@ def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, cells
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.repeats", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", help="runs or checkpoints, and model.* keys to change")

@@ -36,7 +36,7 @@ import wonderwords
 
 from data_prep.errors import DataError
 from data_prep.tokenize import describe
-from eval.checkpoint.command import sentences, write
+from eval.checkpoint.command import Parser, sentences, write
 from eval.checkpoint.documents import read_documents
 from eval.checkpoint.ruler.offline import (
     cwe_utils,
@@ -324,7 +324,7 @@ def read_sources(texts: Sequence[Path], squad: Sequence[Path], tokenizer: Path, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.ruler_questions",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

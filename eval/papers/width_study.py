@@ -11,7 +11,7 @@ as a cosine. A --variant is a name followed by keys, which are applied after tho
 variants are `transfer` and `none`. --jobs runs share each GPU. Without a GPU, the runs follow one another.
 
 The command prints a table and writes OUT/results.json, OUT/width.png and OUT/width.pdf. results.json has one record
-per run, and a second call does not repeat these runs.
+per run, and a second call does not repeat these runs. It is refused if it has other data, settings or keys than these.
 """
 
 import argparse
@@ -23,21 +23,23 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
-from eval.checkpoint.command import begun, sentences, whole_numbers, write
-from eval.checkpoint.drawing import COLOURS, MARKERS, axes_of, save
+from eval.checkpoint.command import Parser, begun, sentences, whole_numbers, write
 from eval.checkpoint.gpus import visible_gpus
 from ssscale.config import load_config
+from ssscale.data import manifest as manifests
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
+from ssscale.train.early import check_data
+from ssscale.validate import validate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_DIM = 64
@@ -55,6 +57,10 @@ class Run:
     width: int
     lr_log2: int
     keys: tuple[str, ...]
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        return self.variant, self.width, self.lr_log2
 
     @property
     def name(self) -> str:
@@ -183,14 +189,19 @@ def grouped(results: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[st
     return {key: group for key, group in found.items() if group}
 
 
-def draw(results: list[dict[str, Any]]) -> Figure:
+def draw(results: list[dict[str, Any]]) -> "Figure":
     """Draw one panel per variant and one curve per width."""
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    from eval.checkpoint.drawing import COLOURS, MARKERS, axes_of
+
     names = list(dict.fromkeys(result["variant"] for result in results))
     figure, every = plt.subplots(
         1, len(names), figsize=(4.2 * len(names) + 0.6, 4.2), sharey=True, layout="constrained"
     )
     panels: dict[str, Any] = dict(zip(names, [every] if len(names) == 1 else list(every), strict=True))
-    lowest = min(result["loss"] for result in results if result["loss"] is not None)
+    lowest = min((result["loss"] for result in results if result["loss"] is not None), default=0.0)
     widths = sorted({result["width"] for result in results})
     for (name, width), group in grouped(results).items():
         index = widths.index(width)
@@ -211,8 +222,11 @@ def draw(results: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def study(options: argparse.Namespace) -> None:
-    """Train the runs that results.json does not contain yet, then print and draw all results."""
+def runs_of(options: argparse.Namespace) -> list[Run]:
+    """Return the runs that the options name, the widest first. Raises UserError for options that no run can have."""
+    for name in ("tokens", "rows", "length", "microbatch", "jobs"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}")
     widths = whole_numbers(options.widths, "--widths", HEAD_DIM)
     rates = [-power for power in whole_numbers(options.lrs, "--lrs", 0, 30)]
     if odd := [width for width in widths if width % HEAD_DIM]:
@@ -223,10 +237,20 @@ def study(options: argparse.Namespace) -> None:
             sorted(widths, reverse=True), variants_of(options.variant).items(), rates
         )
     ]
-    if not (Path(options.data) / "manifest.json").is_file():
+    if not (Path(options.data) / manifests.NAME).is_file():
         raise UserError(f"{options.data} is not a data folder; python -m data_prep pack makes one")
     options.data = str(Path(options.data).resolve())
+    for run in runs:  # a mistake of the last one would be found hours later
+        config = load_config(arguments_of(run, options))
+        validate(config, world_size=1)
+        check_data(config)
+    return runs
+
+
+def continued(runs: list[Run], options: argparse.Namespace) -> dict[str, Any]:
+    """Return what results.json has, or a new content for it. Raises UserError if it is of another study."""
     settings = {
+        "data": manifests.read(Path(options.data) / manifests.NAME)["checksum"],
         "config": options.config,
         "tokens": options.tokens,
         "rows": options.rows,
@@ -235,35 +259,72 @@ def study(options: argparse.Namespace) -> None:
     }
     file = options.out / "results.json"
     result = begun(file, settings)
-    results: list[dict[str, Any]] = result.setdefault("runs", [])
-    done = {(r["variant"], r["width"], r["lr_log2"]) for r in results}
+    if file.is_file() and "runs" not in result:
+        before = read_json(file)
+        other = [key for key in settings if before.get(key) != settings[key]]
+        raise UserError(f"{file} is of a study with other {' and '.join(other)}: choose another --out")
+    keys = {run.place: list(run.keys) for run in runs}
+    for found in result.setdefault("runs", []):
+        if found["keys"] != keys.get(_place(found), found["keys"]):
+            raise UserError(
+                f"{file} has the variant {found['variant']} with other keys: choose another name or another --out"
+            )
+    return result
+
+
+def _place(result: dict[str, Any]) -> tuple[str, int, int]:
+    return result["variant"], result["width"], result["lr_log2"]
+
+
+def study(options: argparse.Namespace) -> None:
+    """Train the runs that results.json does not contain yet, then print and draw all results."""
+    runs = runs_of(options)
+    options.out = options.out.resolve()  # the runs have a working folder of their own
+    file, result = options.out / "results.json", continued(runs, options)
+    results: list[dict[str, Any]] = result["runs"]
+    write(file, result, indent=1)  # a folder that cannot be written is found before the first run
+    done = {_place(found) for found in results}
     gpus: queue.Queue[str] = queue.Queue()
     for name in visible_gpus() * options.jobs or [""]:
         gpus.put(name)
+    left = [run for run in runs if run.place not in done]
+    order = {run.place: index for index, run in enumerate(left)}
+    failure: UserError | None = None
     with ThreadPoolExecutor(gpus.qsize()) as pool:
-        left = [run for run in runs if (run.variant, run.width, run.lr_log2) not in done]
-        for found in pool.map(lambda run: execute(run, options, gpus), left):
-            results.append(found)
+        started = {pool.submit(execute, run, options, gpus): run for run in left}
+        for future in as_completed(started):
+            if future.cancelled():
+                continue
+            try:
+                results.append(future.result())
+            except UserError as error:  # what still runs ends and is kept
+                failure = failure or error
+                pool.shutdown(wait=False, cancel_futures=True)
+            results.sort(key=lambda found: order.get(_place(found), -1))
             write(file, result, indent=1)
+    if failure is not None:
+        raise failure
+    from eval.checkpoint.drawing import save
+
     print(table(results))
     print(*save(draw(results), options.out / "width"), sep="\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.width_study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("data")
-    parser.add_argument("--config", default="50m_softmax")
-    parser.add_argument("--widths", default="256,512,1024")
+    parser.add_argument("data", metavar="DATA", help="a folder made by data_prep")
+    parser.add_argument("--config", default="50m_softmax", help="the run file (50m_softmax)")
+    parser.add_argument("--widths", default="256,512,1024", help="comma-separated multiples of 64")
     parser.add_argument("--lrs", default="9,8,7,6,5", help="comma-separated N; the peak learning rate is 2^-N")
-    parser.add_argument("--tokens", type=int, default=20_000_000)
+    parser.add_argument("--tokens", type=int, default=20_000_000, help="tokens of each run")
     parser.add_argument("--rows", type=int, default=64, help="rows per step")
     parser.add_argument("--length", type=int, default=1024, help="tokens per row, as DATA was packed")
     parser.add_argument("--microbatch", type=int, default=32)
     parser.add_argument("--jobs", type=int, default=3, help="runs at a time on each GPU")
-    parser.add_argument("--variant", action="append", default=[])
-    parser.add_argument("--out", type=Path, default=Path("runs/width_study"))
+    parser.add_argument("--variant", action="append", default=[], help="NAME [key=value ...]; may be repeated")
+    parser.add_argument("--out", type=Path, default=Path("runs/width_study"), help="folder of the results")
     parser.add_argument("keys", nargs="*", help="key=value for every run")
     with sentences():
         study(parser.parse_intermixed_args())

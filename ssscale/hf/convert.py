@@ -6,6 +6,7 @@ checkpoint. In float32, weights are bit-identical.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -193,7 +194,7 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
 
     folder: written by `export_checkpoint`, or a model of one of the FAMILIES. The checkpoint is at step 0 and
     holds weights only, without optimizer state. Raises UserError if the folder is damaged or holds another kind of model,
-    or if `out` is not empty.
+    if `out` is not empty, or if the checkpoint cannot be written.
     """
     check_empty(out)
     content = check_folder(folder)
@@ -211,8 +212,16 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
         "tokenizer.json": tokenizer.read_text(encoding="utf-8"),
         "boundaries.json": json.dumps(bounds),
     }
-    save_checkpoint(out / "checkpoints", cast(Engine, WeightsOnly(model)), groups, TrainState(), files)
-    (out / "config.yaml").write_text(files["config.yaml"], encoding="utf-8")
+    made = not out.exists()
+    try:
+        save_checkpoint(out / "checkpoints", cast(Engine, WeightsOnly(model)), groups, TrainState(), files)
+        (out / "config.yaml").write_text(files["config.yaml"], encoding="utf-8")
+    except BaseException:  # so that the same command can be repeated
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        (out / "config.yaml").unlink(missing_ok=True)
+        if made and out.is_dir():
+            out.rmdir()
+        raise
     return out / "checkpoints" / "step-00000000"
 
 

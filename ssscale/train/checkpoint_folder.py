@@ -159,6 +159,8 @@ def find_checkpoint(path: Path, option: str = "checkpoint", newest: bool = False
     Broken checkpoints are skipped, and logged unless `quiet`. With `newest`, only the newest checkpoint is considered.
     Raises UserError, naming `option`, if there is no such checkpoint.
     """
+    if patiently(path.is_file, path):
+        raise UserError(f"{option}={path}: this is a file, neither a checkpoint nor a run folder")
     if patiently(lambda: is_checkpoint(path), path):
         return path
     folder, problem = path / "checkpoints", ""

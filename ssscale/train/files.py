@@ -5,7 +5,8 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +53,25 @@ def write_file(path: Path, chunks: list[memoryview]) -> dict[str, Any]:
                 chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
     return {"bytes": size, "xxh3": digest.hexdigest()}
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yields a temporary path. What the block writes there then replaces `file`, at once.
+
+    If the block fails, the temporary file is removed and `file` stays as it was. An OSError then names `file`; that of a
+    full disk names none by itself.
+    """
+    temporary = file.with_name(f".{file.name}")
+    try:
+        yield temporary
+        os.replace(temporary, file)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = str(file)
+        raise
 
 
 def move_folder_aside(path: Path) -> None:

@@ -92,7 +92,11 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, groups: Groups, retention: Retention, run: Path | None = None) -> None:
-        """folder: of the checkpoints. run: the run's folder, in which the first commit is recorded; None: it is not."""
+        """folder: of the checkpoints.
+
+        run: the folder of the run that trains, in which the first commit is recorded. None: nothing trains, so that
+        `error` says why nothing was saved, and no log does.
+        """
         self.folder, self.groups, self.retention, self.run = folder, groups, retention, run
         self.buffer, self.locked = torch.empty(0, dtype=torch.uint8), False
         self.thread: threading.Thread | None = None
@@ -192,18 +196,20 @@ class CheckpointWriter:
         assert self.thread is not None
         self.thread.join()
         self.thread = None
-        if self.error is not None:
+        if self.error is not None and self.run is not None:
             logger.error("rank %d could not write %s: %s", self.groups.rank, self.partial, self.error)
         if self.groups.is_main and whole:
             try:
                 self._commit()
             except OSError as error:
-                whole = False
-                logger.error("%s could not be committed: %s", self.partial, error)
+                whole, self.error = False, error
+                if self.run is not None:
+                    logger.error("%s could not be committed: %s", self.partial, error)
         committed = torch.tensor([whole], dtype=torch.int32)
         dist.broadcast(committed, 0)  # all ranks must know whether the main rank could commit
         if self.groups.is_main and not committed:
             shutil.rmtree(self.partial, ignore_errors=True)
+        if self.groups.is_main and not committed and self.run is not None:
             logger.error("step %d is not saved: earlier checkpoints are kept, and training continues", self.state.step)
         if self.groups.is_main and committed:
             self._tidy()
@@ -335,7 +341,12 @@ def collect(engine: Engine, groups: Groups) -> tuple[dict[str, Tensor], dict[str
 def save_checkpoint(
     folder: Path, engine: Engine, groups: Groups, state: TrainState, files: dict[str, str] | None = None
 ) -> None:
-    """Writes a checkpoint, commits it and waits until it is done. All ranks call it together."""
+    """Writes a checkpoint, commits it and waits until it is done. All ranks call it together.
+
+    Raises UserError if a rank could not write, and leaves nothing of the checkpoint then.
+    """
     writer = CheckpointWriter(folder, groups, Retention())
     writer.start(engine, state, files or {})
-    writer.wait()
+    if writer.wait() is None:
+        reason = "another rank could not write" if writer.error is None else writer.error.strerror
+        raise UserError(f"{writer.final} cannot be written: {reason}")

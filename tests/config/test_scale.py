@@ -365,8 +365,15 @@ def test_the_command_predicts(capsys: pytest.CaptureFixture[str]) -> None:
         (["nodes=2", "gpu_memory=9"], "no layout of 3b_sb with train.recompute=none fits 16 GPUs of 9 GiB"),
         (
             ["nodes=1", "gpus=1", "gpu_memory=9", "train.recompute=full"],
-            "fits 1 GPU of 9 GiB and divides train.batch_size=1024: try another batch",
+            "no layout of 3b_sb with train.recompute=full fits 1 GPU of 9 GiB: try other numbers of GPUs",
         ),
+        (["nodes=2", "gpu_memory=9"], "fits 16 GPUs of 9 GiB: try train.recompute=full"),
+        (
+            ["nodes=1000000"],
+            "no layout of 3b_sb divides train.batch_size=1024 over 8,000,000 GPUs: try other numbers of GPUs or another",
+        ),
+        (["nodes=2", "network=inf"], "network must be a finite number, not 'inf'"),
+        (["gpu_memory=inf"], "gpu_memory must be a finite number, not 'inf'"),
         (["nodes=2", "model.num_heads=7"], "model.num_heads=7 does not divide"),
     ],
 )

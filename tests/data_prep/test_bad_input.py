@@ -84,10 +84,15 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
         ),
         (["--source", "a={root}/a.jsonl", "--save-every", "-1"], "--save-every -1.0 must be at least 0"),
         (["--source", "a={root}/a.jsonl", "--save-every", "nan"], "--save-every nan must be at least 0"),
+        (["--source", "a={root}/a.jsonl", "--out", ""], "--out . is not the name of a folder to be made"),
+        (["--length", "many"], "error: argument --length: invalid int value: 'many'; --help lists all arguments\n"),
+        (["--lnegth", "8"], "error: unrecognized arguments: --lnegth 8; --help lists all arguments\n"),
         ([], "no source"),
     ],
 )
-def test_flags_and_files(flags, sentence, tokenizer, tmp_path, capsys):
+def test_flags_and_files(flags, sentence, tokenizer, tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty" / "empty").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "empty" / "empty")
     (tmp_path / "a.jsonl").write_text(GOOD * 5)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 5)[:-12])
@@ -125,7 +130,17 @@ def test_the_tokenizers_size_is_checked(tmp_path, capsys):
     assert "too small" in capsys.readouterr().err
     assert main([*command, "5000"]) == 2
     assert "give more text" in capsys.readouterr().err
+    assert main([*command, str(10**12)]) == 2  # whose memory the trainer would ask for, and abort
+    assert capsys.readouterr().err == "error: a vocabulary of 1000000000000 is too large: 16,777,216 is the most\n"
+    assert main([*command, "258", "--out", str(tmp_path / "a.jsonl" / "t.json")]) == 2
+    assert f"error: cannot make the folder of {tmp_path}/a.jsonl/t.json: " in capsys.readouterr().err
     assert not (tmp_path / "t.json").exists()
+
+
+def test_a_figure_has_a_form_that_it_is_drawn_in(tmp_path, capsys):
+    """Without one, FILE.png was written and FILE named."""
+    assert main(["stats", str(tmp_path), "--figure", str(tmp_path / "lengths")]) == 2
+    assert capsys.readouterr() == ("", f"error: --figure {tmp_path}/lengths must end in .png, .svg or .pdf\n")
 
 
 def test_a_tokenizer_is_never_overwritten(tokenizer, tmp_path, capsys):

@@ -57,6 +57,12 @@ def test_best_fit_equals_its_definition(lengths):
     assert sorted(sum(len(part.tokens) for part in row) for row in rows) == sorted(sizes)
 
 
+def test_rows_may_be_longer_than_memory():
+    """A row of 10^14 tokens took as many bits, and one of 10^7 a minute."""
+    rows = best_fit([Part(i, 0, np.arange(5)) for i in range(3)], 10**14)
+    assert [[part.document for part in row] for row in rows] == [[0, 1, 2]]
+
+
 def test_best_fit_cuts_few_documents():
     lengths = [int(random.Random(i).lognormvariate(5.5, 1.0)) % 1024 + 1 for i in range(3000)]
     best, concat = BestFitPacker(1024, 1 << 20, ""), ConcatPacker(1024)

@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from itertools import chain, count
@@ -25,6 +26,8 @@ from data_prep.key_set import KeySet
 from ssscale.data.torchvision_stand_in import install_stand_in
 from tests.data_prep.conftest import make_texts, source_flags, write_jsonl
 from tests.data_prep.folders import contents
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -230,6 +233,46 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(command: list[str], tmp_pat
     assert not out.exists()
     assert run([*command, "--out", str(out)])[0] == 0
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_tokenizer_that_finds_no_room_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some good text " * 30}) + "\n")
+    command = ["train-tokenizer", "--source", f"a={tmp_path}/a.jsonl", "--vocab-size", "258"]
+    process = get_context("fork").Process(
+        target=_with_little_room, args=([*command, "--out", f"{tmp_path}/t.json"], tmp_path)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 2
+    assert (tmp_path / "error").read_text() == f"error: File too large: {tmp_path}/t.json\n"
+    assert not (tmp_path / "t.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interr")]
+)
+def test_a_signal_ends_with_one_sentence_and_the_same_command_continues(
+    number: signal.Signals, code: int, word: str, tokenizer: str, tmp_path: Path
+) -> None:
+    """After SIGTERM, Python complained of semaphores that were left."""
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "some good text " * 30}) + "\n") * 10_000)
+    arguments = ["-m", "data_prep", "pack", "--source", f"a={tmp_path}/a.jsonl", "--tokenizer", tokenizer]
+    arguments += ["--length", "1024", "--save-every", "0", "--workers", "2", "--out", f"{tmp_path}/out"]
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out.partial" / ".state").is_file():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert error.startswith(word)
+    assert error.endswith("ed: the same command continues\n")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    again = subprocess.run(
+        [sys.executable, *arguments, "--save-every", "9"], cwd=ROOT, capture_output=True, timeout=120
+    )
+    assert again.returncode == 0
 
 
 def _with_little_room(arguments: list[str], folder: Path) -> None:

@@ -22,6 +22,7 @@ from tests.hf.import_table import FIVE, PAGE, of_version, our_logits, read_page,
 from tests.hf.jobs import write_checkpoint
 from tests.models import make_model
 from tests.pool import Pool
+from tests.train.disks import small_disk
 
 FLOAT32 = 3e-6  # more than float32 rounding gives here, of the largest logit
 ROUNDING = 6e-7  # what another machine may add to it
@@ -207,3 +208,18 @@ def test_what_is_not_imported_is_one_sentence(
         import_checkpoint(tmp_path / "hf", tmp_path / "back", groups)
     assert said in str(error.value)
     assert not (tmp_path / "back").exists()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(
+    groups: Groups, tokenizer_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was said that training continues, and the import ended with exit code 0 and a run without a checkpoint."""
+    write_checkpoint(make_model("softmax"), groups, tmp_path / "run", tokenizer_file)
+    export_checkpoint(tmp_path / "run/checkpoints/step-00000007", tmp_path / "hf", 0, 0, form="llama")
+    with small_disk(tmp_path / "small", "64k") as disk:
+        out = disk / "back"
+        with pytest.raises(UserError) as error:
+            import_checkpoint(tmp_path / "hf", out, groups)
+        assert str(error.value) == f"{out}/checkpoints/step-00000000 cannot be written: No space left on device"
+        assert capfd.readouterr() == ("", "")
+        assert not out.exists()

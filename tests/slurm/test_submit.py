@@ -1,5 +1,6 @@
 """What slurm/submit.py would submit, and what the job scripts run; no Slurm needed."""
 
+import math
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ import pytest
 from slurm.environment import check_environment
 from slurm.nodes import Node, Request, count_gpus, sbatch_flags
 from slurm.submit import ROOT, main
+from slurm.times import seconds_of
 from ssscale.data.shards import Place
 from ssscale.errors import UserError
 
@@ -75,11 +77,59 @@ def test_a_dry_run_submits_and_writes_nothing(capsys, tmp_path, monkeypatch) -> 
         (["srun=--container-image='a"], "srun=--container-image='a: no closing quotation"),
         (["sbatch=--qos='a"], "sbatch=--qos='a: no closing quotation"),
         (["env=nowhere.sh"], "nowhere.sh: there is no such file"),
+        (["time=bad"], "time=bad is not a time limit of Slurm: write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
+        (["time=1 day"], "time=1 day is not a time limit of Slurm"),
+        (["evaluate=piqa", "evaluate_time=-5"], "evaluate_time=-5 is not a time limit of Slurm"),
+        (["time=5:00"], "time=5:00 must be longer than early=300 s and 60 s, by which the early signal may come soo"),
+        (["time=1-0", "early=86400"], "time=1-0 must be longer than early=86400 s and 60 s"),
+        (["partition="], "partition= is empty: give it a value or leave it out"),
+        (["evaluate="], "evaluate= is empty: give it a value or leave it out"),
+        (["evaluate=clozze"], "evaluate=clozze: tasks=clozze: there is no such task; did you mean cloze"),
+        (["evaluate=tasks=piqq limit=5"], "tasks=piqq: there is no such task; did you mean piqa"),
+        (["evaluate=tasks=piqa checkpoint=runs/other"], "checkpoint= is the run that this command trains: leave it"),
     ],
 )
 def test_mistakes_are_said_before_the_training(options, words, capsys, tmp_path) -> None:
     with pytest.raises(UserError, match=words):
         followers(capsys, tmp_path / "run", *options)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:30:30", 5430),
+        ("2-3", 183_600),
+        ("2-3:04", 183_840),
+        ("2-3:04:05", 183_845),
+        ("0", math.inf),
+        ("UNLIMITED", math.inf),
+    ],
+)
+def test_time_limits_as_slurm_reads_them(text, seconds) -> None:
+    assert seconds_of("time", text) == seconds
+
+
+def test_a_percent_sign_of_the_folder_is_none_of_slurms(capsys, tmp_path) -> None:
+    assert f" --output={tmp_path}/a%%j b/slurm-evaluate-%j.log " in followers(
+        capsys, tmp_path / "a%j b", "evaluate=cloze"
+    )
+
+
+def test_a_refusal_of_slurm_is_the_only_sentence(tmp_path) -> None:
+    """It came after the note on sinfo."""
+    environment = os.environ | {
+        "PATH": str(Path(sys.executable).parent) + ":/nowhere",
+        "SSSCALE_PYTHON": sys.executable,
+    }
+    (tmp_path / "bash").symlink_to("/bin/bash")
+    environment["PATH"] += f":{tmp_path}"
+    command = ["slurm/submit.py", "config=tiny_sb", f"run_dir={tmp_path}/run", "gpus=0"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    said = "error: there is no sbatch on this machine: submit from a login node of the cluster\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

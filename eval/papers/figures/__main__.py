@@ -26,7 +26,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from eval.checkpoint.command import sentences
+from eval.checkpoint.command import Parser, sentences
 from eval.checkpoint.drawing import save
 from eval.checkpoint.environment import prepare
 from eval.papers.figures import length, needle, recall, repeats, ruler, theory, training
@@ -63,7 +63,7 @@ def draw(name: str, paths: list[Path]) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name")

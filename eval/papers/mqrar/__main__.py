@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from eval.checkpoint.command import sentences, whole_numbers
+from eval.checkpoint.command import Parser, sentences, whole_numbers
 from eval.papers.mqrar.picture import write_picture
 from eval.papers.mqrar.task import Task
 from eval.papers.mqrar.train import LEARNING_RATES, Deadline, Experiment, Recipe, model_config
@@ -80,7 +80,7 @@ def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.mqrar", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("curve", "picture"))

@@ -37,7 +37,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from eval.checkpoint.command import sentences, whole_numbers
+from eval.checkpoint.command import Parser, sentences, whole_numbers
 from eval.checkpoint.gpus import gpus_here
 from eval.papers.study.cores import check_files as check_cores
 from eval.papers.study.cores import cores
@@ -48,6 +48,7 @@ from eval.papers.study.schedule import plan
 from eval.papers.study.sizes import SIZES, Size
 from eval.papers.study.studies import STUDIES, Study
 from ssscale.errors import UserError
+from ssscale.train.files import refusal
 
 EVERY = STUDIES | {"cores": cores}
 
@@ -92,10 +93,10 @@ def check_files(study: str, place: Place) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+    found = Parser(
         "python -m eval.papers.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("name", choices=EVERY)
+    found.add_argument("name", choices=EVERY, metavar="NAME", help=", ".join(EVERY))
     found.add_argument("--text", type=Path, default=Path("data/study"), help="folder of eval.papers.study.split")
     found.add_argument("--questions", help="comma-separated files in SQuAD's form")
     found.add_argument("--eval-data", type=Path, help="folder of the tasks' data, for cores")
@@ -114,11 +115,27 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--pause", type=float, default=float("inf"), help="save and stop running jobs after it")
     found.add_argument("--commit", help="commit to record; default: that of this checkout")
     found.add_argument("--keep-models", action="store_true")
-    found.add_argument("--print", action="store_true", help="only print the commands")
-    found.add_argument("--plan", type=float, metavar="MINUTES", help="only print which jobs fit into stays of MINUTES")
-    found.add_argument("--choose", action="store_true", help="choose learning rates from the rate jobs")
-    found.add_argument("--report", nargs="?", const=Path("docs/results/papers"), type=Path, metavar="FOLDER")
+    instead = found.add_mutually_exclusive_group()
+    instead.add_argument("--print", action="store_true", help="only print the commands")
+    instead.add_argument(
+        "--plan", type=float, metavar="MINUTES", help="only print which jobs fit into stays of MINUTES"
+    )
+    instead.add_argument("--choose", action="store_true", help="choose learning rates from the rate jobs")
+    instead.add_argument("--report", nargs="?", const=Path("docs/results/papers"), type=Path, metavar="FOLDER")
     return found
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raise UserError for numbers with which no job can run."""
+    if options.per_gpu < 1:
+        raise UserError(f"--per-gpu must be at least 1, not {options.per_gpu}")
+    for name in ("slower", "plan"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise UserError(f"--{name} must be greater than 0, not {value:g}")
+    for name in ("deadline", "pause"):
+        if not getattr(options, name) >= 0:
+            raise UserError(f"--{name} must be at least 0, not {getattr(options, name):g}")
 
 
 def size_of(options: argparse.Namespace) -> Size:
@@ -152,8 +169,7 @@ def study(options: argparse.Namespace) -> int:
 
         print(*report(name, out, options.report), sep="\n")
         return 0
-    if options.per_gpu < 1 or options.slower <= 0:
-        raise UserError("--per-gpu must be at least 1 and --slower greater than 0")
+    check_numbers(options)
     place, size, seeds = place_of(options), size_of(options), whole_numbers(options.seeds, "--seeds", 0)
     every = EVERY[name](Study(name, place, size), seeds)
     jobs = select(every, options.jobs)
@@ -169,6 +185,10 @@ def study(options: argparse.Namespace) -> int:
     gpus = gpus_here(options.gpus)
     if gpus[0].name is None and options.size == "full":
         raise UserError("this machine has no GPU, and the smallest of these models takes hours on a CPU")
+    for option, folder in (("--out", out / name), ("--work", place.work)):
+        folder.mkdir(parents=True, exist_ok=True)
+        if reason := refusal(folder):
+            raise UserError(f"{option}: {folder} cannot be written ({reason})")
     commit = options.commit or os.environ.get("STUDY_COMMIT") or commit_here()
     began = time.monotonic()
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.checkpoint.ruler.data import ORIGINS
 from eval.checkpoint.tasks.local.files import FILES, find, missing
 from eval.papers.study import measure, steps
 from eval.papers.study.jobs import WIDE_GIB, Job, Place, Step
@@ -49,6 +48,8 @@ def check_files(place: Place) -> None:
 
 
 def _ruler_files(eval_data: Path) -> dict[str, Path]:
+    from eval.checkpoint.ruler.data import ORIGINS  # imports lm-eval, which takes seconds
+
     found: dict[str, Path] = {}
     for name in ("squad", "hotpotqa"):
         origin = ORIGINS[name]
@@ -166,11 +167,12 @@ def _needles(place: Place, depths: str, form: Cores, tuned: Path, beyond: list[s
 
 
 def _ruler(place: Place, eval_data: Path, form: Cores, tuned: Path, scaled: list[str]) -> Step:
+    from eval.checkpoint.ruler.data import ORIGINS
+
     stand_in = [f"essays:{place.test}"]
     there = _ruler_files(eval_data).get("hotpotqa")
-    stand_in += (
-        [f"hotpotqa:{there}"] if there is not None and find(str(eval_data), ORIGINS["hotpotqa"].file) is None else []
-    )
+    if there is not None and there != find(str(eval_data), ORIGINS["hotpotqa"].file):
+        stand_in.append(f"hotpotqa:{there}")
     command = [
         "launch/evaluate.py",
         f"checkpoint={tuned}",

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from eval.papers.figures.results import of_runs
-from eval.papers.figures.ruler import cells_of
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
 from ssscale.train.records import read_metrics
@@ -106,6 +105,8 @@ def _number(value: Any) -> bool:
 
 def ruler(run: Path) -> dict[str, list[float | None]]:
     """Return {TASK@LENGTH: [score, standard error]}."""
+    from eval.papers.figures.ruler import cells_of  # imports matplotlib
+
     found: dict[str, list[float | None]] = {}
     for file in sorted((run / "eval").rglob("step-*.json")):
         found |= {name: list(cell) for name, cell in cells_of(read_json(file)).items()}

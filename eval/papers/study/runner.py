@@ -270,11 +270,17 @@ class Runner:
         job = running.job
         self.running.remove(running)
         try:
-            found = job.measure()
-        except UserError as error:
+            self._write(job)
+        except (OSError, UserError) as error:  # the other jobs go on, and the models stay
             self.failed.append(job.label)
             self.say(f"{job.label}: failed: {error}")
             return
+        self.say(f"{job.label}: wrote {job.file}")
+        if not self.keep_models:
+            self._delete_models(job)
+
+    def _write(self, job: Job) -> None:
+        """Write the JSON file of a job. Raises UserError if something that it measures is missing."""
         result: dict[str, Any] = {
             "kind": "study",
             **job.identity(self.place),
@@ -283,10 +289,7 @@ class Runner:
             "device": device_name(),
             "seconds": measure.seconds([step.marker for step in job.steps]),
         }
-        write(job.file, result | found)
-        self.say(f"{job.label}: wrote {job.file}")
-        if not self.keep_models:
-            self._delete_models(job)
+        write(job.file, result | job.measure())
 
     def _delete_models(self, job: Job) -> None:
         others = [other for other in self.jobs if other is not job and not other.file.is_file()]

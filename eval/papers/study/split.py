@@ -21,16 +21,17 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zstandard
 
 from data_prep.errors import DataError
-from data_prep.tokenize import describe
-from eval.checkpoint.command import sentences, write
+from eval.checkpoint.command import Parser, sentences, write
 from eval.checkpoint.documents import read_documents
-from eval.checkpoint.text import TextTokenizer
 from ssscale.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.checkpoint.text import TextTokenizer
 
 SPLIT = "split.json"
 LEVEL = 19  # of zstd, which is slow to write and no slower to read
@@ -51,7 +52,7 @@ def documents_of(file: Path) -> list[Document]:
 
 
 def hold_out(
-    documents: list[Document], tokenizer: TextTokenizer, windows: int, length: int
+    documents: list[Document], tokenizer: "TextTokenizer", windows: int, length: int
 ) -> tuple[list[Document], dict[str, int]]:
     """Return the first documents that give `windows` windows of `length` tokens, and their counts.
 
@@ -102,12 +103,16 @@ def fractions(sizes: dict[str, float], megabytes: float, fixed: dict[str, float]
 
 def split(text: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Write the split and return the content of split.json. Raises UserError for missing files and bad options."""
+    from data_prep.tokenize import describe
+    from eval.checkpoint.text import TextTokenizer  # imports torch, which takes seconds
+
     train = {file.name.split(".")[1]: file for file in sorted(text.glob("train.*.jsonl.zst"))}
     valid = sorted(text.glob("valid.*.jsonl.zst"))
     fixed = taken(options.take, set(train))
     if options.test not in train or not valid or not (text / "tokenizer.json").is_file():
         raise UserError(f"{text} must have train.{options.test}.jsonl.zst, valid.NAME.jsonl.zst and tokenizer.json")
     out.mkdir(parents=True, exist_ok=True)
+    (out / SPLIT).unlink(missing_ok=True)  # an interrupted split is not whole
     for file in [*valid, text / "tokenizer.json"]:
         shutil.copyfile(file, out / file.name)
     try:
@@ -158,7 +163,7 @@ def taken(texts: list[str], names: set[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m eval.papers.study.split", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("text", type=Path)

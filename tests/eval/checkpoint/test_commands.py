@@ -14,7 +14,9 @@ from launch.evaluate import main as evaluate
 from launch.report import main as report
 from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters
+from ssscale.unforeseen import describe_os_error
 from tests.eval.conftest import LENGTH
+from tests.train.disks import fill, small_disk
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -130,6 +132,22 @@ def test_report_without_an_evaluation_and_of_two_runs(run, config, capsys):
     printed = capsys.readouterr().out
     assert "other" in printed
     assert (run / "compare.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="data= is empty: name a folder or leave it out"):
+        report([str(run), "data="])
+
+
+def test_a_report_on_a_full_disk_names_the_file_and_keeps_the_old_one(run, tmp_path):
+    """It ended with 70, and left a part of the figure as .loss.png."""
+    with small_disk(tmp_path / "small", "16m") as disk:
+        copy = disk / "run"
+        shutil.copytree(run, copy)
+        report([str(copy), "sample=false"])
+        before = {file.name: file.read_bytes() for file in copy.iterdir() if file.is_file()}
+        fill(disk)
+        with pytest.raises(OSError, match="No space left on device") as error:
+            report([str(copy), "sample=false"])
+        assert describe_os_error(error.value) == f"{copy}/loss.png: No space left on device"
+        assert {file.name: file.read_bytes() for file in copy.iterdir() if file.is_file()} == before
 
 
 @pytest.mark.parametrize(

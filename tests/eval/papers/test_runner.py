@@ -144,6 +144,16 @@ def test_the_jobs_of_a_model_start_in_one_stay(place, capsys):
     assert not late._admit(list(jobs))
 
 
+def test_a_result_that_cannot_be_written_fails_its_job_only(place, capsys):
+    """The whole command ended, and left the other jobs' programs running."""
+    jobs = programs(place, "pass")
+    jobs[0] = replace(jobs[0], file=place.work / "a" / "train.done" / "a-s0.json")
+    assert Runner(place, jobs, [Gpu(None, float("inf"))]).run() == 1
+    output = capsys.readouterr().out
+    assert "a-s0: failed: [Errno" in output
+    assert json.loads(jobs[1].file.read_text())["value"] == "b"
+
+
 def test_results_and_failures(place, capsys, monkeypatch):
     monkeypatch.setattr(runner, "device_name", lambda: "one GPU")
     good = job(place, "a", step(place, "a", "train", 1.0, "-c", "print(1)"))

@@ -287,6 +287,28 @@ def test_cores(files, eval_data, monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--slower", "nan"], "error: --slower must be greater than 0, not nan"),
+        (["--plan", "0"], "error: --plan must be greater than 0, not 0"),
+        (["--per-gpu", "0"], "error: --per-gpu must be at least 1, not 0"),
+        (["--deadline", "nan"], "error: --deadline must be at least 0, not nan"),
+        (["--out", "/dev/null/x"], "error: /dev/null/x/mqrar: Not a directory"),
+        (["--work", "/dev/null/x"], "error: /dev/null/x: Not a directory"),
+        (["--choose", "--report"], "error: argument --report: not allowed with argument --choose; --help lists all"),
+        (["--pusae", "5"], "error: unrecognized arguments: --pusae 5; --help lists all arguments"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_a_job_starts(words, said, tmp_path, monkeypatch, capsys):
+    """NaN and zeros let no job start, and a folder that cannot be written was found when the first job had ended."""
+    monkeypatch.setattr(command, "Runner", None)
+    folders = ["--work", tmp_path / "work", "--out", tmp_path / "out"]
+    assert call(monkeypatch, command, "mqrar", "--size", "tiny", *folders, *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
+
+
 def test_questions_of_ruler_do_not_train(files, eval_data, monkeypatch, capsys):
     (eval_data / "squad").mkdir(exist_ok=True)
     squad = eval_data / "squad" / "dev-v2.0.json"

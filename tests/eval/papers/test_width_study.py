@@ -1,6 +1,7 @@
 """The width study in miniature: one command trains, resumes, and gives the table and the figure."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,86 @@ def test_runs_share_the_visible_gpus_only(data_folder: str, tmp_path: Path, monk
 
     monkeypatch.setattr("eval.papers.width_study.execute", execute)
     arguments = [data_folder, "--widths", "64", "--lrs", "7,6", "--jobs", "2", "--out", str(tmp_path)]
+    arguments += ["--length", str(LENGTH), f"model.vocab_size={VOCAB}"]
     monkeypatch.setattr("sys.argv", ["width_study", *arguments])
     main()
     assert names == ["3"] * 4
+
+
+def order(data: str, out: Path, monkeypatch, *arguments: str) -> None:
+    """Call the command on one CPU with arguments of small runs, which `arguments` change."""
+    small = ["--widths", "64", "--lrs", "7", "--rows", "2", "--length", str(LENGTH), "--microbatch", "2"]
+    small += ["--variant", "plain", "--out", str(out), f"model.vocab_size={VOCAB}"]
+    monkeypatch.setattr("sys.argv", ["width_study", data, *small, *arguments])
+    main()
+
+
+def fake(run, options, gpus) -> dict:
+    """In place of a training."""
+    if run.lr_log2 == -6:
+        raise UserError("the run failed")
+    return {"variant": run.variant, "width": run.width, "lr_log2": run.lr_log2, "loss": 3.0, "keys": list(run.keys)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokens", "0"], "--tokens must be at least 1, not 0"),
+        (["--rows", "-1"], "--rows must be at least 1, not -1"),
+        (["--jobs", "0"], "--jobs must be at least 1, not 0"),
+        (["--length", "7"], "tokens, but data.length=7"),
+        (["--config", "50m_softmx"], "there is no configs/50m_softmx.yaml; did you mean 50m_softmax"),
+        (["--variant", "last model.mixer.ssmax.scal=1"], "there is no key 'model.mixer.ssmax.scal'; did you mean"),
+        (["--microbatch", "3"], "train.batch_size=2 is not a multiple of the 3 rows"),
+        (["train.foo=1"], "there is no key 'train.foo'"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_run(
+    arguments: list[str], said: str, data_folder: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """Wrong keys were found when their run began, hours later, and zeros ended in a traceback."""
+    monkeypatch.setattr("eval.papers.width_study.execute", lambda *_: pytest.fail("a run has begun"))
+    with pytest.raises(SystemExit) as error:
+        order(data_folder, tmp_path / "out", monkeypatch, *arguments)
+    assert error.value.code == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("error: ")
+    assert said in sentence
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_of_another_study_stay(data_folder: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """They were overwritten, and those of a variant with other keys were taken for its results."""
+    monkeypatch.setattr("eval.papers.width_study.execute", fake)
+    order(data_folder, tmp_path, monkeypatch)
+    before = (tmp_path / "results.json").read_text()
+    for arguments, said in (
+        (["--tokens", "9999"], "is of a study with other tokens: choose another --out"),
+        (["--rows", "4", "model.num_layers=1"], "is of a study with other rows and keys: choose another --out"),
+        (["--variant", "plain model.init_std=1"], "has the variant plain with other keys: choose another name or"),
+    ):
+        with pytest.raises(SystemExit):
+            order(data_folder, tmp_path, monkeypatch, *arguments)
+        assert said in capsys.readouterr().err
+        assert (tmp_path / "results.json").read_text() == before
+
+
+def test_what_ends_beside_a_failed_run_is_kept(data_folder: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Results were written in the order of the runs, so a failure lost what had ended after it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    began = threading.Barrier(2)
+
+    def execute(run, options, gpus):
+        began.wait()
+        return fake(run, options, gpus)
+
+    monkeypatch.setattr("eval.papers.width_study.execute", execute)
+    with pytest.raises(SystemExit):
+        order(data_folder, tmp_path, monkeypatch, "--lrs", "6,7", "--jobs", "2")
+    assert "error: the run failed" in capsys.readouterr().err
+    assert [run["lr_log2"] for run in json.loads((tmp_path / "results.json").read_text())["runs"]] == [-7]
+
+
+def test_a_study_whose_runs_all_diverged_is_drawn() -> None:
+    runs = [{"variant": "a", "width": 64, "lr_log2": rate, "loss": None} for rate in (-7, -6)]
+    assert len(draw(runs).axes) == 1
