@@ -205,16 +205,14 @@ def _algebras(stops, head, block, t, q_len, num_stop_slots, ROWS: tl.constexpr):
 @triton.jit
 def list_runs(
     list_ptr, stops, first_head, base, first, last, t, q_len, num_stop_slots,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the runs of row blocks in [first, last) for which tile t is live and the fast algebra holds, or, if EXACT, does
-    not hold.
+    """Writes the runs of row blocks in [first, last) for which tile t is live and the fast algebra holds.
 
     Runs are listed head by head. A run is stored as its first and its last block, each as
     (head of the group · MAX_BLOCKS + block − base). Returns the number of runs, and which live blocks take the exact
     algebra: 0 if none, 1 if only some of the first NEAR do, otherwise more. stops: block_stop_ptr, cu_q_ptr and the sequence.
     """
-    WHICH: tl.constexpr = 1 if EXACT else 0
     count = 0
     exact = 0
     for i in range(KV_GROUP):
@@ -222,11 +220,9 @@ def list_runs(
             block = start + tl.arange(0, 64)
             inside = block < last
             here = _algebras(stops, first_head + i, block, t, q_len, num_stop_slots, ROWS)
-            before = _algebras(stops, first_head + i, tl.maximum(block - 1, first), t, q_len, num_stop_slots, ROWS)[
-                WHICH
-            ]
-            after = _algebras(stops, first_head + i, block + 1, t, q_len, num_stop_slots, ROWS)[WHICH]
-            live = here[WHICH] & inside
+            before = _algebras(stops, first_head + i, tl.maximum(block - 1, first), t, q_len, num_stop_slots, ROWS)[0]
+            after = _algebras(stops, first_head + i, block + 1, t, q_len, num_stop_slots, ROWS)[0]
+            live = here[0] & inside
             opens = live & ((block == first) | (before == 0))
             closes = live & ((block + 1 >= last) | (after == 0))
             run = 2 * (count + tl.cumsum(opens.to(tl.int32), 0) - 1)

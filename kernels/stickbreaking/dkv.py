@@ -65,10 +65,10 @@ def _dkv_run(
     NARROW: tl.constexpr = KEYS == 32
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
-    NEEDED: tl.constexpr = 2 if MASKED or EXACT else 1
-    HOISTS: tl.constexpr = HOIST >= NEEDED and not (EXACT and H > 64)
     # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
-    for block in tl.range(first, last, num_stages=2 if MASKED else None, disable_licm=not HOISTS):
+    for block in tl.range(
+        first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1
+    ):
         row = blocks.each_round(local, block, H)
         first_row = block * ROWS
         first64 = first_row.to(tl.int64)
@@ -199,46 +199,6 @@ def _store(pointers, tiles, mask, visited, ADD: tl.constexpr):
 
 
 @triton.jit
-def _walk_in_part(
-    state, rows, keys, stops, first_head, base, first, last, q_len, num_stop_slots,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
-):  # fmt: skip
-    """Walks the blocks first … last − 1, which may see the tile in part, with one of the algebras.
-
-    Returns the state, and 1 if some block takes the exact algebra.
-    """
-    t = keys[0]
-    exact = 0
-    for i in range(KV_GROUP):
-        for block in range(first, last):
-            stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
-            takes_exact = (t >= exact_from).to(tl.int32)
-            exact |= takes_exact
-            end_of_run = block - base + ((stop <= t) & (takes_exact == (1 if EXACT else 0))).to(tl.int32)
-            state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, EXACT, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
-            )  # fmt: skip
-    return state, exact
-
-
-@triton.jit
-def _walk_runs(
-    state, rows, keys, list_ptr, runs, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr,
-    BH: tl.constexpr, MAX_BLOCKS: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
-):  # fmt: skip
-    """Walks the runs of blocks that `blocks.list_runs` has written, all of which see the whole tile."""
-    for n in range(runs):
-        start = tl.load(list_ptr + 2 * n)
-        i = start // MAX_BLOCKS
-        last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
-        state = _dkv_run(
-            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, EXACT, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
-        )  # fmt: skip
-    return state
-
-
-@triton.jit
 def _dkv_rows(
     rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -252,35 +212,36 @@ def _dkv_rows(
     state = (zeros, zeros)
     t = keys[0]
     runs, exact = blocks.list_runs(
-        list_ptr, stops, first_head, base, whole_from, end, t, q_len, num_stop_slots, False, ROWS, KV_GROUP, MAX_BLOCKS
-    )  # fmt: skip
-    # One or two blocks see this tile in part, unless offsets do not align with tiles.
-    state, exact_in_part = _walk_in_part(
-        state, rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
-        False, ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS,
-    )  # fmt: skip
-    exact |= exact_in_part
-    tl.debug_barrier()
-    state = _walk_runs(state, rows, keys, list_ptr, runs, False, ROWS, KEYS, H, BH, MAX_BLOCKS, HOIST, PARTS, SKIPS)
-    # Most often, only the first blocks need the exact algebra, and a list would take longer than the walk.
-    exact_end = tl.where(exact == 1, tl.minimum(whole_from + blocks.NEAR, end), whole_from)
-    exact_end = tl.where(exact == 0, first, exact_end)
-    state, _ = _walk_in_part(
-        state, rows, keys, stops, first_head, base, first, exact_end, q_len, num_stop_slots,
-        True, ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS,
-    )  # fmt: skip
-    exact_runs = 0
-    if exact > 1:
-        tl.debug_barrier()  # all have read the first list
-        exact_runs, _ = blocks.list_runs(
-            list_ptr, stops, first_head, base, whole_from, end, t, q_len, num_stop_slots, True, ROWS, KV_GROUP, MAX_BLOCKS
-        )  # fmt: skip
-        tl.debug_barrier()
-    state = _walk_runs(
-        state, rows, keys, list_ptr, exact_runs, True, ROWS, KEYS, H, BH, MAX_BLOCKS, HOIST, PARTS, SKIPS
+        list_ptr, stops, first_head, base, whole_from, end, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
     )
+    for i in range(KV_GROUP):
+        # One or two blocks see this tile in part, unless offsets do not align with tiles.
+        for block in range(first, whole_from):
+            stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
+            exact |= (t >= exact_from).to(tl.int32)
+            end_of_run = block - base + ((stop <= t) & (t < exact_from)).to(tl.int32)
+            state = _dkv_run(
+                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+            )  # fmt: skip
+    tl.debug_barrier()
+    for n in range(runs):
+        start = tl.load(list_ptr + 2 * n)
+        i = start // MAX_BLOCKS
+        last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
+        state = _dkv_run(
+            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+        )  # fmt: skip
+    near_end = tl.minimum(whole_from + blocks.NEAR, end)
+    exact_end = tl.where(exact == 0, first, tl.where(exact == 1, near_end, end))
+    for i in range(KV_GROUP):
+        for block in range(first, exact_end):
+            stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
+            end_of_run = block - base + ((stop <= t) & (t >= exact_from)).to(tl.int32)
+            state = _dkv_run(
+                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+            )  # fmt: skip
     dk, dv = state
     if KEYS == 32:
         dk = tl.trans(dk)
         dv = tl.trans(dv)
-    return dk, dv, runs + exact_runs + (exact_end - first) + (whole_from - first)
+    return dk, dv, runs + (exact_end - first) + (whole_from - first)

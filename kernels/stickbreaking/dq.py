@@ -57,20 +57,15 @@ def _walk(
 ):  # fmt: skip
     """Walks the tiles stop … seen − 1, those from `exact_from` on with the exact algebra. Returns dq, and Σ g over all keys."""
     exact_from = tl.minimum(tl.maximum(exact_from, stop), seen)
-    masked_from = tl.minimum(tl.maximum(whole, stop), seen)
-    fast_end = tl.minimum(exact_from, masked_from)
+    masked_from = tl.minimum(tl.maximum(whole, stop), exact_from)
     state = _dq_tiles(
-        state, stop, fast_end, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+        state, stop, masked_from, *walk, False, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
     )
     state = _dq_tiles(
-        state, fast_end, masked_from, *walk, False, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
-    )
-    fast_end = tl.maximum(exact_from, masked_from)
-    state = _dq_tiles(
-        state, masked_from, fast_end, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+        state, masked_from, exact_from, *walk, True, False, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
     )
     dq, _, behind = _dq_tiles(
-        state, fast_end, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
+        state, exact_from, seen, *walk, True, True, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
     )
     return dq, behind
 

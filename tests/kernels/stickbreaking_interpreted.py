@@ -170,11 +170,10 @@ def run_decode(case, dtype):
 
 @triton.jit
 def list_runs_kernel(
-    count_ptr, list_ptr, stop_ptr, cu_ptr, base, first, last, q_len, num_slots,
-    EXACT: tl.constexpr, GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    count_ptr, list_ptr, stop_ptr, cu_ptr, base, first, last, q_len, num_slots, GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr
 ):  # fmt: skip
     runs, exact = list_runs(
-        list_ptr, (stop_ptr, cu_ptr, 0), 0, base, first, last, 5, q_len, num_slots, EXACT, 64, GROUP, MAX_BLOCKS
+        list_ptr, (stop_ptr, cu_ptr, 0), 0, base, first, last, 5, q_len, num_slots, 64, GROUP, MAX_BLOCKS
     )  # fmt: skip
     tl.store(count_ptr, runs)
     tl.store(count_ptr + 1, exact)
@@ -195,18 +194,16 @@ def run_lists():
         drawn = torch.rand(2, 201, generator=torch.Generator().manual_seed(last))
         exact_from = torch.where(drawn < exact_share / 2, 4, torch.where(drawn < exact_share, 5, 6))
         stop = torch.stack([torch.where(drawn < share, 0, 9), exact_from], 2).int()
+        count, found = torch.zeros(2, dtype=torch.int32), torch.full((2 * 258,), -7, dtype=torch.int32)
         cu = torch.tensor([0, 200 * 64 - 5], dtype=torch.int32)
+        list_runs_kernel[(1,)](count, found, stop, cu, base, first, last, 200 * 64 - 5, 201, 2, 256)
         live = [(g, b) for g in range(2) for b in range(first, last) if stop[g, b, 0] == 0]
         exact = [b for g, b in live if stop[g, b, 1] <= 5]
-        for wants_exact in (False, True):
-            count, found = torch.zeros(2, dtype=torch.int32), torch.full((2 * 258,), -7, dtype=torch.int32)
-            sizes = (base, first, last, 200 * 64 - 5, 201, wants_exact, 2, 256)
-            list_runs_kernel[(1,)](count, found, stop, cu, *sizes)
-            entries = {g * 256 + b - base for g, b in live if (stop[g, b, 1] <= 5) == wants_exact}
-            wanted = [x for e in sorted(entries) for x, end in ((e, e - 1), (e, e + 1)) if end not in entries]
-            wrong += found[: 2 * int(count[0])].tolist() != wanted or bool((found[len(wanted) :] != -7).any())
-            flags.append(min(int(count[1]), 2))
-            wrong += flags[-1] != max([0, *(1 if b < first + 2 else 2 for b in exact)])
+        fast = {g * 256 + b - base for g, b in live if stop[g, b, 1] > 5}
+        wanted = [x for e in sorted(fast) for x, end in ((e, e - 1), (e, e + 1)) if end not in fast]
+        wrong += found[: 2 * int(count[0])].tolist() != wanted or bool((found[len(wanted) :] != -7).any())
+        flags.append(min(int(count[1]), 2))
+        wrong += flags[-1] != max([0, *(1 if b < first + 2 else 2 for b in exact)])
     return {"wrong": wrong, "flags": flags}
 
 

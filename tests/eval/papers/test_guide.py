@@ -75,7 +75,7 @@ def test_usage_names_the_command() -> None:
     """And not `__main__.py`, which nobody can enter."""
     named = {}
     for file in sorted(ROOT.glob("eval/**/*.py")):
-        for call in re.findall(r"argparse\.ArgumentParser\(\s*(.*)", file.read_text()):
+        for call in re.findall(r"= (?:argparse\.Argument)?Parser\(\s*(.*)", file.read_text()):
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
             named[module] = call.startswith(f'"python -m {module}"')
     assert len(named) > 10
