@@ -5,7 +5,7 @@ direction Σ_{i' ≤ i} g_i' is a plain running sum; in the other it would cance
 for every (row, key tile). Phase two reads them while it walks down the rows of a key tile for dK and dV. Slices of rows
 keep this scratch linear in the number of tokens.
 
-Tiles on the diagonal, and row blocks that forward has marked, take the exact algebra of tile.py, all others the fast one.
+A row block takes the exact algebra of tile.py from the tile on that forward has recorded (blocks.py), and the fast one before.
 """
 
 from typing import Any, NamedTuple
