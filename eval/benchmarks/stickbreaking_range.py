@@ -1,7 +1,8 @@
 """How many row blocks leave the range of stick-breaking's fast algebra, and which of them need to.
 
-The kernels compute a block of 64 queries a second time, and exactly, if 16 adjacent keys spend more than `tile.RANGE` bits of
-some row's stick (ssscale_kernels/stickbreaking/tile.py).
+The kernels compute a block of 64 queries a second time if 16 adjacent keys spend more than a bound of some live row's stick:
+with the exact algebra on the diagonal and in the tile after it, or as far as the block walks, if the row leaves the range
+farther away (kernels/stickbreaking/README.md, Range).
 """
 
 from typing import NamedTuple
