@@ -111,7 +111,7 @@ def tensors(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
         q[::2, :, 0], q[::2, :, 1], k[:64, :, 0] = 4.0, 0.0, 16.0
     elif case.logits in ("near", "near and far"):
         q, k = q / 10, k / 10
-        q[..., 0], q[..., 1], k[..., 0], k[..., 1] = 0.0, 1.0, 6.0, -12.0
+        q[..., 0], q[..., 1], k[..., 0], k[..., 1] = 0.0, 1.0, 6.0, -24.0
         q[::2, :, 0], q[::2, :, 1] = 4.0, 0.0
         if case.logits == "near and far":
             k[10:30, :, 1] = 24.0
