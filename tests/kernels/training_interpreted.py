@@ -60,6 +60,7 @@ CASES = {
     "infinite": Case([140], "infinite"),
     # Nothing is left of the sticks of the later slices at the first tiles.
     "spent slices": Case([200], "steady", scratch=8),
+    "skipping": Case([140], rest=False, skip_below=2**-12),
     # Every other row has spent its stick before it meets keys at which it would leave the range of the fast algebra.
     "dead rows": Case([256], "dead rows", rest=False, skip_below=2**-12),
     "dead rows scaled": Case([256], "dead rows", rest=False, scaled=True, skip_below=2**-12),
