@@ -108,7 +108,7 @@ def test_float32_compiles_for_hopper_without_spilling(which, head_dim):
     kernel = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}[which]
     config = forward_config(head_dim, torch.float32)
     absent = ("log_rest_in_ptr", "d_rest_ptr", "q_half_ptr", "do_half_ptr")
-    constants = {"HAS_REST": False, **dict.fromkeys(absent), "HOIST": 0, "SKIPS": True}
+    constants = {"HAS_REST": False, **dict.fromkeys(absent), "HOIST": 0, "SKIPS": False}
     constants |= {"ROW_STRIDE": 0, "DQ_ROWS": config.row_block, "MAX_BLOCKS": 64, "ADD": False}
     found = resources(compiled(kernel, config, head_dim, "float32", **constants))
     assert found.wgmma > 0, "the dots miss wgmma"
