@@ -4,8 +4,11 @@ import torch
 from torch import Tensor
 
 from ..exact import lse_dtype
+from ..versions import mark
 from . import backends
 from .documents import Documents
+
+mark(__file__)
 
 
 @torch.library.custom_op("softmax_attention::forward", mutates_args=())

@@ -10,8 +10,11 @@ from torch import Tensor
 from ..exact import lse_dtype
 from ..softmax import backends
 from ..softmax.documents import Documents
+from ..versions import mark
 from . import rotary
 from .reference import query_factor, rotate
+
+mark(__file__)
 
 
 @torch.library.custom_op("rotary_attention::forward", mutates_args=())

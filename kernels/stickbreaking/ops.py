@@ -6,8 +6,11 @@ import logging
 import torch
 from torch import Tensor
 
+from ..versions import mark
 from . import torch_path
 from .kept import aux_shapes, carry_dtype
+
+mark(__file__)
 
 logger = logging.getLogger(__name__)
 

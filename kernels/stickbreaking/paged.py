@@ -3,9 +3,12 @@
 import torch
 from torch import Tensor
 
+from ..versions import mark
 from . import paged_torch
 from .interface import DTYPES, MAX_HEAD_DIM
 from .ops import announce, starts
+
+mark(__file__)
 
 
 def paged_stickbreaking(

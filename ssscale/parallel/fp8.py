@@ -25,10 +25,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed._functional_collectives  # registers the shapes of the operators in _c10d_functional
 import torch.nn.functional as F
+from ssscale_kernels.versions import mark
 from torch import Tensor
 
 from ssscale.errors import UserError
 from ssscale.parallel.registry import new_library, register
+
+mark(__file__)
 
 MULTIPLE = 16  # `torch._scaled_mm` needs rows of 16 bytes
 # Smaller maxima count as this one, so that a tensor of zeros has a finite scale. Gradients stay far above it.

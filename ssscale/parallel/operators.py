@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers the shapes of the operators in _c10d_functional
+from ssscale_kernels.versions import mark
 from torch import Tensor
 
 from ssscale.parallel.registry import new_library, register
+
+mark(__file__)
 
 WAIT = "_c10d_functional.wait_tensor"  # the operator that returns the result of any collective
 

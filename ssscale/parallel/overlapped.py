@@ -15,11 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ssscale_kernels.versions import mark
 from torch import Tensor
 
 from ssscale.parallel import copies
 from ssscale.parallel.copies import add_up, peers
 from ssscale.parallel.registry import new_library, register
+
+mark(__file__)
 
 PRODUCTS = "ssscale_overlapped"  # substring of the names of these operators
 

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ssscale_kernels.versions import mark
+
+mark(__file__)
 
 
 def new_library(name: str, *sources: str) -> torch.library.Library:
