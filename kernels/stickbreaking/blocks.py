@@ -171,10 +171,11 @@ def save_stop(
 ):  # fmt: skip
     GRANULES: tl.constexpr = ROWS // STOP_ROWS
     granule = block * GRANULES + tl.arange(0, GRANULES)
-    pointers = block_stop_ptr + 2 * (head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule)
-    exists = granule * STOP_ROWS < q_len
-    tl.store(pointers, tl.full([GRANULES], 0, tl.int32) + stop, mask=exists)
-    tl.store(pointers + 1, tl.full([GRANULES], 0, tl.int32) + exact_from, mask=exists)
+    # One store of 64 bits: with two, forward over 80 dims of float32 would spill.
+    pairs = block_stop_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    pointers = pairs + head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule
+    pair = (exact_from.to(tl.int64) << 32) + stop
+    tl.store(pointers, tl.full([GRANULES], 0, tl.int64) + pair, mask=granule * STOP_ROWS < q_len)
 
 
 @triton.jit

@@ -83,8 +83,8 @@ def _dkv_run(
         scratch = head * scratch_head + first64
         carry = tl.load(carry_ptr + scratch + row, mask=row_ok, other=-1e30)
         behind = tl.load(behind_ptr + scratch + row, mask=row_ok, other=0.0)
-        products = tile.dot(q, tl.trans(k))
-        scale = tile.scale_of_live(tile.per_row(carry > -1e29), logit_scale, SKIPS)
+        live = tile.per_row(carry > -1e29)
+        products, scale = tile.scale_live(tile.dot(q, tl.trans(k)), live, logit_scale, SKIPS)
         position = tl.minimum(offset + first_row + row, num_keys)
         u, t_, w, after, spent = tile.spend(products, scale, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, _ = tile.lane_sums(spent, True)

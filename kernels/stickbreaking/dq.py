@@ -27,8 +27,7 @@ def _dq_tiles(
         key = blocks.each_round(column_key, t, H)
         k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, KEYS, H, BH)
         live = t >= row_tile
-        scale = tile.scale_of_live(live, logit_scale, SKIPS)
-        products = tile.dot(q, tl.trans(k))
+        products, scale = tile.scale_live(tile.dot(q, tl.trans(k)), live, logit_scale, SKIPS)
         u, t_, w, after, spent = tile.spend(products, scale, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, total = tile.lane_sums(spent, True)
         carry += tl.where(t > row_tile, total, 0.0)

@@ -55,7 +55,7 @@ def walk_tiles(
         row_tile = tl.where(alive, t, row_tile)
         k, v = blocks.load_tiles(source, t, column_key, num_keys, dims, MASKED, KEYS, H, BH)
         products = blocks.products(q, k, source, t, column_key, num_keys, KEYS, H, BH)
-        scale = tile.scale_of_live(alive, logit_scale, SKIPS)
+        products, scale = tile.scale_live(products, alive, logit_scale, SKIPS)
         _, t_, w, after, spent = tile.spend(products, scale, position - t * KEYS, MASKED, EXACT, ROWS)
         if not EXACT:
             worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)

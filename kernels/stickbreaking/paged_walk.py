@@ -135,10 +135,10 @@ def walk_tiles(
         k = load(k_rows, in_keys, dims, MASKED, H, BH)  # [64, BH]
         v = load(v_rows, in_keys, dims, MASKED, H, BH)
         if WIDE:
-            z = tile.sliced_products(q, (k_ptr + first + own_rows + last, in_keys), H, BH)
+            z = tile.sliced_products(q, (k_ptr + first + own_rows + last, in_keys), H, BH) * logit_scale
         else:
-            z = tl.dot(q, tl.trans(k))  # [ROWS, KEYS]
-        _, t_, w, after, spent = tile.spend(z, logit_scale, position - t * KEYS, MASKED, EXACT, ROWS)
+            z = tl.dot(q, tl.trans(k)) * logit_scale  # [ROWS, KEYS]
+        _, t_, w, after, spent = tile.spend(z, 1.0, position - t * KEYS, MASKED, EXACT, ROWS)
         worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
         nearer, total = tile.lane_sums(spent, True)
         weights = tile.weigh(t_, tile.factors(w, after, carry - nearer, None, EXACT, WIDE), EXACT)

@@ -185,7 +185,7 @@ def chain(u, FIRST: tl.constexpr, COUNT: tl.constexpr):
 def spend(products, scale, limit, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr):
     """Returns u and t of each key, w of each chain, `after`, and what the 16 keys spend.
 
-    products · scale: logits [ROWS, 64]; scale is a number, or one per row [ROWS, 4] (`scale_of_live`).
+    products · scale: logits [ROWS, 64]; scale is one number per row [ROWS, 4], or 1 (`scale_live`).
     MASKED: row i attends only to the first limit[i] keys of the tile. after[n]: log2 of what chain n
     and the nearer chains of the thread spend. It holds one number for all of a thread's chains in the fast algebra.
     """
@@ -215,15 +215,18 @@ def spend(products, scale, limit, MASKED: tl.constexpr, EXACT: tl.constexpr, ROW
 
 
 @triton.jit
-def scale_of_live(live, scale, SKIPS: tl.constexpr):
-    """Returns the scale of the logits of each row: with skipping, 0 for rows that are no longer live.
+def scale_live(products, live, scale, SKIPS: tl.constexpr):
+    """Returns products and the scale that `spend` multiplies them by: with skipping, 0 for rows that are no longer live.
 
     Their weights are zero, whatever the logits are. With 0, their 16 keys spend 16 bits, so that they never leave the range.
-    Without skipping, the gradient of log_rest needs the logits.
+    Without skipping, the gradient of log_rest needs the logits, and products are multiplied here.
     """
     if SKIPS:
-        scale = tl.where(live, scale, 0.0)
-    return scale
+        left = tl.where(live, scale, 0.0)
+    else:
+        products = products * scale
+        left = 1.0
+    return products, left
 
 
 @triton.jit
