@@ -174,7 +174,7 @@ def save_stop(
     # One store of 64 bits: with two, forward over 80 dims of float32 would spill.
     pairs = block_stop_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     pointers = pairs + head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule
-    pair = (exact_from.to(tl.int64) << 32) + stop
+    pair = ((tl.full([], 0, tl.int64) + exact_from) << 32) + stop
     tl.store(pointers, tl.full([GRANULES], 0, tl.int64) + pair, mask=granule * STOP_ROWS < q_len)
 
 
@@ -185,15 +185,20 @@ def load_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_s
     `block` may be a vector. Blocks after the sequence's end have stopped at NEVER.
     """
     GRANULES: tl.constexpr = ROWS // STOP_ROWS
-    # One load of 64 bits: with two, dkv over 80 dims would spill.
-    pairs = block_stop_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    base = pairs + head * num_stop_slots + first_granule(cu_q_ptr, sequence)
     granule = block * GRANULES
-    pair = tl.load(base + granule, mask=granule * STOP_ROWS < q_len, other=(1 << 62) + (1 << 30))
-    stop, exact_from = pair.to(tl.int32), (pair >> 32).to(tl.int32)
-    for i in tl.static_range(1, GRANULES):
-        more = tl.load(base + granule + i, mask=(granule + i) * STOP_ROWS < q_len, other=(1 << 62) + (1 << 30))
-        stop, exact_from = tl.minimum(stop, more.to(tl.int32)), tl.minimum(exact_from, (more >> 32).to(tl.int32))
+    if GRANULES == 1:
+        pointers = block_stop_ptr + 2 * (head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule)
+        stop = tl.load(pointers, mask=granule * STOP_ROWS < q_len, other=NEVER)
+        exact_from = tl.load(pointers + 1, mask=granule * STOP_ROWS < q_len, other=NEVER)
+    else:
+        # Loads of 64 bits: with 32, dkv over 80 dims would spill.
+        pairs = block_stop_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        pairs = pairs + head * num_stop_slots + first_granule(cu_q_ptr, sequence)
+        pair = tl.load(pairs + granule, mask=granule * STOP_ROWS < q_len, other=(1 << 62) + (1 << 30))
+        stop, exact_from = pair.to(tl.int32), (pair >> 32).to(tl.int32)
+        for i in tl.static_range(1, GRANULES):
+            more = tl.load(pairs + granule + i, mask=(granule + i) * STOP_ROWS < q_len, other=(1 << 62) + (1 << 30))
+            stop, exact_from = tl.minimum(stop, more.to(tl.int32)), tl.minimum(exact_from, (more >> 32).to(tl.int32))
     return stop, exact_from
 
 
