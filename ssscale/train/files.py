@@ -66,7 +66,7 @@ def replacing(file: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, file)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C leaves no temporary file either
         with suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and error.errno is not None:
