@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch.compiler import config
 
 from ssscale_kernels import versions
 
@@ -11,23 +12,29 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_each_version_of_a_module_has_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions.compiler_config, "cache_key_tag", "mine")
     monkeypatch.setattr(versions, "_digests", {})
+    before = config.cache_key_tag
+    with config.patch(cache_key_tag="mine"):  # monkeypatch would leave torch's settings without this one
+        check_keys(tmp_path)
+    assert config.cache_key_tag == before
+
+
+def check_keys(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.py", "b.py")]
     for file in files:
         file.write_text(f"# {file.name}")
         versions.mark(str(file))
-    first = versions.compiler_config.cache_key_tag
+    first = config.cache_key_tag
     assert first.startswith("mine ")
     versions.mark(str(files[0]))
-    assert versions.compiler_config.cache_key_tag == first
+    assert config.cache_key_tag == first
     files[1].write_text("# changed")
     versions.mark(str(files[1]))
-    assert versions.compiler_config.cache_key_tag != first
-    assert versions.compiler_config.cache_key_tag.split()[0] == "mine"
+    assert config.cache_key_tag != first
+    assert config.cache_key_tag.split()[0] == "mine"
     files[1].write_text("# b.py")
     versions.mark(str(files[1]))
-    assert versions.compiler_config.cache_key_tag == first
+    assert config.cache_key_tag == first
 
 
 def test_all_modules_that_register_operators_are_marked() -> None:
