@@ -206,8 +206,13 @@ def test_a_pause_saves_and_the_same_command_continues(place, capsys):
 
 def test_what_does_not_end_is_killed_and_said(place, capsys, monkeypatch):
     monkeypatch.setattr(runner, "GRACE", 0.5)
-    jobs = programs(place, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)", names="a")
-    assert Runner(place, jobs, [Gpu(None, 1e9)], pause=1.5).run() == 75
+    jobs = programs(place, "import time; time.sleep(60)", names="a")
+    # A program inherits which signals are blocked, so that this one ignores SIGTERM from its start.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        assert Runner(place, jobs, [Gpu(None, 1e9)], pause=0.5).run() == 75
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert "a-s0: train does not end within 0 s: killed" in capsys.readouterr().out.replace("1 s", "0 s")
 
 
