@@ -35,6 +35,7 @@ from ssscale.config import load_config
 from ssscale.data import manifest as manifests
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
+from ssscale.options import check_once, last_of_each
 from ssscale.train.early import check_data
 from ssscale.validate import validate
 
@@ -84,6 +85,7 @@ def variants_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
         name, *keys = text.split()
         if wrong := [key for key in keys if "=" not in key]:
             raise UserError(f"--variant {text!r}: {wrong[0]!r} is not of the form key=value")
+        check_once(keys)
         found[name] = (*transfer_keys(), *keys)
     return found
 
@@ -111,7 +113,7 @@ def arguments_of(run: Run, options: argparse.Namespace) -> list[str]:
         "train.stages.0.schedule.warmup_tokens": steps // 6 * step_tokens,
         "train.stages.0.schedule.floor": 0.1,
     }
-    return [f"{key}={value}" for key, value in keys.items()] + [*options.keys, *run.keys]
+    return last_of_each([*(f"{key}={value}" for key, value in keys.items()), *options.keys, *run.keys])
 
 
 def execute(run: Run, options: argparse.Namespace, gpus: "queue.Queue[str]") -> dict[str, Any]:
@@ -227,6 +229,7 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
     for name in ("tokens", "rows", "length", "microbatch", "jobs"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}")
+    check_once(options.keys)
     widths = whole_numbers(options.widths, "--widths", HEAD_DIM)
     rates = [-power for power in whole_numbers(options.lrs, "--lrs", 0, 30)]
     if odd := [width for width in widths if width % HEAD_DIM]:

@@ -131,7 +131,7 @@ def test_bad_input(run, texts, tmp_path, monkeypatch, capsys):
         (["model.position.rope.base=9", "--texts", texts], "no run is given"),
         ([run, "model.positoin.rope.base=9", "--texts", texts], "keys to change begin with model.mixers"),
         ([run, tmp_path / "nowhere", "--texts", texts], "nowhere: there is no such folder"),
-        ([run, *["model.position.rope.base=9"] * 2, "--texts", texts], "model.position.rope.base is changed twice"),
+        ([run, *["model.position.rope.base=9"] * 2, "--texts", texts], "model.position.rope.base is given twice"),
         ([run, "--texts", texts], "--lengths=20000 is longer than the longest document"),
         ([run, "--texts", texts, "model.position.rope.scaling=dynamic_ntk"], "train_length"),
     )

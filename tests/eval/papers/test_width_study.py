@@ -2,11 +2,12 @@
 
 import json
 import threading
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from eval.papers.width_study import draw, main, table, transfer_keys, variants_of
+from eval.papers.width_study import Run, arguments_of, draw, main, table, transfer_keys, variants_of
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from tests.eval.conftest import LENGTH, VOCAB
@@ -35,6 +36,15 @@ def test_the_transfer_is_what_1b_ships_with() -> None:
     shipped = load_config(["config=1b_softmax"])
     assert (config.model.width, config.model.init_std) == (shipped.model.width, shipped.model.init_std)
     assert config.model.depth_scaled_init == shipped.model.depth_scaled_init
+
+
+def test_keys_of_a_variant_replace_those_of_the_study() -> None:
+    names = {"rows": 2, "length": 64, "tokens": 1280, "config": "50m_softmax", "data": "data", "microbatch": 2}
+    options = Namespace(**names, keys=["train.log_every=5"])
+    ((name, keys),) = variants_of(["wide model.init_std=0.5"]).items()
+    pairs = [word.split("=", 1) for word in arguments_of(Run(name, 128, -7, keys), options)]
+    assert len(dict(pairs)) == len(pairs), "launch/pretrain.py refuses a key that is given twice"
+    assert (dict(pairs)["model.init_std"], dict(pairs)["train.log_every"]) == ("0.5", "5")
 
 
 def test_variants() -> None:
@@ -97,6 +107,11 @@ def fake(run, options, gpus) -> dict:
         (["--variant", "last model.mixer.ssmax.scal=1"], "there is no key 'model.mixer.ssmax.scal'; did you mean"),
         (["--microbatch", "3"], "train.batch_size=2 is not a multiple of the 3 rows"),
         (["train.foo=1"], "there is no key 'train.foo'"),
+        (["train.seed=1", "train.seed=2"], "train.seed is given twice, as train.seed=1 and as train.seed=2"),
+        (
+            ["--variant", "v model.init_std=1 model.init_std=2"],
+            "model.init_std is given twice, as model.init_std=1 and",
+        ),
     ],
 )
 def test_mistakes_are_found_before_the_first_run(
