@@ -1,13 +1,17 @@
 """The width study in miniature: one command trains, resumes, and gives the table and the figure."""
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from argparse import Namespace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from eval.papers.width_study import Run, arguments_of, draw, main, table, transfer_keys, variants_of
+from eval.papers.width_study import ROOT, Run, arguments_of, draw, main, table, transfer_keys, variants_of
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from tests.eval.conftest import LENGTH, VOCAB
@@ -29,6 +33,43 @@ def test_a_study_trains_what_is_missing(data_folder: str, tmp_path: Path, monkey
     assert "# plain" not in capsys.readouterr().out  # nothing was trained again
     assert (tmp_path / "results.json").read_text() == saved
     assert {file.suffix for file in tmp_path.glob("width.*")} == {".png", ".pdf"}
+
+
+def test_a_training_ends_with_a_study_that_is_killed(data_folder: str, tmp_path: Path) -> None:
+    """It trained on, unseen, and kept its GPU."""
+    arguments = [
+        data_folder,
+        "--widths",
+        "64",
+        "--lrs",
+        "7",
+        "--rows",
+        "2",
+        "--length",
+        str(LENGTH),
+        "--microbatch",
+        "2",
+    ]
+    arguments += ["--out", str(tmp_path), "--variant", "plain", f"model.vocab_size={VOCAB}", "model.num_layers=1"]
+    study = subprocess.Popen([sys.executable, "-m", "eval.papers.width_study", *arguments], cwd=ROOT)
+    try:
+        end = time.monotonic() + 120
+        while not list(tmp_path.glob("*/metrics.jsonl")):
+            assert study.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        (training,) = psutil.Process(study.pid).children()
+    finally:
+        study.kill()
+    training.wait(60)
+
+
+def test_what_is_missing_is_named(monkeypatch, capsys) -> None:
+    """It named key=value as well, which may be left out."""
+    monkeypatch.setattr("sys.argv", ["width_study"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "error: the following arguments are required: DATA; --help lists all arguments\n"
 
 
 def test_the_transfer_is_what_1b_ships_with() -> None:
