@@ -10,8 +10,9 @@ import torch
 import zstandard
 
 from eval.checkpoint.documents import read_documents
+from eval.papers.context_losses import cut_windows, losses, summarise
 from eval.papers.figures import length as figures
-from eval.papers.long_context import cut_windows, losses, main, parse_lengths, summarise
+from eval.papers.long_context import main, parse_lengths
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from tests.eval.conftest import make_documents

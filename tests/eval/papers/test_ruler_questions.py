@@ -12,8 +12,9 @@ from eval.checkpoint.ruler import TASKS
 from eval.checkpoint.ruler.data import find_sources
 from eval.checkpoint.ruler.offline import words
 from eval.checkpoint.ruler.samples import Texts, counter_of, generate
-from eval.papers import ruler_questions
-from eval.papers.ruler_questions import KINDS, Sources, draw, main, of_ruler, read_sources, sample
+from eval.papers import ruler_samples
+from eval.papers.ruler_questions import main
+from eval.papers.ruler_samples import KINDS, Sources, draw, of_ruler, read_sources, sample
 from ssscale.data.questions import Question, make_example, read_squad
 from ssscale.errors import UserError
 from tests.eval.conftest import make_documents
@@ -60,8 +61,8 @@ def test_a_sample_that_is_too_long_is_made_again(sources, monkeypatch):
         asked.append(tokens)
         return Question(" the" * tokens, "Which?", "the")
 
-    monkeypatch.setattr(ruler_questions, "KINDS", {"greedy": (greedy, 1)})
-    monkeypatch.setattr(ruler_questions, "LEAST", 1.0)
+    monkeypatch.setattr(ruler_samples, "KINDS", {"greedy": (greedy, 1)})
+    monkeypatch.setattr(ruler_samples, "LEAST", 1.0)
     _, found = sample(sources, 1, 0)
     assert len(asked) > 1
     assert asked[0] == LENGTH
@@ -149,4 +150,4 @@ def test_a_length_that_is_too_short_is_said(sources):
     short = Sources(sources.tokenizer, sources.texts, sources.questions, 60)
     with pytest.raises(UserError, match="--length=60 is too short for a sample of the kind"):
         sample(short, 1, 0)
-    assert ruler_questions.FEWEST > 60
+    assert ruler_samples.FEWEST > 60
