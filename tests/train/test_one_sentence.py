@@ -326,4 +326,4 @@ def test_nobody_reads_the_output(command: list[str]) -> None:
 def test_ctrl_c_in_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended, sentences():
         raise KeyboardInterrupt
-    assert (ended.value.code, capsys.readouterr().err) == (130, "")
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
