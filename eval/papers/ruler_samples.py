@@ -2,9 +2,12 @@
 
 import math
 import random
+import signal
 import string
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -264,6 +267,7 @@ _own: list[Sources] = []  # of a process
 
 
 def _begin(sources: Sources) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command gets it as well, and ends its processes
     _own[:] = [sources]
 
 
@@ -272,11 +276,20 @@ def _sample(seed: int, index: int) -> tuple[str, Question]:
 
 
 def make(sources: Sources, samples: int, seed: int, about: dict[str, Any], workers: int = 1) -> dict[str, Any]:
-    """Return the samples in SQuAD's form, the kinds as titles. The number of processes changes nothing."""
+    """Return the samples in SQuAD's form, the kinds as titles. The number of processes changes nothing.
+
+    Raises UserError if a process ends early. multiprocessing.Pool would replace it forever if it cannot start.
+    """
     if workers > 1:
         # Not "fork": a copy of a process with threads can inherit a lock that nobody releases.
-        with get_context("forkserver").Pool(workers, _begin, (sources,)) as pool:
-            made = pool.map(partial(_sample, seed), range(samples), chunksize=64)
+        with ProcessPoolExecutor(workers, get_context("forkserver"), _begin, (sources,)) as pool:
+            try:
+                made = list(pool.map(partial(_sample, seed), range(samples), chunksize=64))
+            except (BrokenProcessPool, BrokenPipeError) as error:  # the latter while it is sent the texts
+                raise UserError(
+                    f"--workers={workers}: a process ended early: it could not start, for the reason above, or it was "
+                    "killed (out of memory?)"
+                ) from error
     else:
         made = [sample(sources, seed, index) for index in range(samples)]
     articles = []
