@@ -14,12 +14,13 @@ from typing import NoReturn
 from rich.console import Console
 
 from data_prep.errors import DataError
+from data_prep.interrupt import INTERRUPTED, raise_again
 from data_prep.progress import Progress
 from data_prep.settings import PACKINGS, Settings, from_dict, from_yaml
 from data_prep.unforeseen import describe
 
 FAILED = 70  # EX_SOFTWARE
-INTERRUPTED, TERMINATED = 130, 143  # as shells show SIGINT and SIGTERM
+TERMINATED = 143  # as shells show SIGTERM
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(markup=False, emoji=False)
     args = argparse.Namespace()
     try:
+        raise_again()
         args = _parser().parse_args(arguments)
         with Progress() as progress:
             args.run(args, console, progress)

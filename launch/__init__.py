@@ -1,0 +1,3 @@
+from ssscale.interrupt import leave_at_once_if_called
+
+leave_at_once_if_called(__name__)

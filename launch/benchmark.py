@@ -20,6 +20,7 @@ from typing import Any
 from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from ssscale.config import load_config
 from ssscale.errors import UserError
+from ssscale.options import last_of_each
 from ssscale.train.early import check_data
 from ssscale.train.records import read_metrics
 
@@ -108,7 +109,7 @@ def run_stack(
     }
     stages = len(load_config([f"config={config}"]).train.stages)
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
-    arguments = [f"{key}={value}" for key, value in keys.items()] + extra + own
+    arguments = last_of_each([*(f"{key}={value}" for key, value in keys.items()), *extra, *own])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # on a free port
     # It runs in the folder of the caller, from which relative paths lead.
     command = [*launcher, f"--nproc_per_node={options.get('gpus', 1)}", str(ROOT / "launch/pretrain.py"), *arguments]

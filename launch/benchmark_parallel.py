@@ -30,6 +30,7 @@ from launch.boot import EVERY_KEY, ROOT, Command, Option, run
 from ssscale.config import load_config
 from ssscale.config.registry import MIXERS
 from ssscale.errors import UserError
+from ssscale.options import last_of_each
 from ssscale.train.early import check_data
 from ssscale.train.estimate import memory_per_gpu
 from ssscale.train.records import read_metrics
@@ -219,7 +220,7 @@ def arguments_of(layout: Run, options: dict[str, Any], extra: list[str]) -> list
     }
     stages = len(load_config([f"config={name}"]).train.stages)
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}
-    return [f"{key}={value}" for key, value in keys.items()] + extra + list(layout.keys)
+    return last_of_each([*(f"{key}={value}" for key, value in keys.items()), *extra, *layout.keys])
 
 
 def estimated_gib(layout: Run, options: dict[str, Any], extra: list[str]) -> float:

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from launch.process import WORKER, rank_environment
 from ssscale.errors import FAILED, INTERRUPTED, OUT_OF_MEMORY, TOGETHER, UNREAD, Stop, UserError
+from ssscale.interrupt import raise_again, report
 from ssscale.options import EVERY_KEY, Command, Option
 from ssscale.unforeseen import describe, describe_os_error, output_unread
 
@@ -83,6 +84,7 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
     """
     argv = sys.argv[1:]
     try:
+        raise_again()
         command.help_if_asked(argv)
         main(argv)
         sys.stdout.flush()
@@ -99,6 +101,7 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
             print(f"stopped: {stop}", file=sys.stderr, flush=True)
         leave(stop.code)
     except KeyboardInterrupt:
+        report()
         leave(INTERRUPTED)
     except Exception as error:
         leave(end_of(error))

@@ -1,14 +1,13 @@
 """What a process learns from its launcher: torchrun, srun or launch/workers.py, if there is one."""
 
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Mapping
 
 from ssscale.errors import UserError
+from ssscale.launcher import LAUNCHER, end_with
 
-PR_SET_PDEATHSIG = 1
 WORKER = "SSSCALE_WORKER"  # set in processes that launch/workers.py starts
 
 
@@ -48,5 +47,7 @@ def first_host(nodes: str) -> str:
 
 def follow_launcher() -> None:
     """Requests SIGTERM when the launcher dies. If it is killed alone, its workers would otherwise train on."""
-    if "TORCHELASTIC_RUN_ID" in os.environ or WORKER in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if LAUNCHER in os.environ:
+        end_with(int(os.environ[LAUNCHER]), signal.SIGTERM)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid(), signal.SIGTERM)

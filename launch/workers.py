@@ -22,6 +22,7 @@ from typing import Any
 from launch.boot import ALONE, EXIT_CODES, ROOT, Option
 from launch.process import WORKER
 from ssscale.errors import STALLED, TOGETHER, UserError
+from ssscale.launcher import LAUNCHER
 
 OPTIONS = (
     Option("gpus", int, "start one process per GPU on this many GPUs of this machine", at_least=1),
@@ -104,7 +105,7 @@ class Workers:
             "LOCAL_WORLD_SIZE": self.count,
         }
         places |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        places |= {WORKER: GPU if self.gpu else "cpu", EXIT_CODES: noted}
+        places |= {WORKER: GPU if self.gpu else "cpu", LAUNCHER: os.getpid(), EXIT_CODES: noted}
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | {key: str(value) for key, value in places.items()}
         return environment if self.gpu else environment | {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -110,8 +110,9 @@ class Command:
         """Returns the values of the options by name, and the other arguments: configuration keys and bare words.
 
         An option that is not given and has no default is absent. Raises UserError for an unknown argument, for a missing
-        required option, and for a value that has the wrong type or is out of range.
+        required option, for a key that is given twice, and for a value that has the wrong type or is out of range.
         """
+        check_once(argument for argument in argv if not self._is_word(argument))
         known = {option.name: option for option in self.options}
         values = {option.name: option.default for option in self.options if option.default is not None}
         rest: list[str] = []
@@ -141,9 +142,12 @@ class Command:
         flags = [option.name for option in self.options if option.is_flag]
         if difflib.get_close_matches(name, flags, n=1, cutoff=0.7):
             return False  # --prnt, or print=true
-        if self.words and (not equals or Path(argument).exists()):
+        if self._is_word(argument):
             return not argument.startswith("-")
         return name.startswith(self.keys) if self.keys else False
+
+    def _is_word(self, argument: str) -> bool:
+        return bool(self.words) and ("=" not in argument or Path(argument).exists())
 
     def _unknown(self, argument: str) -> str:
         name, equals, text = argument.partition("=")
@@ -186,6 +190,29 @@ class Command:
                 head = " " * left
             lines += [head + wrapped[0], *(" " * left + line for line in wrapped[1:])]
         return "\n".join([*lines, "", f"example: {self.example}"])
+
+
+def check_once(arguments: Iterable[str]) -> None:
+    """Raises UserError if two arguments `key=value` have the same key."""
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        if equals and key in given:
+            raise UserError(f"{key} is given twice, as {given[key]} and as {argument}: leave one of them out")
+        given[key] = argument
+
+
+def last_of_each(arguments: Iterable[str]) -> list[str]:
+    """Returns the arguments `key=value` without those whose key a later one has.
+
+    For a command that starts another one with keys of its own, which the keys of its user replace.
+    """
+    last: dict[str, str] = {}
+    for argument in arguments:
+        key = argument.partition("=")[0]
+        last.pop(key, None)  # so that the argument keeps its place: a section may stand between the two
+        last[key] = argument
+    return list(last.values())
 
 
 def one_of(names: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ from safetensors import safe_open
 from eval.checkpoint.command import sentences, write
 from ssscale.config import load_config
 from ssscale.errors import UserError
-from ssscale.options import EVERY_KEY, Command, Option
+from ssscale.options import EVERY_KEY, Command, Option, last_of_each
 from ssscale.train.checkpoint_folder import list_checkpoints, step_of
 from ssscale.train.records import read_metrics
 
@@ -155,7 +155,7 @@ class Runner:
         if job.layout.ranks > 1:
             keys["gpus" if self.gpus else "processes"] = job.layout.ranks
         own = [f"{key}={value}" for key, value in keys.items()]
-        return [sys.executable, "launch/pretrain.py", *own, *self.keys, *job.layout.keys]
+        return [sys.executable, "launch/pretrain.py", *last_of_each([*own, *self.keys, *job.layout.keys])]
 
     def start(self, job: Job, save_every: int, gpus: Sequence[str]) -> subprocess.Popen[bytes]:
         with open(self.folder / f"{job.name}.log", "ab") as log:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ssscale.errors import FAILED, INTERRUPTED, UNREAD, UserError
+from ssscale.interrupt import raise_again, report
 from ssscale.options import Command
 from ssscale.train.files import replacing
 from ssscale.unforeseen import describe, describe_os_error, output_unread
@@ -26,10 +27,11 @@ def sentences(command: Command | None = None) -> Iterator[None]:
     """Report errors of the block in one sentence on stderr and exit.
 
     A UserError, or an OSError such as a missing permission, exits with code 2. Any other exception exits with code 70,
-    and its traceback is written to a file that the sentence names. Ctrl-C exits with code 130, and `COMMAND | head` with
-    141 once `head` has ended, both without a word. With a command, --help prints its options.
+    and its traceback is written to a file that the sentence names. Ctrl-C exits with code 130 after one line, and
+    `COMMAND | head` with 141 once `head` has ended, without a word. With a command, --help prints its options.
     """
     try:
+        raise_again()
         if command is not None:
             command.help_if_asked(sys.argv[1:])
         yield
@@ -38,6 +40,7 @@ def sentences(command: Command | None = None) -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
+        report()
         sys.exit(INTERRUPTED)
     except Exception as error:
         if output_unread(error):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ssscale.errors import UserError
+from ssscale.options import check_once
 from ssscale.train.files import replacing
 
 FOLDER = "eval"
@@ -44,11 +45,14 @@ def results_file(checkpoint: Path, changes: Sequence[str] = (), out: str | None 
 
 def check_keys(changes: Sequence[str]) -> None:
     """Raise UserError if changes such as `key=value` name one key twice, or a key and its section."""
+    check_once(changes)
     keys = sorted(change.partition("=")[0] for change in changes)
     for key, later in itertools.pairwise(keys):
-        if f"{later}.".startswith(f"{key}."):
-            both = f"{key} is changed twice" if key == later else f"{key} and {later}, which is in it, are both changed"
-            raise UserError(f"{both}: give it once, as results are kept by their changes in any order")
+        if later.startswith(f"{key}."):
+            raise UserError(
+                f"{key} and {later}, which is in it, are both changed: give it once, as results are kept by their changes "
+                "in any order"
+            )
 
 
 def check_same(file: Path, checkpoint: Path, settings: dict[str, Any]) -> None:

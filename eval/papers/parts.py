@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch
-
 from eval.checkpoint.gpus import visible_gpus
 from ssscale.errors import SAVED, UserError
 
@@ -77,6 +75,8 @@ def processes_of(given: int | None, parts: int) -> int:
 
     Raises UserError for a number below 1, and for one above the numbers of GPUs and CPU cores.
     """
+    import torch  # takes seconds, which --help and mistakes do not wait for
+
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     if given is not None and given < 1:
         raise UserError(f"--processes must be at least 1, not {given}")

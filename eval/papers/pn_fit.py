@@ -11,21 +11,11 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 
-matplotlib.use("Agg")  # no display is needed
-
-from matplotlib import pyplot as plt
-
 from eval.checkpoint.command import Parser, sentences, write
-from eval.checkpoint.drawing import BASELINE, COLOURS, DPI
 from eval.checkpoint.run import Run
-from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
-from ssscale.parallel.groups import initialize
-from ssscale.train.checkpoint import CheckpointReader
-from ssscale.train.reading import reading
 
 PN = "shared.ssmax.pn"
 
@@ -73,6 +63,8 @@ def training_lengths(run: Run, data_path: str | None) -> np.ndarray:
     data = run.config.data
     if data.one_document:
         return np.array([data.length])
+    from ssscale.data.stream import PackedData
+
     rows = PackedData.open(data_path or data.path, length=data.length)
     every = [rows.row(source, i).lengths for source, count in rows.sources.items() for i in range(count)]
     return np.concatenate(every)
@@ -82,6 +74,10 @@ def learned_pn(run: Run) -> np.ndarray:
     """Return p_n of the newest checkpoint, [n] float64. Raises UserError without a checkpoint or p_n."""
     if run.checkpoint is None:
         raise UserError(f"{run.folder} has no checkpoint")
+    from ssscale.parallel.groups import initialize
+    from ssscale.train.checkpoint import CheckpointReader
+    from ssscale.train.reading import reading
+
     with reading(run.folder, initialize()) as checkpoint:
         reader = CheckpointReader(checkpoint)
         if PN not in reader.weights:
@@ -91,6 +87,10 @@ def learned_pn(run: Run) -> np.ndarray:
 
 def draw(p: np.ndarray, fit: Fit, title: str, file: Path) -> None:
     """Draw p_n by n with the fit, like Figure 2."""
+    from matplotlib import pyplot as plt
+
+    from eval.checkpoint.drawing import BASELINE, COLOURS, DPI
+
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
     n = np.arange(1, len(p) + 1)
     axes.plot(n, p, ".", color=COLOURS[0], markersize=3, label="learned $p_n$")

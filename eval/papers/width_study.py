@@ -1,7 +1,7 @@
 """Tests whether one learning rate suits every width, with and without width transfer.
 
     python -m eval.papers.width_study DATA [--widths 256,512,1024] [--lrs 9,8,7,6,5] [--tokens 20000000]
-        [--out runs/width_study]
+        [--out runs/width_study] [key=value ...]
     python -m eval.papers.width_study DATA --config 50m_ssmax --widths 512 --lrs 7
         --variant "s=1" --variant "s=0.17 model.mixer.ssmax.scale=0.17"
 
@@ -35,6 +35,8 @@ from ssscale.config import load_config
 from ssscale.data import manifest as manifests
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
+from ssscale.launcher import LAUNCHER
+from ssscale.options import check_once, last_of_each
 from ssscale.train.early import check_data
 from ssscale.validate import validate
 
@@ -84,6 +86,7 @@ def variants_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
         name, *keys = text.split()
         if wrong := [key for key in keys if "=" not in key]:
             raise UserError(f"--variant {text!r}: {wrong[0]!r} is not of the form key=value")
+        check_once(keys)
         found[name] = (*transfer_keys(), *keys)
     return found
 
@@ -111,7 +114,7 @@ def arguments_of(run: Run, options: argparse.Namespace) -> list[str]:
         "train.stages.0.schedule.warmup_tokens": steps // 6 * step_tokens,
         "train.stages.0.schedule.floor": 0.1,
     }
-    return [f"{key}={value}" for key, value in keys.items()] + [*options.keys, *run.keys]
+    return last_of_each([*(f"{key}={value}" for key, value in keys.items()), *options.keys, *run.keys])
 
 
 def execute(run: Run, options: argparse.Namespace, gpus: "queue.Queue[str]") -> dict[str, Any]:
@@ -127,7 +130,7 @@ def execute(run: Run, options: argparse.Namespace, gpus: "queue.Queue[str]") -> 
             code = subprocess.run(
                 [sys.executable, "launch/pretrain.py", *arguments_of(run, options), f"run_dir={folder}"],
                 cwd=ROOT,
-                env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
+                env=os.environ | {LAUNCHER: str(os.getpid())} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 check=False,
@@ -227,6 +230,7 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
     for name in ("tokens", "rows", "length", "microbatch", "jobs"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}")
+    check_once(options.keys)
     widths = whole_numbers(options.widths, "--widths", HEAD_DIM)
     rates = [-power for power in whole_numbers(options.lrs, "--lrs", 0, 30)]
     if odd := [width for width in widths if width % HEAD_DIM]:
@@ -325,7 +329,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=3, help="runs at a time on each GPU")
     parser.add_argument("--variant", action="append", default=[], help="NAME [key=value ...]; may be repeated")
     parser.add_argument("--out", type=Path, default=Path("runs/width_study"), help="folder of the results")
-    parser.add_argument("keys", nargs="*", help="key=value for every run")
+    parser.add_argument("keys", nargs="*", default=[], metavar="key=value", help="of the configuration, for every run")
     with sentences():
         study(parser.parse_intermixed_args())
 

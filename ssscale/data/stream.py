@@ -1,6 +1,5 @@
 """Reads batches from packed shards: a data set (`PackedData`), the training loader and the validation batches."""
 
-import ctypes
 import os
 import signal
 from collections.abc import Generator, Iterator, Sequence
@@ -18,11 +17,10 @@ from ssscale.data.batch import Batch, Row, collate
 from ssscale.data.order import Mix, Order
 from ssscale.data.shards import INDEX, Place, RowStore
 from ssscale.errors import UserError
+from ssscale.launcher import end_with
 from ssscale.names import leads_out
 
 T = TypeVar("T")
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class PackedData:
@@ -271,10 +269,7 @@ def make_loader(
 
 def _begin_worker(run: int, worker: int) -> None:
     """Ties a worker to its run and lets it ignore signals. run: process id of the run."""
-    # The kernel kills the worker with its run. A worker that waits to hand over a batch would never notice its end.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != run:
-        os._exit(1)
+    end_with(run, signal.SIGKILL)  # a worker that waits to hand over a batch would never notice its end
     # Schedulers send signals to every process of a job, but the run needs its workers until it has saved.
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

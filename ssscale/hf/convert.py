@@ -6,7 +6,6 @@ checkpoint. In float32, weights are bit-identical.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from ssscale.config import from_yaml, to_yaml
 from ssscale.config.schema import Config
 from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
+from ssscale.hf.building import building
 from ssscale.hf.code import exported_files
 from ssscale.hf.families import FAMILIES, check_exportable
 from ssscale.hf.folder import INDEX, WEIGHTS, check_folder
@@ -98,24 +98,15 @@ def export_checkpoint(
     check_shapes(
         reader, build_model(config, replace(initialize(), device=META), DTYPES[dtype]), initialize(), VOCAB_WEIGHTS
     )
-    made = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    try:
+    with building(out) as folder:
         weights = _whole_weights(reader, config, DTYPES[dtype])
-        size = _write_weights(weights if form == "ssscale" else to_family(weights, config.model), out)
-        ids = write_tokenizer(checkpoint / "tokenizer.json", out, config.model.vocab_size, bos_id, eos_id)
-        write_json(out / "generation_config.json", ids)
+        size = _write_weights(weights if form == "ssscale" else to_family(weights, config.model), folder)
+        ids = write_tokenizer(checkpoint / "tokenizer.json", folder, config.model.vocab_size, bos_id, eos_id)
+        write_json(folder / "generation_config.json", ids)
         for name, text in code.items():
-            (out / name).write_text(text, encoding="utf-8")
-        # Written last, because transformers does not load a folder without it.
+            (folder / name).write_text(text, encoding="utf-8")
         content = hf_config(config, dtype) if form == "ssscale" else family_config(config, form, dtype)
-        write_json(out / "config.json", content | {key: ids[key] for key in ids if key != "suppress_tokens"})
-    except BaseException:  # so that the same command can be repeated
-        for file in out.iterdir():
-            file.unlink()
-        if made:
-            out.rmdir()
-        raise
+        write_json(folder / "config.json", content | {key: ids[key] for key in ids if key != "suppress_tokens"})
     return Exported(size, ids["pad_token_id"] != eos_id)
 
 
@@ -212,16 +203,9 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
         "tokenizer.json": tokenizer.read_text(encoding="utf-8"),
         "boundaries.json": json.dumps(bounds),
     }
-    made = not out.exists()
-    try:
-        save_checkpoint(out / "checkpoints", cast(Engine, WeightsOnly(model)), groups, TrainState(), files)
-        (out / "config.yaml").write_text(files["config.yaml"], encoding="utf-8")
-    except BaseException:  # so that the same command can be repeated
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
-        (out / "config.yaml").unlink(missing_ok=True)
-        if made and out.is_dir():
-            out.rmdir()
-        raise
+    with building(out) as run:
+        save_checkpoint(run / "checkpoints", cast(Engine, WeightsOnly(model)), groups, TrainState(), files)
+        (run / "config.yaml").write_text(files["config.yaml"], encoding="utf-8")
     return out / "checkpoints" / "step-00000000"
 
 

@@ -25,6 +25,14 @@ HEAVY = ("torch", "transformers", "lm_eval", "streaming", "deepspeed", "megatron
 CASES = [
     ("launch/pretrain.py config=3b_sb train.micobatch=2", "there is no key 'train.micobatch'; did you mean train.mic"),
     ("launch/pretrain.py config=3b_bs", "config=3b_bs: there is no configs/3b_bs.yaml; did you mean 3b_sb"),
+    (
+        "launch/pretrain.py config=tiny_sb train.seed=1 train.seed=2",
+        "train.seed is given twice, as train.seed=1 and as train.seed=2: leave one of them out",
+    ),
+    ("launch/pretrain.py config=tiny_sb config=3b_sb", "config is given twice, as config=tiny_sb and as config=3b_sb"),
+    ("launch/pretrain.py config=tiny_sb processes=1 processes=2", "processes is given twice, as processes=1 and as"),
+    ("launch/evaluate.py checkpoint=RUN checkpoint=b", "and as checkpoint=b: leave one of them out"),
+    ("slurm/submit.py config=3b_sb nodes=2 nodes=3", "nodes is given twice, as nodes=2 and as nodes=3"),
     ("launch/pretrain.py config=tiny_sb train.max_steps=many", "train.max_steps must be a whole number, not 'many'"),
     ("launch/pretrain.py config=tiny_sb data.path=nowhere", "data folder nowhere does not exist: make it with"),
     ("launch/pretrain.py config=tiny_sb model.num_heads=7", "model.num_heads=7 does not divide"),
@@ -149,10 +157,23 @@ def test_help_needs_none_of_the_large_packages(command: str) -> None:
     assert "\nexample: python " in call(f"{command} --help")[1]
 
 
-MODULES = ("eval.evidence", "eval.papers.study", "eval.papers.study.split", "eval.papers.width_study", "data_prep")
+MODULES = (
+    "data_prep",
+    "eval.benchmarks.stickbreaking_trained",
+    "eval.evidence",
+    "eval.papers.long_context",
+    "eval.papers.mqrar",
+    "eval.papers.needle",
+    "eval.papers.pn_fit",
+    "eval.papers.repeats",
+    "eval.papers.ruler_questions",
+    "eval.papers.study",
+    "eval.papers.study.split",
+    "eval.papers.width_study",
+)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_help_of_a_module_needs_none_of_the_large_packages(module: str) -> None:
-    """That of eval.papers.study took 13 seconds."""
+    """That of eval.papers.study and of eval.papers.ruler_questions took 13 seconds."""
     assert not imported_by(f"-m {module}") & set(HEAVY)

@@ -220,6 +220,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
         out = disk / "back"
         with pytest.raises(UserError) as error:
             import_checkpoint(tmp_path / "hf", out, groups)
-        assert str(error.value) == f"{out}/checkpoints/step-00000000 cannot be written: No space left on device"
+        assert str(error.value) == f"{out}.partial/checkpoints/step-00000000 cannot be written: No space left on device"
         assert capfd.readouterr() == ("", "")
-        assert not out.exists()
+        assert not list(disk.glob("back*"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ssscale.options import last_of_each
 from tests.mixers.conftest import PLUGIN, ROOT
 from tests.mixers.runs import SHAPE, Command, pretrain, records
 
@@ -68,7 +69,8 @@ def test_it_is_estimated(command: Command) -> None:
     ],
 )
 def test_what_it_does_not_have_is_said(changes: list[str], sentence: str, command: Command) -> None:
-    said = command("launch/pretrain.py", "config=tiny_softmax", *SHAPE, *MODEL, *changes, code=2)
+    keys = last_of_each(["config=tiny_softmax", *SHAPE, *MODEL, *changes])
+    said = command("launch/pretrain.py", *keys, code=2)
     assert sentence in said
 
 

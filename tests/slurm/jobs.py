@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ssscale.options import last_of_each
 from ssscale.train.records import read_metrics
 from tests.conftest import ROOT
 from tests.train.ranks import SMALL
@@ -60,7 +61,7 @@ def losses(run: Path) -> list[float]:
 
 
 def submit(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "slurm/submit.py", *arguments]
+    command = [sys.executable, "slurm/submit.py", *last_of_each(arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout)
 
 

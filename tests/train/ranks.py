@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from ssscale.options import last_of_each
 from tests.train.forked import ForkedProcess
 
 SMALL = ["config=tiny_sb", "model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64"]
@@ -69,8 +70,8 @@ class Ranks:
         for rank in range(size):
             environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-            given = ([*(SMALL if small else []), *arguments, f"run_dir={run_dir}"], environment, str(self.log), plant)
-            self.processes.append(ForkedProcess(target=_rank, args=given))
+            keys = last_of_each([*(SMALL if small else []), *arguments, f"run_dir={run_dir}"])
+            self.processes.append(ForkedProcess(target=_rank, args=(keys, environment, str(self.log), plant)))
         for process in self.processes:
             process.start()
 

@@ -18,6 +18,7 @@ from launch.pretrain import checked, main
 from launch.training import check_writable
 from ssscale.config import load_config
 from ssscale.errors import UserError
+from ssscale.options import last_of_each
 from ssscale.parallel.groups import Groups
 from ssscale.train.early import check_data
 from ssscale.train.lock import RunLock
@@ -30,7 +31,7 @@ TINY = ["config=tiny_sb", "model.num_layers=1", "train.max_steps=1", "train.eval
 
 
 def run(*arguments: str) -> None:
-    main([*TINY, *arguments])
+    main(last_of_each([*TINY, *arguments]))
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -114,7 +114,10 @@ def test_paths_lead_from_the_folder_of_the_caller(monkeypatch, tmp_path, capsys)
         config = next(part.removeprefix("config=") for part in command if part.endswith(".yaml"))
         assert (here / config).samefile(tmp_path / "mine.yaml")
         if script.endswith(".py"):
-            keys = dict(part.split("=", 1) for part in command if "=" in part)
+            pairs = [part.split("=", 1) for part in command if "=" in part]
+            keys = dict(pairs)
+            assert len(keys) == len(pairs), "launch/pretrain.py refuses a key that is given twice"
+            assert keys["train.save_every"] == "7"
             assert (here / keys["data.path"]).samefile(tmp_path / "data")
             assert (here / keys["init_from"]) == tmp_path / "other"
             assert (here / keys["run_dir"]).parent == tmp_path / "runs"
@@ -125,8 +128,9 @@ def test_paths_lead_from_the_folder_of_the_caller(monkeypatch, tmp_path, capsys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", start)
     monkeypatch.setattr(benchmark, "check_data", lambda config: None)
+    given = ["configs=mine.yaml", "data=data", "accumulation=1", "steps=9", "out=found.json", "init_from=other"]
     with pytest.raises(UserError, match="2 of 2 runs failed"):
-        main(["configs=mine.yaml", "data=data", "accumulation=1", "steps=9", "out=found.json", "init_from=other"])
+        main([*given, "train.save_every=7"])
     assert len(started) == 2
     assert (tmp_path / "runs/benchmark_mine.yaml_1_own.log").read_text() == "began\nfailed: planted\n"
     assert (tmp_path / "found.json").is_file()

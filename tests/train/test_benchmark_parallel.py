@@ -154,7 +154,10 @@ def test_paths_lead_from_the_folder_of_the_caller(tmp_path, monkeypatch) -> None
     (tmp_path / "mine.yaml").write_text("include: [tiny_sb]\nname: mine\n")
 
     def start(command: list[str], cwd: Path | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
-        here, keys = cwd or Path.cwd(), dict(part.split("=", 1) for part in command if "=" in part)
+        here, pairs = cwd or Path.cwd(), [part.split("=", 1) for part in command if "=" in part]
+        keys = dict(pairs)
+        assert len(keys) == len(pairs), "launch/pretrain.py refuses a key that is given twice"
+        assert keys["train.save_every"] == "7"
         assert (here / keys["config"]).samefile(tmp_path / "mine.yaml")
         assert here / keys["data.path"] == tmp_path / "data"
         assert (here / keys["run_dir"]).parent == tmp_path / "runs"
@@ -164,7 +167,9 @@ def test_paths_lead_from_the_folder_of_the_caller(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(subprocess, "run", start)
     monkeypatch.setattr(benchmark_parallel, "check_data", lambda config: None)
     with pytest.raises(UserError, match="no run finished"):
-        benchmark_parallel.main(["part=speed", "gpus=2", "data=data", "config=mine.yaml", "only=DP2"])
+        benchmark_parallel.main(
+            ["part=speed", "gpus=2", "data=data", "config=mine.yaml", "only=DP2", "train.save_every=7"]
+        )
     assert (tmp_path / "runs/speed_mine.yaml_DP2.log").read_text() == "failed: planted\n"
 
 

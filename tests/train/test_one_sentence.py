@@ -296,7 +296,7 @@ def test_permission_to_write_checkpoints_is_tried_at_the_start(
     for path in (copy, *copy.rglob("*")):
         os.chown(path, 65534, 65534)
     os.chown(copy / "checkpoints", 0, 0)  # may be read, not written
-    arguments = [*SMALL, *keys, "train.max_steps=6", f"run_dir={copy}", f"data.cache={tmp_path / 'cache'}"]
+    arguments = [*SMALL, *keys[:-1], "train.max_steps=6", f"run_dir={copy}", f"data.cache={tmp_path / 'cache'}"]
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     code, output = run_command("launch.pretrain", arguments, tmp_path / "log", functools.partial(as_nobody))
@@ -326,4 +326,4 @@ def test_nobody_reads_the_output(command: list[str]) -> None:
 def test_ctrl_c_in_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended, sentences():
         raise KeyboardInterrupt
-    assert (ended.value.code, capsys.readouterr().err) == (130, "")
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")

@@ -17,6 +17,7 @@ import pytest
 from launch import workers
 from launch.workers import Workers
 from ssscale.errors import UserError
+from ssscale.options import last_of_each
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.records import read_metrics
 from tests.promises import promises
@@ -34,7 +35,7 @@ class Started:
     def __init__(self, corpus: Path, run_dir: Path, *arguments: str, fresh: bool = False) -> None:
         self.run_dir, self.log = run_dir, run_dir.with_name(f"{time.monotonic_ns()}.log")
         options = [*SMALL, f"data.path={corpus}", f"run_dir={run_dir}", "processes=2", "train.save_every=100000"]
-        options += arguments
+        options = last_of_each([*options, *arguments])
         self.process: Any
         if fresh:
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

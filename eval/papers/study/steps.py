@@ -5,6 +5,7 @@ from pathlib import Path
 
 from eval.papers.study.jobs import Place, Step
 from eval.papers.study.sizes import Size, Training
+from ssscale.options import last_of_each
 
 START = 0.6  # minutes that a process takes to start, to compile and to save
 NTK = "model.position.rope.scaling=dynamic_ntk"  # with the training length
@@ -75,9 +76,9 @@ def train(
     ]
     command += [f"train.eval_rows={eval_rows or size.eval_rows}", f"train.save_every={steps}", "train.keep=1"]
     command += ["train.observe_every=0", *(f"train.stages.{stage}" for stage in stages)]
-    return Step(
-        "train", (*command, *size.keys, *changes), START + total / (speed or form.speed) / 60, run, codes, alone
-    )
+    script, *keys = command
+    command = [script, *last_of_each([*keys, *size.keys, *changes])]
+    return Step("train", tuple(command), START + total / (speed or form.speed) / 60, run, codes, alone)
 
 
 def switch(place: Place, size: Size, config: str, source: Path, run: Path, length: int) -> Step:

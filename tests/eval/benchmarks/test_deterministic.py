@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from eval.benchmarks import deterministic
-from eval.benchmarks.deterministic import LAYOUTS, Found, compared, digests, jobs_of, main
+from eval.benchmarks.deterministic import LAYOUTS, Found, Runner, compared, digests, jobs_of, main
 from ssscale.errors import UserError
 from tests.train.jobs import SMALL
 
@@ -60,6 +60,15 @@ def test_one_bit_of_a_weight_or_state_changes_its_digest(tmp_path: Path) -> None
     assert (weights == plain[0], states == plain[1]) == (False, True)
     weights, states = of(exp_avg__a__0=torch.tensor([0.0, 0.0, 0.0, -0.0]))
     assert (weights == plain[0], states == plain[1]) == (True, False)
+
+
+def test_no_run_is_given_a_key_twice() -> None:
+    options = {"folder": "runs", "data": "data", "rows": 4, "microbatch": 2, "steps": 40}
+    runner = Runner(options, ["train.keep=3", "train.seed=5"], [])
+    job = jobs_of(["tiny_ssmax"], [LAYOUTS["TP2"]], 20)[0]
+    pairs = [word.split("=", 1) for word in runner.command(job, 10)[2:]]
+    assert len(dict(pairs)) == len(pairs)
+    assert (dict(pairs)["train.keep"], dict(pairs)["parallel.tensor"]) == ("3", "2")
 
 
 def test_what_differs_or_fails_is_not_called_equal() -> None:

@@ -86,7 +86,10 @@ def test_a_report_passes_over_what_is_not_of_a_run(run, capsys):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["model.mixers=[softmax]", "model.mixers=[ssmax]"], "model.mixers is changed twice: give it once"),
+        (
+            ["model.mixers=[softmax]", "model.mixers=[ssmax]"],
+            r"model.mixers is given twice, as model.mixers=\[softmax\] and as model.mixers=\[ssmax\]: leave one of",
+        ),
         (
             ["model.position.rope.base=2", "model.position.rope={base: 3}"],
             "model.position.rope and model.position.rope.base, which is in it, are both changed",

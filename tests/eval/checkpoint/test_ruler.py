@@ -43,6 +43,7 @@ from ssscale.hf import register
 from ssscale.hf.convert import WeightsOnly, export_checkpoint
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
+from ssscale.options import last_of_each
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.save import save_checkpoint
@@ -364,7 +365,7 @@ def test_bad_input_is_named(ruler_run, eval_data, tmp_path, texts, english) -> N
     ]
     for arguments, words_ in cases:
         with pytest.raises(UserError, match=words_):
-            evaluate([f"checkpoint={ruler_run}", "suite=ruler", f"eval_data={eval_data}", *arguments])
+            evaluate(last_of_each([f"checkpoint={ruler_run}", "suite=ruler", f"eval_data={eval_data}", *arguments]))
     with pytest.raises(UserError, match=r"tasks=ruler_vt: RULER's tasks run with launch/evaluate\.py suite=ruler"):
         find_tasks(["piqa", "ruler_vt"], {"eval_data": str(eval_data)})
     assert parse_stand_ins(f"essays:{few},squad:{broken}") == {"essays": few, "squad": broken}

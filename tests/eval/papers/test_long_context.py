@@ -10,8 +10,9 @@ import torch
 import zstandard
 
 from eval.checkpoint.documents import read_documents
+from eval.papers.context_losses import cut_windows, losses, summarise
 from eval.papers.figures import length as figures
-from eval.papers.long_context import cut_windows, losses, main, parse_lengths, summarise
+from eval.papers.long_context import main, parse_lengths
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from tests.eval.conftest import make_documents
@@ -131,7 +132,7 @@ def test_bad_input(run, texts, tmp_path, monkeypatch, capsys):
         (["model.position.rope.base=9", "--texts", texts], "no run is given"),
         ([run, "model.positoin.rope.base=9", "--texts", texts], "keys to change begin with model.mixers"),
         ([run, tmp_path / "nowhere", "--texts", texts], "nowhere: there is no such folder"),
-        ([run, *["model.position.rope.base=9"] * 2, "--texts", texts], "model.position.rope.base is changed twice"),
+        ([run, *["model.position.rope.base=9"] * 2, "--texts", texts], "model.position.rope.base is given twice"),
         ([run, "--texts", texts], "--lengths=20000 is longer than the longest document"),
         ([run, "--texts", texts, "model.position.rope.scaling=dynamic_ntk"], "train_length"),
     )

@@ -13,8 +13,9 @@ from ssscale_kernels.stickbreaking import stickbreaking_reference
 from eval.papers.attention_weights import recorded, weights
 from eval.papers.mqrar.__main__ import main
 from eval.papers.mqrar.model import Bank, DenseCore
+from eval.papers.mqrar.recipe import Deadline, Recipe
 from eval.papers.mqrar.task import Task
-from eval.papers.mqrar.train import Deadline, Experiment, Recipe, model_config
+from eval.papers.mqrar.train import Experiment, model_config
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
@@ -243,7 +244,7 @@ def test_commands_in_miniature(groups, tmp_path, monkeypatch, capsys):
     tests = [{"step": step, "accuracy": [0.1, step / 1000]} for step in (250, 500, 750)]
     stages = [[0.5, 8, 2], [0.1, 64, 2]]  # of 1,000 steps
     assert recall.before({"steps": 1000, "short_first": stages, "history": tests}) == (0.5, 64)
-    monkeypatch.setattr("eval.papers.mqrar.__main__.LETTERS", Task(4, 20, 26, 10))
+    monkeypatch.setattr("eval.papers.mqrar.experiments.LETTERS", Task(4, 20, 26, 10))
     call(monkeypatch, "picture", *size, "--steps", 2)
     picture = json.loads((tmp_path / "attention-softmax.json").read_text())
     assert len(picture["tokens"]) == 20

@@ -10,7 +10,8 @@ import torch
 
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.figures import needle as figures
-from eval.papers.needle import ANSWER_TOKENS, Haystack, answer, draw_prompt, main, outcome
+from eval.papers.needle import main
+from eval.papers.retrieval import ANSWER_TOKENS, Haystack, answer, draw_prompt, outcome
 from ssscale.config.schema import position_config
 from ssscale.data.questions import question_tokens
 from ssscale.layout import PackedLayout

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from eval.papers import long_context, needle, parts
-from eval.papers.long_context import article_losses, read_articles
+from eval.papers import context_losses, long_context, needle, parts, retrieval
+from eval.papers.context_losses import article_losses, read_articles
 from eval.papers.parts import Parts, Share, processes_of, share_out
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
@@ -40,7 +40,7 @@ CASES = {
 def test_shares_make_the_whole(kind, run, texts, monkeypatch, groups):
     module, options = CASES[kind]
     file = run / "eval" / f"{kind}-step-00000010.json"
-    monkeypatch.setattr(long_context, "PART", 5)
+    monkeypatch.setattr(context_losses, "PART", 5)
     call(monkeypatch, module, run, "--texts", texts, *options)
     alone = json.loads(file.read_text())
     file.unlink()
@@ -52,7 +52,7 @@ def test_shares_make_the_whole(kind, run, texts, monkeypatch, groups):
     def never(*inputs: object, **options: object) -> None:
         raise AssertionError("computed twice")
 
-    monkeypatch.setattr(module, "load_model", never)
+    monkeypatch.setattr(retrieval if module is needle else context_losses, "load_model", never)
     call(monkeypatch, module, run, "--texts", texts, *options)
     shared = json.loads(file.read_text())
     if "lengths" in alone:

@@ -13,8 +13,9 @@ import torch
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.before_after import tables
 from eval.papers.figures import repeats as figures
-from eval.papers.needle import Haystack
-from eval.papers.repeats import CUE, MEASURED, PASSAGE, draw_prompt, main, read
+from eval.papers.passages import CUE, MEASURED, PASSAGE, draw_prompt, read
+from eval.papers.repeats import main
+from eval.papers.retrieval import Haystack
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
@@ -75,7 +76,7 @@ def test_prompts_of_texts_that_are_too_short() -> None:
 
 
 def test_losses_are_those_of_one_prompt(model: Decoder, tokenizer: TextTokenizer, monkeypatch: Any) -> None:
-    monkeypatch.setattr("eval.papers.repeats.PASS_TOKENS", 600)  # two prompts per pass
+    monkeypatch.setattr("eval.papers.passages.PASS_TOKENS", 600)  # two prompts per pass
     haystack = Haystack(iter(make_documents(12, 8)), tokenizer)
     prompts = [draw_prompt(haystack, 300, depth, 0).tokens for depth in (None, 10, 90)]
     losses, right = read(model, prompts)

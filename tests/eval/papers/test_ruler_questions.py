@@ -1,5 +1,6 @@
 """Questions of RULER's kinds for fine-tuning: they fit, they can be answered from the text, none is one of RULER's."""
 
+import importlib.util
 import json
 import random
 import re
@@ -12,8 +13,9 @@ from eval.checkpoint.ruler import TASKS
 from eval.checkpoint.ruler.data import find_sources
 from eval.checkpoint.ruler.offline import words
 from eval.checkpoint.ruler.samples import Texts, counter_of, generate
-from eval.papers import ruler_questions
-from eval.papers.ruler_questions import KINDS, Sources, draw, main, of_ruler, read_sources, sample
+from eval.papers import ruler_samples
+from eval.papers.ruler_questions import main
+from eval.papers.ruler_samples import KINDS, Sources, draw, make, of_ruler, read_sources, sample
 from ssscale.data.questions import Question, make_example, read_squad
 from ssscale.errors import UserError
 from tests.eval.conftest import make_documents
@@ -60,8 +62,8 @@ def test_a_sample_that_is_too_long_is_made_again(sources, monkeypatch):
         asked.append(tokens)
         return Question(" the" * tokens, "Which?", "the")
 
-    monkeypatch.setattr(ruler_questions, "KINDS", {"greedy": (greedy, 1)})
-    monkeypatch.setattr(ruler_questions, "LEAST", 1.0)
+    monkeypatch.setattr(ruler_samples, "KINDS", {"greedy": (greedy, 1)})
+    monkeypatch.setattr(ruler_samples, "LEAST", 1.0)
     _, found = sample(sources, 1, 0)
     assert len(asked) > 1
     assert asked[0] == LENGTH
@@ -145,8 +147,23 @@ def test_command_writes_what_finetune_reads(files, sources, tmp_path, monkeypatc
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("texts", [10, 10**6])
+def test_processes_that_cannot_start_are_said(texts, tmp_path):
+    """They were started again forever. texts: characters; the buffer of a pipe holds 65,536."""
+    (tmp_path / "theirs.py").write_text("from eval.papers.ruler_samples import Sources\n\n\nclass Gone(Sources): ...\n")
+    spec = importlib.util.spec_from_file_location("theirs", tmp_path / "theirs.py")
+    sys.modules["theirs"] = theirs = importlib.util.module_from_spec(spec)  # which no other process finds
+    spec.loader.exec_module(theirs)
+    gone = theirs.Gone(None, [["a" * texts]], [], LENGTH)
+    try:
+        with pytest.raises(UserError, match="--workers=2: a process ended early: it could not start"):
+            make(gone, 3, 1, {}, workers=2)
+    finally:
+        del sys.modules["theirs"]
+
+
 def test_a_length_that_is_too_short_is_said(sources):
     short = Sources(sources.tokenizer, sources.texts, sources.questions, 60)
     with pytest.raises(UserError, match="--length=60 is too short for a sample of the kind"):
         sample(short, 1, 0)
-    assert ruler_questions.FEWEST > 60
+    assert ruler_samples.FEWEST > 60

@@ -331,6 +331,7 @@ def test_commands_of_the_full_size_are_ours(files, monkeypatch, capsys):
             words = shlex.split(line)
             if words[0] == "#" or words[1] != "launch/pretrain.py":
                 continue
+            assert len({word.partition("=")[0] for word in words[2:]}) == len(words[2:])
             config = load_config([word.replace("=nan", "=1e-3") for word in words[2:]])
             trained += 1
             assert config.tokens_per_step == 131_072

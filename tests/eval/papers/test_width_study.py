@@ -1,12 +1,17 @@
 """The width study in miniature: one command trains, resumes, and gives the table and the figure."""
 
 import json
+import subprocess
+import sys
 import threading
+import time
+from argparse import Namespace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from eval.papers.width_study import draw, main, table, transfer_keys, variants_of
+from eval.papers.width_study import ROOT, Run, arguments_of, draw, main, table, transfer_keys, variants_of
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from tests.eval.conftest import LENGTH, VOCAB
@@ -30,11 +35,57 @@ def test_a_study_trains_what_is_missing(data_folder: str, tmp_path: Path, monkey
     assert {file.suffix for file in tmp_path.glob("width.*")} == {".png", ".pdf"}
 
 
+def test_a_training_ends_with_a_study_that_is_killed(data_folder: str, tmp_path: Path) -> None:
+    """It trained on, unseen, and kept its GPU."""
+    arguments = [
+        data_folder,
+        "--widths",
+        "64",
+        "--lrs",
+        "7",
+        "--rows",
+        "2",
+        "--length",
+        str(LENGTH),
+        "--microbatch",
+        "2",
+    ]
+    arguments += ["--out", str(tmp_path), "--variant", "plain", f"model.vocab_size={VOCAB}", "model.num_layers=1"]
+    study = subprocess.Popen([sys.executable, "-m", "eval.papers.width_study", *arguments], cwd=ROOT)
+    try:
+        end = time.monotonic() + 120
+        while not list(tmp_path.glob("*/metrics.jsonl")):
+            assert study.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        (training,) = psutil.Process(study.pid).children()
+    finally:
+        study.kill()
+    training.wait(60)
+
+
+def test_what_is_missing_is_named(monkeypatch, capsys) -> None:
+    """It named key=value as well, which may be left out."""
+    monkeypatch.setattr("sys.argv", ["width_study"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "error: the following arguments are required: DATA; --help lists all arguments\n"
+
+
 def test_the_transfer_is_what_1b_ships_with() -> None:
     config = load_config(["config=50m_softmax", *transfer_keys()])
     shipped = load_config(["config=1b_softmax"])
     assert (config.model.width, config.model.init_std) == (shipped.model.width, shipped.model.init_std)
     assert config.model.depth_scaled_init == shipped.model.depth_scaled_init
+
+
+def test_keys_of_a_variant_replace_those_of_the_study() -> None:
+    names = {"rows": 2, "length": 64, "tokens": 1280, "config": "50m_softmax", "data": "data", "microbatch": 2}
+    options = Namespace(**names, keys=["train.log_every=5"])
+    ((name, keys),) = variants_of(["wide model.init_std=0.5"]).items()
+    pairs = [word.split("=", 1) for word in arguments_of(Run(name, 128, -7, keys), options)]
+    assert len(dict(pairs)) == len(pairs), "launch/pretrain.py refuses a key that is given twice"
+    assert (dict(pairs)["model.init_std"], dict(pairs)["train.log_every"]) == ("0.5", "5")
 
 
 def test_variants() -> None:
@@ -97,6 +148,11 @@ def fake(run, options, gpus) -> dict:
         (["--variant", "last model.mixer.ssmax.scal=1"], "there is no key 'model.mixer.ssmax.scal'; did you mean"),
         (["--microbatch", "3"], "train.batch_size=2 is not a multiple of the 3 rows"),
         (["train.foo=1"], "there is no key 'train.foo'"),
+        (["train.seed=1", "train.seed=2"], "train.seed is given twice, as train.seed=1 and as train.seed=2"),
+        (
+            ["--variant", "v model.init_std=1 model.init_std=2"],
+            "model.init_std is given twice, as model.init_std=1 and",
+        ),
     ],
 )
 def test_mistakes_are_found_before_the_first_run(
