@@ -10,6 +10,7 @@ import pytest
 from launch import benchmark
 from launch.benchmark import kernels_of, main
 from ssscale.errors import UserError
+from ssscale.options import last_of_each
 
 FOUND = {"tokens_per_second": 4e5, "mfu": 0.5, "mfu_causal": 0.4, "memory_gib": 50.0, "first_step_s": 9.0}
 
@@ -69,7 +70,7 @@ def test_plain_torch_takes_one_gpu(seen, tmp_path, capsys):
     ):
         seen.clear()
         with pytest.raises(UserError, match=said):
-            main(["configs=1b_sb", f"data={tmp_path}", *wrong])
+            main(last_of_each(["configs=1b_sb", f"data={tmp_path}", *wrong]))
         assert not seen
 
 
