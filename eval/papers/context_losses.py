@@ -11,9 +11,10 @@ from torch import Tensor
 
 from eval.checkpoint.command import begun, write
 from eval.checkpoint.documents import read_documents
-from eval.checkpoint.results import results_file, run_folder
+from eval.checkpoint.results import results_file
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.parts import Parts, Share
+from eval.papers.runs import described
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
@@ -158,11 +159,7 @@ class Evaluation:
         file = results_file(self.checkpoint, changes)
         self.file = file.with_name(f"{kind}-{file.name}")
         self.settings: dict[str, Any] = {
-            "kind": kind,
-            "run": run_folder(self.checkpoint).resolve().name,
-            "checkpoint": self.checkpoint.name,
-            "changes": changes,
-            "texts": arguments.texts.name,
+            **described(kind, self.checkpoint, changes, arguments.texts),
             "joined": arguments.join,
             "asked": [lengths, arguments.windows],
             "train_length": train_length,

@@ -11,10 +11,11 @@ import torch
 
 from eval.checkpoint.command import begun, write
 from eval.checkpoint.documents import read_documents
-from eval.checkpoint.results import results_file, run_folder
+from eval.checkpoint.results import results_file
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.attention_weights import mass, recorded
 from eval.papers.parts import Parts, Share
+from eval.papers.runs import described
 from ssscale.data.questions import question_tokens
 from ssscale.errors import UserError
 from ssscale.model.cache import KVCache
@@ -141,11 +142,7 @@ class Evaluation:
         self.file = file.with_name(f"{kind}-{file.name}")
         own = {"length": 0, "num_trials": arguments.trials} if arguments.scores else {"samples": arguments.samples}
         self.settings: dict[str, Any] = {
-            "kind": kind,
-            "run": run_folder(self.checkpoint).resolve().name,
-            "checkpoint": self.checkpoint.name,
-            "changes": changes,
-            "texts": arguments.texts.name,
+            **described(kind, self.checkpoint, changes, arguments.texts),
             "train_length": config.data.length,
             **own,
         }

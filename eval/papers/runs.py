@@ -1,8 +1,9 @@
 """The runs and the changed keys that a command of this folder takes. Imports no torch."""
 
 from pathlib import Path
+from typing import Any
 
-from eval.checkpoint.results import check_keys
+from eval.checkpoint.results import check_keys, run_folder
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import find_checkpoint
 
@@ -21,3 +22,14 @@ def runs_and_changes(texts: list[str]) -> tuple[list[Path], list[str]]:
         raise UserError("no run is given: name a run or a checkpoint beside the keys to change")
     check_keys(changes)
     return runs, changes
+
+
+def described(kind: str, checkpoint: Path, changes: list[str], texts: Path) -> dict[str, Any]:
+    """Return the settings that every result names: what was evaluated, and on which texts."""
+    return {
+        "kind": kind,
+        "run": run_folder(checkpoint).resolve().name,
+        "checkpoint": checkpoint.name,
+        "changes": changes,
+        "texts": texts.name,
+    }
