@@ -17,8 +17,8 @@ if __name__ == "__main__":
     sys.exit(2)
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
-from ssscale.interrupt import leave_at_once  # noqa: E402 - the first import that may take long
+from ssscale.interrupt import leave_at_once  # noqa: E402 - found by the path above
 
-leave_at_once()
+leave_at_once()  # the imports that follow may take long
 del sys.modules["launch"]
 import launch  # noqa: E402, F401 - the package replaces this module

@@ -26,10 +26,11 @@ from ssscale.train.build import load_model
 from ssscale.train.checkpoint_folder import saved_config
 from ssscale.train.reading import reading
 
-CITIES = """Tokyo Paris London Berlin Madrid Rome Vienna Prague Warsaw Lisbon Dublin Oslo Stockholm Helsinki Copenhagen Brussels
+_NAMES = """Tokyo Paris London Berlin Madrid Rome Vienna Prague Warsaw Lisbon Dublin Oslo Stockholm Helsinki Copenhagen Brussels
 Amsterdam Zurich Geneva Athens Budapest Istanbul Cairo Nairobi Lagos Casablanca Dubai Mumbai Delhi Bangkok Singapore Jakarta
 Manila Seoul Beijing Shanghai Sydney Melbourne Auckland Honolulu Seattle Chicago Boston Denver Houston Miami Toronto Montreal
-Vancouver Havana Lima Bogota Santiago Quito""".split()  # noqa: SIM905
+Vancouver Havana Lima Bogota Santiago Quito"""
+CITIES = _NAMES.split()
 FIXED = "Tokyo", "8106422", 50  # the prompt of Figure 7
 ANSWER_TOKENS = 10  # seven digits are at most seven tokens and a space
 PASS_TOKENS = 131_072  # tokens of the prompts in one batch
