@@ -16,7 +16,8 @@ from ssscale.launcher import LAUNCHER
 
 def report() -> None:
     """Prints the line, unless this process is one of several: then the main rank or the launcher does."""
-    if os.environ.get("RANK", "1" if LAUNCHER in os.environ else "0") == "0":
+    rank = os.environ.get("RANK")
+    if rank == "0" or (rank is None and LAUNCHER not in os.environ):
         print("interrupted", file=sys.stderr, flush=True)
 
 
