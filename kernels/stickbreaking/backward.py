@@ -62,6 +62,15 @@ def hoists_in(kernel: str, config: Config, head_dim: int, convert: bool) -> int:
     return 2 if head_dim <= 64 or (convert and head_dim == 128) else 0
 
 
+def walks_by_words(head_dim: int, convert: bool) -> bool:
+    """Whether phase two finds its row blocks in words of bits, otherwise in a list of runs.
+
+    The dkv kernel is 3 to 4 % faster by words at 64 dims and 2 % slower at 128, where registers are scarce. fp16 operands over
+    80 or 128 dims and float32 would spill (docs/log/2026-11-26-trained-sticks.md).
+    """
+    return convert and head_dim <= 64
+
+
 def launch_constants(kernel: str, config: Config, num_heads: int, head_dim: int, convert: bool) -> dict[str, int]:
     """Returns the constants of "dq" or "dkv" that follow from launch settings."""
     hoist = hoists_in(kernel, config, head_dim, convert)
@@ -78,14 +87,15 @@ class _Scratch(NamedTuple):
     num_slots: int
     slice_slots: int  # row blocks of phase one per slice
     num_key_slots: int
-    max_blocks: int  # row blocks of phase two per sequence and slice, a power of two
+    max_blocks: int  # row blocks of phase two per sequence and slice, a power of two, or 0 without a list of them
     sums: Tensor  # [N, tiles, 2, rows]: the carry, and Σ g over farther keys
-    live: Tensor
+    live: Tensor | None
 
 
 def _scratch(
-    q: Tensor, k: Tensor, num_sequences: int, config: BackwardConfig, max_queries: int, max_keys: int, per_row: int
-) -> _Scratch:
+    q: Tensor, k: Tensor, num_sequences: int, config: BackwardConfig, max_queries: int, max_keys: int, per_row: int,
+    by_words: bool,
+) -> _Scratch:  # fmt: skip
     """Allocates 8 bytes per query, head and key tile, in slices of at most `per_row` bytes per row of the whole."""
     (num_tokens, num_heads, _), num_keys = q.shape, k.shape[0]
     rows, key_block, dkv_rows = config.dq.row_block, config.dq.key_block, config.dkv.row_block
@@ -96,8 +106,10 @@ def _scratch(
     slice_slots = min(num_slots, max(1, num_slots * per_row // (8 * num_tiles)))
     sums = q.new_empty((num_heads, num_tiles, 2, slice_slots * rows), dtype=torch.float32)
     num_key_slots = num_keys // key_block + num_sequences
-    max_blocks = triton.next_power_of_2(cdiv(min(slice_slots * rows, max(1, max_queries)), dkv_rows))
-    live = q.new_empty((num_heads, num_key_slots, max_blocks + 2), dtype=torch.int32)
+    max_blocks, live = 0, None
+    if not by_words:
+        max_blocks = triton.next_power_of_2(cdiv(min(slice_slots * rows, max(1, max_queries)), dkv_rows))
+        live = q.new_empty((num_heads, num_key_slots, max_blocks + 2), dtype=torch.int32)
     return _Scratch(num_tiles, num_slots, slice_slots, num_key_slots, max_blocks, sums, live)
 
 
@@ -127,7 +139,8 @@ def backward(
         k_half, maxima = half.operands(maxima, k, grad_o, cu_q, cu_k)
         q_half, grad_o_half = (torch.empty(x.shape, dtype=torch.float16, device=x.device) for x in (q, grad_o))
         maxima_of_rest = None if grad_log_rest is None else rest_maxima(grad_log_rest, cu_q)
-    scratch = _scratch(q, k, cu_q.shape[0] - 1, config, max_queries, max_keys, scratch_bytes_per_row)
+    by_words = walks_by_words(q.shape[2], convert)
+    scratch = _scratch(q, k, cu_q.shape[0] - 1, config, max_queries, max_keys, scratch_bytes_per_row, by_words)
     several = scratch.slice_slots < scratch.num_slots
     # Not in the dtype of k_half: the scales of fp16 operands do not hold for results, which fp16 would round to zero.
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))

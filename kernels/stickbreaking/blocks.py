@@ -14,6 +14,8 @@ NEVER = tl.constexpr(1 << 30)
 # For so many blocks after those on the diagonal of a tile, it can be the tile after their own diagonal: for two if offsets do
 # not align with tiles.
 NEAR = tl.constexpr(2)
+# Row blocks that one word of 64 bits tells of.
+WORD = tl.constexpr(64)
 # Rows per granule, the unit in which forward reports where it stopped.
 STOP_ROWS = tl.constexpr(64)
 
@@ -239,3 +241,32 @@ def list_runs(
             count += tl.sum(opens.to(tl.int32), 0)
             exact |= tl.max(tl.where(here[1] & inside, tl.where(block < first + NEAR, 1, 2), 0), 0)
     return count, exact
+
+
+@triton.jit
+def _union(bits, count, last, other_bits, other_count, other_last):
+    return bits | other_bits, count + other_count, tl.maximum(last, other_last)
+
+
+@triton.jit
+def live_blocks(stops, head, start, end, t, q_len, num_stop_slots, EXACT: tl.constexpr, ROWS: tl.constexpr):
+    """Returns which of the WORD row blocks from `start` on take the fast (or exact) algebra at tile t, as bits, how many they
+    are, and the number after the last one that takes the exact algebra (0 if none does).
+
+    stops: block_stop_ptr, cu_q_ptr and the sequence.
+    """
+    place = tl.arange(0, WORD)
+    block = start + place
+    stop, exact_from = load_stop(*stops, head, block, q_len, num_stop_slots, ROWS)
+    live = (stop <= t) & (block < end)
+    exact = live & (t >= exact_from)
+    found = exact if EXACT else live & (t < exact_from)
+    bits = found.to(tl.int64) << place
+    return tl.reduce((bits, found.to(tl.int32), tl.where(exact, block + 1, 0)), 0, _union)
+
+
+@triton.jit
+def lowest(bits):
+    """Returns the number of the lowest bit of a scalar that is set."""
+    # A power of two is exact in float32.
+    return ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23 & 255) - 127

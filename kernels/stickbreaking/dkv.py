@@ -56,19 +56,25 @@ def _add_products(
 
 @triton.jit
 def _dkv_run(
-    state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, first, last, t, offset,
+    state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, bits, first, last, t, offset,
     q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
-    """Adds row blocks first … last − 1 of one head to state: dk and dv [KEYS, BH], or [BH, 32]."""
+    """Adds row blocks of one head to state: dk and dv [KEYS, BH], or [BH, 32].
+
+    They are first … last − 1 or, with `bits`, the last − first blocks from `first` on whose bit is set.
+    """
     dk, dv = state
     NARROW: tl.constexpr = KEYS == 32
     local = tl.arange(0, ROWS)
     dims = tl.arange(0, BH)
-    # Addresses follow from the loop counter. After a test or a loaded index, Triton would not pipeline the loads.
-    for block in tl.range(
-        first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1
-    ):
+    # Addresses follow from what loops carry. After a test or a loaded index, Triton would not pipeline the loads.
+    for n in tl.range(first, last, num_stages=2 if MASKED else None, disable_licm=HOIST < 2 if MASKED else HOIST < 1):
+        if bits is None:
+            block = n
+        else:
+            block = first + blocks.lowest(bits)
+            bits &= bits - 1
         row = blocks.each_round(local, block, H)
         first_row = block * ROWS
         first64 = first_row.to(tl.int64)
@@ -105,8 +111,10 @@ def _row_blocks(
     sequence_slot = tl.load(cu_q_ptr + sequence).to(tl.int32) // DQ_ROWS + sequence
     row_first = tl.maximum((first_slot - sequence_slot) * DQ_ROWS, 0)
     row_last = tl.minimum((last_slot - sequence_slot) * DQ_ROWS, q_len)
-    # The list fits the longest announced sequence. Forward has marked longer ones as NaN.
-    end = tl.minimum(tl.cdiv(row_last, ROWS), row_first // ROWS + MAX_BLOCKS)
+    end = tl.cdiv(row_last, ROWS)
+    if MAX_BLOCKS > 0:
+        # The list fits the longest announced sequence. Forward has marked longer ones as NaN.
+        end = tl.minimum(end, row_first // ROWS + MAX_BLOCKS)
     seen_from = tl.maximum(tl.maximum(t * KEYS + 1 - offset, 0), row_first)
     first = tl.where(seen_from < row_last, seen_from // ROWS, end)
     whole_from = tl.maximum(tl.cdiv(tl.maximum((t + 1) * KEYS - offset, 0), ROWS), first)
@@ -177,7 +185,8 @@ def dkv_kernel(
         so_n, scratch_ptr, scratch_ptr + scratch_rows, scratch_head,
     )  # fmt: skip
     keys = (t, offset + base * ROWS, q_len - base * ROWS, k_len, logit_scale)
-    list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
+    if MAX_BLOCKS > 0:
+        list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     dk, dv, visited = _dkv_rows(
         rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
         num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS,
@@ -199,21 +208,13 @@ def _store(pointers, tiles, mask, visited, ADD: tl.constexpr):
 
 
 @triton.jit
-def _dkv_rows(
-    rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+def _partly_seen(
+    state, exact, rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
-    """Walks the row blocks that see a key tile, for all heads of its group.
-
-    Returns dk, dv, and 0 if they are zero because no row block has any stick left at the tile.
-    """
-    zeros = tl.zeros([BH, KEYS] if KEYS == 32 else [KEYS, BH], tl.float32)
-    state = (zeros, zeros)
+    """Walks the blocks that see part of the tile. Returns state, and `exact`, with bit 0 set if one takes the exact algebra."""
     t = keys[0]
-    runs, exact = blocks.list_runs(
-        list_ptr, stops, first_head, base, whole_from, end, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
-    )
     for i in range(KV_GROUP):
         # One or two blocks see this tile in part, unless offsets do not align with tiles.
         for block in range(first, whole_from):
@@ -221,15 +222,69 @@ def _dkv_rows(
             exact |= (t >= exact_from).to(tl.int32)
             end_of_run = block - base + ((stop <= t) & (t < exact_from)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+                state, *rows, i, None, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
             )  # fmt: skip
+    return state, exact
+
+
+@triton.jit
+def _by_words(
+    state, rows, keys, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """Walks the live row blocks in the order of bits in words. Returns state and how many row blocks it may have visited."""
+    state, exact = _partly_seen(
+        state, tl.full([], 0, tl.int32), rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
+        ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS,
+    )  # fmt: skip
+    visited = whole_from - first
+    exact_end = tl.where(exact > 0, whole_from, first)
+    for i in range(KV_GROUP):
+        for start in range(whole_from, end, blocks.WORD):
+            bits, count, last = blocks.live_blocks(
+                stops, first_head + i, start, end, keys[0], q_len, num_stop_slots, False, ROWS
+            )  # fmt: skip
+            visited += count
+            exact_end = tl.maximum(exact_end, last)
+            state = _dkv_run(
+                state, *rows, i, bits, start - base, start - base + count, *keys, False, False,
+                ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS,
+            )  # fmt: skip
+    for i in range(KV_GROUP):
+        for start in range(first, exact_end, blocks.WORD):
+            bits, count, _ = blocks.live_blocks(
+                stops, first_head + i, start, end, keys[0], q_len, num_stop_slots, True, ROWS
+            )  # fmt: skip
+            state = _dkv_run(
+                state, *rows, i, bits, start - base, start - base + count, *keys, True, True,
+                ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS,
+            )  # fmt: skip
+    return state, visited + (exact_end - first)
+
+
+@triton.jit
+def _by_list(
+    state, rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """Walks the runs of live row blocks that it lists first. Returns state and how many runs and blocks it has visited."""
+    t = keys[0]
+    runs, exact = blocks.list_runs(
+        list_ptr, stops, first_head, base, whole_from, end, t, q_len, num_stop_slots, ROWS, KV_GROUP, MAX_BLOCKS
+    )
+    state, exact = _partly_seen(
+        state, exact, rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
+        ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS,
+    )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
         start = tl.load(list_ptr + 2 * n)
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         state = _dkv_run(
-            state, *rows, i, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+            state, *rows, i, None, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
         )  # fmt: skip
     near_end = tl.minimum(whole_from + blocks.NEAR, end)
     exact_end = tl.where(exact == 0, first, tl.where(exact == 1, near_end, end))
@@ -238,10 +293,35 @@ def _dkv_rows(
             stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             end_of_run = block - base + ((stop <= t) & (t >= exact_from)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+                state, *rows, i, None, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
             )  # fmt: skip
+    return state, runs + (exact_end - first) + (whole_from - first)
+
+
+@triton.jit
+def _dkv_rows(
+    rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """Walks the row blocks that see a key tile, for all heads of its group. MAX_BLOCKS of 0: by words, else by a list.
+
+    Returns dk, dv, and 0 if they are zero because no row block has any stick left at the tile.
+    """
+    zeros = tl.zeros([BH, KEYS] if KEYS == 32 else [KEYS, BH], tl.float32)
+    state = (zeros, zeros)
+    if MAX_BLOCKS == 0:
+        state, visited = _by_words(
+            state, rows, keys, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
+            ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS,
+        )  # fmt: skip
+    else:
+        state, visited = _by_list(
+            state, rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
+            ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS,
+        )  # fmt: skip
     dk, dv = state
     if KEYS == 32:
         dk = tl.trans(dk)
         dv = tl.trans(dv)
-    return dk, dv, runs + (exact_end - first) + (whole_from - first)
+    return dk, dv, visited

@@ -3,7 +3,7 @@
 import re
 
 import triton
-from ssscale_kernels.stickbreaking.backward import launch_constants
+from ssscale_kernels.stickbreaking.backward import launch_constants, walks_by_words
 from ssscale_kernels.stickbreaking.dkv import dkv_kernel
 from ssscale_kernels.stickbreaking.dq import dq_kernel
 from ssscale_kernels.stickbreaking.forward import forward_kernel
@@ -53,7 +53,7 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
         "HALF": scaled,
         "PARTS": 1 if scaled else 2,
         "DQ_ROWS": config.row_block,
-        "MAX_BLOCKS": 64,
+        "MAX_BLOCKS": 0 if walks_by_words(head_dim, scaled) else 64,
         "ADD": False,
         "EARLY": True,
         "SKIPS": True,
@@ -64,6 +64,8 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
         constants |= {"log_rest_in_ptr": None, "d_rest_ptr": None, "rest_max_ptr": None}
     if not scaled:
         constants["maxima_ptr"] = None
+    if constants["MAX_BLOCKS"] == 0:
+        constants["list_ptr"] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     if head_dim != constants["BH"] or not tma:
         constants |= {"k_descriptor": None, "v_descriptor": None}

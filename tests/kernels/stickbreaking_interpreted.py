@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from ssscale_kernels.stickbreaking import accuracy, stickbreaking_reference
 from ssscale_kernels.stickbreaking.backward import backward
-from ssscale_kernels.stickbreaking.blocks import list_runs
+from ssscale_kernels.stickbreaking.blocks import list_runs, live_blocks, lowest
 from ssscale_kernels.stickbreaking.decode import decode
 from ssscale_kernels.stickbreaking.forward import forward
 
@@ -207,11 +207,53 @@ def run_lists():
     return {"wrong": wrong, "flags": flags}
 
 
+@triton.jit
+def live_blocks_kernel(
+    found_ptr, stop_ptr, cu_ptr, head, start, end, q_len, num_slots, EXACT: tl.constexpr, ROWS: tl.constexpr
+):
+    bits, count, last = live_blocks((stop_ptr, cu_ptr, 0), head, start, end, 5, q_len, num_slots, EXACT, ROWS)
+    tl.store(found_ptr, count)
+    tl.store(found_ptr + 1, last)
+    for i in range(count):
+        tl.store(found_ptr + 2 + i, start + lowest(bits))
+        bits &= bits - 1
+    tl.store(found_ptr + 2 + count, bits.to(tl.int32))
+
+
+def live_lists():
+    """Row blocks that take each algebra at tile 5, against a loop."""
+    wrong = 0
+    for rows, head, start, end, share, exact_share in (
+        (64, 0, 0, 199, 0.9, 0.1),
+        (64, 1, 5, 70, 0.5, 0.1),
+        (64, 1, 136, 200, 1.0, 0.0),
+        (64, 0, 63, 65, 1.0, 0.5),
+        (64, 1, 9, 9, 1.0, 0.1),
+        (128, 1, 1, 99, 0.7, 0.3),
+        (128, 0, 40, 100, 0.2, 0.9),
+    ):
+        drawn = torch.rand(2, 201, generator=torch.Generator().manual_seed(end))
+        exact_from = torch.where(drawn < exact_share / 2, 4, torch.where(drawn < exact_share, 5, 6))
+        stop = torch.stack([torch.where(torch.rand(2, 201) < share, 0, 9), exact_from], 2).int()
+        cu = torch.tensor([0, 200 * 64 - 5], dtype=torch.int32)
+        granules = stop.view(2, 201, 1, 2) if rows == 64 else stop[:, :200].view(2, 100, 2, 2)
+        stop_of, exact_of = granules.amin(2).unbind(2)
+        inside = [b for b in range(start, min(end, start + 64)) if stop_of[head, b] <= 5]
+        for exact in (False, True):
+            found = torch.full((80,), -7, dtype=torch.int32)
+            live_blocks_kernel[(1,)](found, stop, cu, head, start, end, 200 * 64 - 5, 201, exact, rows)
+            last = max([0, *(b + 1 for b in inside if exact_of[head, b] <= 5)])
+            blocks = [b for b in inside if (exact_of[head, b] <= 5) == exact]
+            wrong += found.tolist() != [len(blocks), last, *blocks, 0] + [-7] * (77 - len(blocks))
+    return {"wrong": wrong}
+
+
 if __name__ == "__main__":
     patch_language_once()
     dtype = getattr(torch, sys.argv[1])
     if dtype == torch.float16:
         print(json.dumps({"case": "runs"} | run_lists()), flush=True)
+        print(json.dumps({"case": "live"} | live_lists()), flush=True)
     else:
         for name in CASES:
             print(json.dumps({"case": f"{name}-{dtype}"} | run(name, dtype)), flush=True)

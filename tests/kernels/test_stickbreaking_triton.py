@@ -53,6 +53,10 @@ def test_runs_of_row_blocks(interpreted):
     assert set(interpreted["runs"]["flags"]) == {0, 1, 2}
 
 
+def test_words_of_row_blocks(interpreted):
+    assert interpreted["live"]["wrong"] == 0
+
+
 def types(kernel, constants, **special):
     """Argument types by this package's naming: *_ptr, strides s?_?, everything else an int32."""
     named = {}
