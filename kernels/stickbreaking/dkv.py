@@ -185,11 +185,10 @@ def dkv_kernel(
         so_n, scratch_ptr, scratch_ptr + scratch_rows, scratch_head,
     )  # fmt: skip
     keys = (t, offset + base * ROWS, q_len - base * ROWS, k_len, logit_scale)
-    if MAX_BLOCKS > 0:
-        list_ptr += (kv_head.to(tl.int64) * num_key_slots + slot) * (KV_GROUP * (MAX_BLOCKS + 2))
     dk, dv, visited = _dkv_rows(
-        rows, keys, list_ptr, (block_stop_ptr, cu_q_ptr, sequence), first_head, base, first, whole_from, end, q_len,
-        num_stop_slots, ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS,
+        rows, keys, list_ptr, kv_head.to(tl.int64) * num_key_slots + slot, (block_stop_ptr, cu_q_ptr, sequence),
+        first_head, base, first, whole_from, end, q_len, num_stop_slots,
+        ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store((dk_ptr + out, dv_ptr + out), (dk * scale, dv * dv_scale), in_keys, visited, ADD)
@@ -300,7 +299,7 @@ def _by_list(
 
 @triton.jit
 def _dkv_rows(
-    rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
+    rows, keys, list_ptr, list_number, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
@@ -316,6 +315,7 @@ def _dkv_rows(
             ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS,
         )  # fmt: skip
     else:
+        list_ptr += list_number * (KV_GROUP * (MAX_BLOCKS + 2))
         state, visited = _by_list(
             state, rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
             ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS,
