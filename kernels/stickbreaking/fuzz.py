@@ -78,7 +78,8 @@ def run(setting: Setting, cases: int, seed: int, device: str = "cuda", longest: 
     found: Counter[str] = Counter()
     while found["cases"] < cases:
         case = draw(setting, rng, device, longest)
-        inputs = accuracy.draw(case, device, rng.randrange(1 << 30))
+        seed_of_case = rng.randrange(1 << 30)
+        inputs = accuracy.draw(case, device, seed_of_case)
         # Deterministic mode fills uninitialised memory with NaN.
         torch.use_deterministic_algorithms(True, warn_only=True)
         errors = accuracy.compare(inputs)
@@ -88,6 +89,9 @@ def run(setting: Setting, cases: int, seed: int, device: str = "cuda", longest: 
             found["not finite"] += not math.isfinite(error.beyond)
             if not accuracy.share(error) <= 1:
                 found[f"{name} over what is allowed"] += 1
+                print(
+                    f"{name}: {error}, accuracy.draw({case}, {device!r}, {seed_of_case})", file=sys.stderr, flush=True
+                )
             # With few numbers, torch's largest error may be tiny by luck, so a unit of rounding is allowed as well.
             slack = 4 * UNIT[setting.dtype] * error.size + 1e-5 * (1 + error.size)
             found["mismatches"] += not error.beyond <= 4 * error.plain + slack
