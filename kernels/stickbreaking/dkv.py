@@ -22,6 +22,7 @@ def _accumulate(x, y, acc, PARTS: tl.constexpr):
 def _add_products(
     dk, dv, q, do, do_rows, in_rows, v, u, t_, w, after, rest, behind,
     EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+    HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Adds a row block to dk and dv. rest [ROWS, 4]: log2 of what is left of the sticks."""
     FLOAT32: tl.constexpr = v.dtype == tl.float32
@@ -45,7 +46,7 @@ def _add_products(
     if PARTS == 1 and not NARROW:
         dv = _accumulate(tile.put_together(a, ROWS), do, dv, PARTS)
     if DIVIDE:
-        dz = tile.logit_gradients_of_weights(u, w, a, divisor, da, tile.per_row(behind))
+        dz = tile.logit_gradients_of_weights(u, w, a, divisor, da, tile.per_row(behind), SKIPS and HAS_REST)
     else:
         dz, _ = tile.logit_gradients(u, t_, w, p, da, tile.per_row(behind), EXACT)
     dk = _accumulate(tile.put_together(dz, ROWS), q, dk, PARTS)
@@ -58,7 +59,7 @@ def _add_products(
 def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, bits, first, last, t, offset,
     q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Adds row blocks of one head to state: dk and dv [KEYS, BH], or [BH, 32].
 
@@ -96,7 +97,7 @@ def _dkv_run(
         nearer, _ = tile.lane_sums(spent, True)
         dk, dv = _add_products(
             dk, dv, q, do, do_rows, in_rows, v, u, t_, w, after, carry[:, None] - nearer, behind,
-            EXACT, ROWS, KEYS, PARTS, SKIPS,
+            EXACT, ROWS, KEYS, PARTS, SKIPS, HAS_REST,
         )  # fmt: skip
     return dk, dv
 
@@ -188,7 +189,7 @@ def dkv_kernel(
     dk, dv, visited = _dkv_rows(
         rows, keys, list_ptr, kv_head.to(tl.int64) * num_key_slots + slot, (block_stop_ptr, cu_q_ptr, sequence),
         first_head, base, first, whole_from, end, q_len, num_stop_slots,
-        ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS,
+        ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS, HAS_REST,
     )  # fmt: skip
     out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
     _store((dk_ptr + out, dv_ptr + out), (dk * scale, dv * dv_scale), in_keys, visited, ADD)
@@ -210,7 +211,7 @@ def _store(pointers, tiles, mask, visited, ADD: tl.constexpr):
 def _partly_seen(
     state, exact, rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Walks the blocks that see part of the tile. Returns state, and `exact`, with bit 0 set if one takes the exact algebra."""
     t = keys[0]
@@ -221,7 +222,8 @@ def _partly_seen(
             exact |= (t >= exact_from).to(tl.int32)
             end_of_run = block - base + ((stop <= t) & (t < exact_from)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, None, block - base, end_of_run, *keys, True, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+                state, *rows, i, None, block - base, end_of_run, *keys, True, False,
+                ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
             )  # fmt: skip
     return state, exact
 
@@ -230,12 +232,12 @@ def _partly_seen(
 def _by_words(
     state, rows, keys, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Walks the live row blocks in the order of bits in words. Returns state and how many row blocks it may have visited."""
     state, exact = _partly_seen(
         state, tl.full([], 0, tl.int32), rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
-        ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS,
+        ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS, HAS_REST,
     )  # fmt: skip
     visited = whole_from - first
     exact_end = tl.where(exact > 0, whole_from, first)
@@ -248,7 +250,7 @@ def _by_words(
             exact_end = tl.maximum(exact_end, last)
             state = _dkv_run(
                 state, *rows, i, bits, start - base, start - base + count, *keys, False, False,
-                ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS,
+                ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
             )  # fmt: skip
     for i in range(KV_GROUP):
         for start in range(first, exact_end, blocks.WORD):
@@ -257,7 +259,7 @@ def _by_words(
             )  # fmt: skip
             state = _dkv_run(
                 state, *rows, i, bits, start - base, start - base + count, *keys, True, True,
-                ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS,
+                ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
             )  # fmt: skip
     return state, visited + (exact_end - first)
 
@@ -266,7 +268,7 @@ def _by_words(
 def _by_list(
     state, rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Walks the runs of live row blocks that it lists first. Returns state and how many runs and blocks it has visited."""
     t = keys[0]
@@ -275,7 +277,7 @@ def _by_list(
     )
     state, exact = _partly_seen(
         state, exact, rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
-        ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS,
+        ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS, HAS_REST,
     )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
@@ -283,7 +285,8 @@ def _by_list(
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
         state = _dkv_run(
-            state, *rows, i, None, start % MAX_BLOCKS, last + 1, *keys, False, False, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+            state, *rows, i, None, start % MAX_BLOCKS, last + 1, *keys, False, False,
+            ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
         )  # fmt: skip
     near_end = tl.minimum(whole_from + blocks.NEAR, end)
     exact_end = tl.where(exact == 0, first, tl.where(exact == 1, near_end, end))
@@ -292,7 +295,8 @@ def _by_list(
             stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             end_of_run = block - base + ((stop <= t) & (t >= exact_from)).to(tl.int32)
             state = _dkv_run(
-                state, *rows, i, None, block - base, end_of_run, *keys, True, True, ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS
+                state, *rows, i, None, block - base, end_of_run, *keys, True, True,
+                ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
             )  # fmt: skip
     return state, runs + (exact_end - first) + (whole_from - first)
 
@@ -301,7 +305,7 @@ def _by_list(
 def _dkv_rows(
     rows, keys, list_ptr, list_number, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+    HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Walks the row blocks that see a key tile, for all heads of its group. MAX_BLOCKS of 0: by words, else by a list.
 
@@ -312,13 +316,13 @@ def _dkv_rows(
     if MAX_BLOCKS == 0:
         state, visited = _by_words(
             state, rows, keys, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
-            ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS,
+            ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS, HAS_REST,
         )  # fmt: skip
     else:
         list_ptr += list_number * (KV_GROUP * (MAX_BLOCKS + 2))
         state, visited = _by_list(
             state, rows, keys, list_ptr, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
-            ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS,
+            ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS, HAS_REST,
         )  # fmt: skip
     dk, dv = state
     if KEYS == 32:

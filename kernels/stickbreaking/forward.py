@@ -85,6 +85,20 @@ def fullest_stick(carry, worst, EXACT: tl.constexpr, RANGE: tl.constexpr):
 
 
 @triton.jit
+def _larger(x, y, other_x, other_y):
+    return tl.maximum(x, other_x), tl.maximum(y, other_y)
+
+
+@triton.jit
+def _after_diagonal(state, entering, RANGE: tl.constexpr):
+    """Returns what `fullest_stick` does, and log2 of the most that a stick has lost, in one reduction."""
+    carry, worst = state[1], state[4]
+    left = tl.where((worst < RANGE) & (carry < UNSPENT), carry, UNSPENT).to(tl.float32)
+    spent = (tile.per_row(entering) - carry).to(tl.float32)
+    return tl.reduce(tl.reduce((left, spent), 1, _larger), 0, _larger)
+
+
+@triton.jit
 def _near_again(
     state, again, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
     ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
@@ -134,15 +148,16 @@ def walk_rows(
             True, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
         )  # fmt: skip
         t = whole - 1
-        fullest = fullest_stick(state[1], state[4], False, RANGE / 2 if SKIPS else RANGE)
+        fullest, most_spent = _after_diagonal(state, entering, RANGE / 2 if SKIPS else RANGE)
         if SKIPS:
+            again = fullest == UNSPENT
             state, t, exact_from = _near_again(
-                state, fullest == UNSPENT, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
+                state, again, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
                 ROWS, KEYS, H, BH, HALF, PARTS,
             )  # fmt: skip
-            fullest = fullest_stick(state[1], state[4], False, RANGE)
+            if again:
+                fullest, most_spent = _after_diagonal(state, entering, RANGE)
         # At least as many tiles follow as would spend the stick that the diagonal has spent most of.
-        most_spent = tl.max(tl.max(tile.per_row(entering) - state[1], 1), 0).to(tl.float32)
         lasts = (fullest - threshold) * (seen - whole) / tl.maximum(most_spent, 1e-6)
         ahead = tl.maximum(tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1, first_chunk)
     while (t >= end) & (fullest >= threshold) & (fullest < UNSPENT):

@@ -31,14 +31,15 @@ def budget(torch_error, magnitude, scaled, terms=0.0):
 EXACT_TILES = {
     "far": [[0, 2, 3, 4]],
     "some rows": [[0, 0, 0, 0], [0, 0, 3, 0]],
-    "dead rows": [[1, 2, 2, 2]],
-    "dead rows scaled": [[1, 2, 2, 2]],
+    "dead rows": [[1, 2, 0, 0]],
+    "dead rows scaled": [[1, 2, 0, 0]],
     "near": [[1, 2, 2, 2]] * 2,
     "near scaled": [[1, 2, 2, 2]] * 2,
     "near, not skipped": [[1, 2, 3, 4]],
     "near and far": [[1, 2, 3, 4]],
     "far, in range": [[1, 0, 0, 0]],
     "far, in range, scaled": [[1, 0, 0, 0]],
+    "far, in range, log_rest": [[1, 0, 0, 0]],
     "far, not skipped": [[1, 2, 3, 4]],
 }
 

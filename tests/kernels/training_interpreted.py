@@ -69,10 +69,12 @@ CASES = {
     "near scaled": Case([250], "near", heads=(2, 1), rest=False, scaled=True, skip_below=2**-12),
     "near, not skipped": Case([250], "near", rest=False),
     "near and far": Case([250], "near and far", rest=False, skip_below=2**-12),
-    # 16 keys spend 86 bits: more than the range, unless sticks may be skipped.
+    # 16 keys spend 104 bits: more than the range, unless sticks may be skipped.
     "far, in range": Case([250], "far, in range", rest=False, skip_below=2**-12),
     "far, in range, scaled": Case([250], "far, in range", rest=False, scaled=True, skip_below=2**-12),
     "far, not skipped": Case([250], "far, in range", rest=False),
+    # Rows have spent 15 bits before, so that Σ g over the stick, which has no bound with log_rest, would not be finite.
+    "far, in range, log_rest": Case([250], "far, in range, log_rest", scaled=True, skip_below=2**-12),
 }
 GROUPS = {
     "layouts": list(CASES)[:8],
@@ -116,9 +118,11 @@ def tensors(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
         q[::2, :, 0], q[::2, :, 1] = 4.0, 0.0
         if case.logits == "near and far":
             k[10:30, :, 1] = 24.0
-    elif case.logits == "far, in range":
+    elif case.logits in ("far, in range", "far, in range, log_rest"):
         q, k = q / 10, k / 10
-        q[..., 1], k[..., 1], k[16:32, :, 1] = 1.0, -24.0, 15.0
+        q[..., 1], k[..., 1], k[16:32, :, 1] = 1.0, -24.0, 18.0
+        if case.logits == "far, in range, log_rest":
+            k[16:32, :, 1], k[40, :, 1] = 18.8, 43.0
     elif case.logits == "infinite":
         k[20:110:7], k[21:110:7] = 60 * k[20:110:7].sign() * q.sign().mean(0), -60 * q.sign().mean(0)
         q = q.sign()
@@ -127,6 +131,8 @@ def tensors(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
         v, grad_o = 10 * v, sizes.repeat_interleave(torch.tensor(case.lengths))[:, None, None] * grad_o
     entering = -torch.rand(num_tokens, case.heads[0], generator=generator) * case.rest
     grad_rest = torch.randn(num_tokens, case.heads[0], generator=generator) * case.rest
+    if case.logits == "far, in range, log_rest":
+        grad_o, grad_rest = grad_o / 10000, 12 * grad_rest.sign()
     return *(x.half() for x in (q, k, v, grad_o)), entering, grad_rest
 
 
