@@ -79,11 +79,16 @@ def _gradient_of_rest(d_rest_ptr, places, row_ok, ROWS: tl.constexpr, HAS_REST: 
 
 
 @triton.jit
-def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift):
+def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift, BH: tl.constexpr):
     """Stores q and dO in fp16 for phase two. Returns q in fp16."""
-    tl.store(q_half_ptr + rows, half.scaled(q, q_shift), mask=mask)
+    q = half.scaled(q, q_shift)
+    tl.store(q_half_ptr + rows, q, mask=mask)
     tl.store(do_half_ptr + rows, half.scaled(do, do_shift), mask=mask)
-    return half.scaled(q, q_shift)
+    if BH > 64:
+        # Products take rows from shared memory if they were read, else from registers. With 64 per thread, that is slower.
+        tl.debug_barrier()
+        q = tl.load(q_half_ptr + rows, mask=mask, other=0.0)
+    return q
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -126,7 +131,7 @@ def dq_kernel(
     shift, dz_scale, dz_shift = 0.0, 1.0, 0.0
     if HALF:
         q_shift, k_shift, _, do_shift, shift, dz_shift = scales.shifts(maxima_ptr, rest_max_ptr, sequence, BH, HAS_REST)
-        q = _to_half(q, do, q_half_ptr, do_half_ptr, out, in_rows, q_shift, do_shift)
+        q = _to_half(q, do, q_half_ptr, do_half_ptr, out, in_rows, q_shift, do_shift, BH)
         logit_scale *= tl.exp2(-q_shift - k_shift)
         scale *= tl.exp2(-dz_shift - k_shift)
         behind *= tl.exp2(dz_shift)

@@ -28,10 +28,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # the nearer keys leave 2^-56 of the stick or more; where sticks below 2^-12 may be skipped, 2^-16 is enough.
 RANGE = tl.constexpr(70.0)
 RANGE_SKIPPING = tl.constexpr(110.0)
-# Phase two divides Σ g by the stick, so it counts the stick as at least 2^-40. Smaller weights are zeros in fp16, and so
-# are their g. Quotients stay below 2^(RANGE + 40), and times the largest Σ g, below 2^16, they are finite. Where sticks below
-# 2^-12 may be skipped, 2^-16 is enough, and quotients stay below 2^(RANGE_SKIPPING + 16) = 2^126. Σ g over a stick is at most
-# |dO·v| there, unless log_rest has a gradient (`logit_gradients_of_weights`).
+# Phase two divides Σ g by the stick, which it counts as at least 2^-40 (smaller weights are zeros in fp16) or, where sticks may
+# be skipped, 2^-16. So quotients stay below 2^(RANGE + 40) or 2^(RANGE_SKIPPING + 16), and finite (README.md, Range).
 LEAST = tl.constexpr(-40.0)
 LEAST_SKIPPING = tl.constexpr(-16.0)
 LARGEST_SKIPPED = 2.0**-12
@@ -335,8 +333,7 @@ def logit_gradients_of_weights(u, w, a, rest, d, farther, APART: tl.constexpr):
     With Q_k, the stick that is left when key k is reached, a_k = β_k Q_k. So dz_k = a_k (d_k − Σ_{i≤k} g_i / Q_k). This
     takes one instruction per key less than `logit_gradients` if the weights are needed anyway, and t can leave the
     registers. rest [ROWS, 4]: log2 of Q of the nearest key, at least LEAST.
-
-    APART: `farther` may be larger than Q_k max |d|, and its quotient may leave float32's range; β = a_k / Q_k does not.
+    APART: takes β = a_k / Q_k, which is finite, times `farther`: their quotient need not be if log_rest has a gradient.
     """
     nearest = exp2(-rest)
     inverse = _shares(u, w[1] * nearest + nearest, 0, 8) + _shares(u, nearest, 8, 8)
@@ -349,10 +346,7 @@ def logit_gradients_of_weights(u, w, a, rest, d, farther, APART: tl.constexpr):
     farther += lanes_farther
     dz = ()
     for i in tl.static_range(16):
-        if APART:
-            dz = dz + (a[i] * x[i] - (a[i] * inverse[i]) * farther,)
-        else:
-            dz = dz + (a[i] * (x[i] - inverse[i] * farther),)
+        dz = dz + (a[i] * x[i] - (a[i] * inverse[i]) * farther if APART else a[i] * (x[i] - inverse[i] * farther),)
     return dz
 
 
