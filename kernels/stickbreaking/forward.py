@@ -93,6 +93,7 @@ def _larger(x, y, other_x, other_y):
 def _after_diagonal(state, entering, RANGE: tl.constexpr):
     """Returns what `fullest_stick` does, and log2 of the most that a stick has lost, in one reduction."""
     carry, worst = state[1], state[4]
+    # A carry that is NaN counts as beyond the range: `_larger` ignores NaN on a GPU, but not under the interpreter.
     left = tl.where((worst < RANGE) & (carry < UNSPENT), carry, UNSPENT).to(tl.float32)
     spent = (tile.per_row(entering) - carry).to(tl.float32)
     return tl.reduce(tl.reduce((left, spent), 1, _larger), 0, _larger)
