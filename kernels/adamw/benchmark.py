@@ -159,14 +159,18 @@ def row(name: str, num_bytes: float, ms: float) -> None:
 
 
 def time_ours(
-    held: list[Segment], gradients: dict[str, list[Tensor]], name: str, path: TritonPath | FlatAdamW, parts: int = 1
+    held: list[Segment], gradients: dict[str, list[Tensor]], name: str, optimizer: FlatAdamW, parts: int = 1
 ) -> None:
     """gradients: by their names, `parts` tensors per segment."""
     factor, total = torch.full((), 0.5, device=DEVICE), sum(s.master.numel() for s in held)
     for dtype, given in gradients.items():
         width = parts * given[0].element_size()
-        row(f"{name}: norm, {dtype} gradients", width * total, milliseconds(partial(path.sum_of_squares, given, parts)))
-        ms = milliseconds(partial(path.update, given, [SETTINGS], factor, parts))
+        row(
+            f"{name}: norm, {dtype} gradients",
+            width * total,
+            milliseconds(partial(optimizer.sum_of_squares, given, parts)),
+        )
+        ms = milliseconds(partial(optimizer.update, given, [SETTINGS], factor, parts))
         row(f"{name}: update, {dtype} gradients", (26 + width) * total, ms)
 
 
@@ -206,8 +210,10 @@ def measure(elements: int, tilings: bool) -> None:
     time_ours(split, {"two parts of bf16": pairs}, name, optimizer, parts=2)
     if tilings:
         for chunk, block, num_warps in itertools.product((2048, 4096, 16384), (512, 1024, 2048), (4, 8)):
-            path = TritonPath(split, Tiling(chunk, block, num_warps, chunk, block, num_warps))
-            time_ours(split, {"fp32": wide, "bf16": narrow}, f"chunk {chunk}, block {block}, {num_warps} warps", path)
+            optimizer.path = TritonPath(split, Tiling(chunk, block, num_warps, chunk, block, num_warps))
+            time_ours(
+                split, {"fp32": wide, "bf16": narrow}, f"chunk {chunk}, block {block}, {num_warps} warps", optimizer
+            )
     time_torch(held, gradient)
 
 

@@ -1,6 +1,6 @@
 """The optimizer step over flat buffers: checks, and the choice of the path."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -52,10 +52,27 @@ class FlatAdamW:
 
         gradients, parts: as for `sum_of_squares`.
         """
+        for _ in self.update_in_turn(gradients, settings, factor, parts, [range(len(self.segments))]):
+            pass
+
+    def update_in_turn(
+        self,
+        gradients: Sequence[Tensor],
+        settings: Sequence[Settings],
+        factor: Tensor,
+        parts: int,
+        runs: Sequence[range],
+    ) -> Iterator[range]:
+        """Updates some segments after others, with one launch for each run of segments. Yields each run after its launch.
+
+        runs: which segments; together, each segment once. A run may be empty.
+        """
         self._check(gradients, parts)
         if len(settings) <= max(segment.group for segment in self.segments):
             raise ValueError(f"there are {len(settings)} settings, and a segment of a later group")
-        self.path.update(gradients, settings, factor, parts)
+        if sorted(i for run in runs for i in run) != list(range(len(self.segments))):
+            raise ValueError(f"the runs must have each of the {len(self.segments)} segments once")
+        return self.path.update(gradients, settings, factor, parts, runs)
 
     def _check(self, gradients: Sequence[Tensor], parts: int) -> None:
         if len(gradients) != parts * len(self.segments):

@@ -14,9 +14,8 @@ COLUMNS = tl.constexpr(6)  # of the settings: the fields of `Constants`
 
 
 @triton.jit
-def _place(sizes_ptr, segment_of_ptr, first_chunk_ptr, CHUNK: tl.constexpr):
-    """(segment, first element of this program in it, elements of the segment). 64 bits: a segment may have 2^31 elements."""
-    chunk = tl.program_id(0)
+def _place(chunk, sizes_ptr, segment_of_ptr, first_chunk_ptr, CHUNK: tl.constexpr):
+    """(segment, first element of a chunk in it, elements of the segment). 64 bits: a segment may have 2^31 elements."""
     segment = tl.load(segment_of_ptr + chunk)
     start = (chunk - tl.load(first_chunk_ptr + segment)).to(tl.int64) * CHUNK
     return segment, start, tl.load(sizes_ptr + segment)
@@ -96,7 +95,7 @@ def squares_kernel(
     BLOCK: tl.constexpr,
 ):
     """Σ g² of each chunk → sums [chunks] float32; 0 for segments that are not counted. Grid: the chunks."""
-    segment, start, size = _place(sizes_ptr, segment_of_ptr, first_chunk_ptr, CHUNK)
+    segment, start, size = _place(tl.program_id(0), sizes_ptr, segment_of_ptr, first_chunk_ptr, CHUNK)
     if tl.load(counted_ptr + segment) != 0:
         parts = _parts(gradients_ptr, segment, GRADIENT, PARTS, ALIGNED)
         if start + CHUNK <= size:
@@ -154,7 +153,7 @@ def _update(
         _store(rounded, at, w, size, MASKED)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments", "begin"])
 def update_kernel(
     addresses_ptr,
     gradients_ptr,
@@ -165,20 +164,21 @@ def update_kernel(
     settings_ptr,
     factor_ptr,
     num_segments,
+    begin,
     GRADIENT: tl.constexpr,
     PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """AdamW on every element, and its bf16 copy. Changes nothing if the factor is NaN. Grid: the chunks.
+    """AdamW on every element, and its bf16 copy. Changes nothing if the factor is NaN. Grid: the chunks from `begin` on.
 
     addresses [4, segments] int64 of master, exp_avg, exp_avg_sq and the bf16 copy; gradients [segments, PARTS]
     int64; settings [groups, 6] float64; factor [] float32.
     """
     factor = tl.load(factor_ptr)
     if factor == factor:
-        segment, start, size = _place(sizes_ptr, segment_of_ptr, first_chunk_ptr, CHUNK)
+        segment, start, size = _place(begin + tl.program_id(0), sizes_ptr, segment_of_ptr, first_chunk_ptr, CHUNK)
         settings_ptr += tl.load(group_of_ptr + segment) * COLUMNS
         state = (
             _pointer(addresses_ptr, segment, tl.float32, ALIGNED),

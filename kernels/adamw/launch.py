@@ -1,6 +1,6 @@
 """Launches the kernels: the tables that they read, and their launch settings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class Chunks:
         chunks = -(-sizes // chunk)
         ends = chunks.cumsum(0)
         self.chunk, self.num_chunks = chunk, int(ends[-1])
+        self.bounds = [0, *ends.tolist()]  # chunks [bounds[i], bounds[i + 1]) are those of segment i
         if self.num_chunks >= 2**31:
             raise ValueError(f"{int(sizes.sum()):,} elements are too many for one launch")
         self.first_chunk = (ends - chunks).to(device, torch.int32)
@@ -85,22 +86,24 @@ class TritonPath:
         total_kernel[(1,)](self.sums, total, chunks.num_chunks, WIDTH=TOTAL_WIDTH, num_warps=TOTAL_WARPS)
         return total
 
-    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor, parts: int = 1) -> None:
+    def update(
+        self,
+        gradients: Sequence[Tensor],
+        settings: Sequence[Settings],
+        factor: Tensor,
+        parts: int,
+        runs: Sequence[range],
+    ) -> Iterator[range]:
         values = upload(torch.tensor([constants(group) for group in settings], dtype=torch.float64), self.device)
         chunks, tiling = self.chunks, self.tiling
-        update_kernel[(chunks.num_chunks,)](
-            self.addresses,
-            self._gradients(gradients),
-            self.sizes,
-            chunks.segment_of,
-            chunks.first_chunk,
-            self.group_of,
-            values,
-            factor,
-            len(self.segments),
-            **self._options(gradients, parts, tiling.chunk, tiling.block, tiling.num_warps),
-            **EXACT,
-        )
+        tables = (self.addresses, self._gradients(gradients), self.sizes, chunks.segment_of, chunks.first_chunk)
+        options = self._options(gradients, parts, tiling.chunk, tiling.block, tiling.num_warps)
+        for run in runs:
+            begin, end = chunks.bounds[run.start], chunks.bounds[run.stop]
+            if begin < end:
+                more = (self.group_of, values, factor, len(self.segments), begin)
+                update_kernel[(end - begin,)](*tables, *more, **options, **EXACT)
+            yield run
 
     def _gradients(self, gradients: Sequence[Tensor]) -> Tensor:
         """The table of the gradients' addresses. Most often they are those of the step before."""

@@ -1,6 +1,6 @@
 """The same interface by torch, for CPUs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,13 +22,22 @@ class TorchPath:
             return torch.zeros((), device=gradients[0].device)
         return torch.stack(counted).pow(2).sum()
 
-    def update(self, gradients: Sequence[Tensor], settings: Sequence[Settings], factor: Tensor, parts: int = 1) -> None:
-        if factor.isnan():
-            return
-        for segment, gradient in zip(self.segments, _by_segment(gradients, parts)):
-            state = segment.master, segment.exp_avg, segment.exp_avg_sq
-            fused_adamw(state, summed(gradient) * factor, settings[segment.group])
-            segment.rounded.copy_(segment.master)
+    def update(
+        self,
+        gradients: Sequence[Tensor],
+        settings: Sequence[Settings],
+        factor: Tensor,
+        parts: int,
+        runs: Sequence[range],
+    ) -> Iterator[range]:
+        by_segment, valid = _by_segment(gradients, parts), not factor.isnan()
+        for run in runs:
+            for i in run if valid else ():
+                segment = self.segments[i]
+                state = segment.master, segment.exp_avg, segment.exp_avg_sq
+                fused_adamw(state, summed(by_segment[i]) * factor, settings[segment.group])
+                segment.rounded.copy_(segment.master)
+            yield run
 
 
 def _by_segment(gradients: Sequence[Tensor], parts: int) -> list[Sequence[Tensor]]:

@@ -209,7 +209,9 @@ class DeepSpeedEngine:
             self.exchange.begin(last=self.engine.is_gradient_accumulation_boundary())
         # DeepSpeed averages gradients over the replicas. The factor turns the average into a sum.
         copies = self.groups.replica_size if self.exchange is None else 1
-        self.engine.backward(total * (copies / divisor), scale_wrt_gas=False)
+        # In this thread, whose core has what the forward pass used. By default autograd has a thread of its own for each GPU.
+        with torch.autograd.set_multithreading_enabled(False):
+            self.engine.backward(total * (copies / divisor), scale_wrt_gas=False)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()  # only counts the microbatch
         return Microbatch(losses.detach(), {name: term.detach() for name, term in terms.items()})

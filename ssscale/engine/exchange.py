@@ -6,7 +6,7 @@ both evenly over the replicas, so that each rank owns a *partition* of each buck
     backward, last microbatch   starts a reduce-scatter of each bucket once all of its gradients are there
     `reduced`                   starts the other buckets, and waits for all
     update                      norm, clipping and optimizer of this rank's partitions, cast to the weights' dtype
-    `gather`                    starts an all-gather of each bucket's weights
+    `gather`                    starts an all-gather of each bucket's weights, as soon as that bucket is updated
     next forward pass           each part of the model waits for the buckets that it reads
 
 All ranks start the same collectives in the same order: first the reductions, in the order in which backward usually
@@ -195,6 +195,8 @@ class Exchange:
     def begin(self, last: bool) -> None:
         """Announces a backward pass. last: whether it is the last one before the update."""
         assert self.gathered or not last, "another rank may still read the last gradients: no gather has followed them"
+        if self.pushed is not None:
+            self.wait()  # a bucket that no forward pass has read: its owner may still read the last gradients
         self.missing = [set(range(len(bucket.parameters))) for bucket in self.buckets] if last else []
 
     def accumulated(self, bucket: int, weight: int) -> None:
@@ -269,14 +271,18 @@ class Exchange:
 
     def gather(self) -> None:
         """Starts to send the updated weights: `own_weights` of each rank to all replicas."""
-        self.gathered = True
         for number in self.forward_order:
-            bucket = self.buckets[number]
-            whole, own = bucket.weights, bucket.own_weights
-            work = self.peers.start_filling(whole, own) if self.peers else all_gather(whole, own, self.group)
-            self.gathering[number] = work
-            if not self.hidden:
-                self.wait()
+            self.gather_bucket(number)
+
+    def gather_bucket(self, number: int) -> None:
+        """`gather` for one bucket. Called for all of them in `forward_order`, as all ranks must have the same order."""
+        self.gathered = True
+        bucket = self.buckets[number]
+        whole, own = bucket.weights, bucket.own_weights
+        work = self.peers.start_filling(whole, own) if self.peers else all_gather(whole, own, self.group)
+        self.gathering[number] = work
+        if not self.hidden:
+            self.wait()
 
     def wait(self, numbers: Iterable[int] | None = None) -> None:
         """Waits until the weights of the buckets `numbers` are whole. None: of all buckets."""

@@ -7,6 +7,7 @@ where DeepSpeed and torch keep it (`fp32_groups_flat_partition`, `optimizer.stat
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ class OnePassUpdate:
             if (mapping := weight._hp_mapping) is not None
             for address in [mapping.get_hp_fragment_address()]
         ]
+        counts = [sum(piece.group == i for piece in self.pieces) for i in range(len(optimizer.bf16_groups))]
+        ends = list(accumulate(counts))
+        self._runs = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]  # of pieces, by group
         self._taken: dict[tuple[int, int], Tensor] = {}  # the gradients of this step, if direct without an exchange
         self._adamw: FlatAdamW | None = None  # created at the first step, as torch's states are
         self._steps: list[int] = []  # updates so far, by group
@@ -145,8 +149,7 @@ class OnePassUpdate:
         add_up(total, self.groups)
         norm, factor = clip_factor(total, self.clip)
         self._copies = HostCopy(norm), HostCopy(self.told)
-        adamw.update(gradients, self._settings(), factor, parts)
-        self._gather()
+        self._update_and_gather(adamw, gradients, factor, parts)
         counters = [optimizer.state[flat]["step"] for flat in optimizer.fp32_groups_flat_partition]
         # A list of terms: a single one would be read by the host, as the number that this function also takes.
         torch._foreach_add_(counters, [norm.isfinite().to(counters[0].dtype)] * len(counters))
@@ -211,10 +214,19 @@ class OnePassUpdate:
             settings.append(Settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], steps + 1))
         return settings
 
-    def _gather(self) -> None:
-        if self.exchange is not None:
-            self.exchange.gather()
+    def _update_and_gather(self, adamw: FlatAdamW, gradients: list[Tensor], factor: Tensor, parts: int) -> None:
+        """Starts to gather what the forward pass reads first while the rest is still updated."""
+        settings, exchange = self._settings(), self.exchange
+        if exchange is None:
+            adamw.update(gradients, settings, factor, parts)
+            self._gather()
             return
+        runs = [self._runs[bucket] for bucket in exchange.forward_order]
+        updates = adamw.update_in_turn(gradients, settings, factor, parts, runs)
+        for bucket, _ in zip(exchange.forward_order, updates, strict=True):
+            exchange.gather_bucket(bucket)
+
+    def _gather(self) -> None:
         from deepspeed.runtime.utils import all_gather_dp_groups
 
         optimizer = self.optimizer

@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from ssscale_kernels.adamw import torch_path
 from torch import Tensor
 
 from ssscale.config.choices import ShardWithin
@@ -76,11 +77,21 @@ def noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
     return noting
 
 
+def noting_updates() -> AbstractContextManager[Any]:
+    update = torch_path.fused_adamw
+
+    def noting(*arguments: Any) -> None:
+        EVENTS.append(("update",))
+        update(*arguments)
+
+    return patch.object(torch_path, "fused_adamw", noting)
+
+
 @contextmanager
-def exchanging(way: str, direct: bool = True) -> Iterator[None]:
+def exchanging(way: str, direct: bool = True, note_updates: bool = False) -> Iterator[None]:
     """way: `hidden`, as in runs; `late` (see `Late`); `open`, where each collective is waited for at once.
 
-    direct: whether gradients may stay in bf16.
+    direct: whether gradients may stay in bf16. note_updates: whether updates of AdamW's segments are among the events.
     """
     reduce_scatter, all_reduce, all_gather = exchange_reduce_scatter, exchange_all_reduce, exchange_all_gather
     if way == "late":
@@ -93,6 +104,8 @@ def exchanging(way: str, direct: bool = True) -> Iterator[None]:
         }.items():
             stack.enter_context(patch.object(exchange, name, value))
         stack.enter_context(patch.object(exchange.Exchange, "hidden", way != "open"))
+        if note_updates:
+            stack.enter_context(noting_updates())
         if not direct:
             stack.enter_context(patch.object(exchange.Exchange, "can_be_direct", lambda self: False))
         stack.enter_context(patch("ssscale.engine.deepspeed.overlap_bucket", lambda replicas: BUCKET))
@@ -170,6 +183,7 @@ def train(
     copies: bool = False,
     direct: bool = True,
     evaluate: bool = False,
+    note_updates: bool = False,
 ) -> dict[str, Any]:
     """accumulations: microbatches of each step; (): those of the layout.
 
@@ -177,7 +191,7 @@ def train(
     unused: by step, the ranks on which a weight gets no gradient. nan: the step in which the last rank has a gradient of NaN.
     """
     with (
-        exchanging(way, direct),
+        exchanging(way, direct, note_updates),
         patch.object(matrix_jobs, "DeepSpeedEngine", compile_first if compiled else DeepSpeedEngine),
     ):
         engine, groups = make_engine(

@@ -1,6 +1,7 @@
 """`parallel.overlap`: exchanges behind computation change no bit, start before backward ends, and send what is stated."""
 
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,17 @@ def test_reduction_starts_within_backward_and_sends_what_is_stated(bf16: bool, s
     reduced = [event[1] for event in found["events"] if event[0] == "reduce-scatter"]
     gathered = [event[1] for event in found["events"] if event[0] == "all-gather"]
     assert reduced[-1] == gathered[0] == max(reduced)  # the embedding: the last gradient and the first weight
+
+
+@pytest.mark.parametrize("sums_bf16", [False, True])
+def test_a_bucket_is_gathered_before_the_next_is_updated(sums_bf16: bool, pool4: Pool) -> None:
+    options = {"bf16": True, "sums_bf16": sums_bf16, "steps": 1, "note_updates": True}
+    for rank in pool4.run(JOB, layout=layout(), way="hidden", **options):
+        kinds = [event[0] for event in rank["events"]]
+        after = kinds[kinds.index("end of backward") + 1 :]
+        runs = [kind for kind, _ in groupby(kind for kind in after if kind != "reduce-scatter")]
+        assert runs[:4] == ["update", "all-gather"] * 2
+        assert runs[-1] == "all-gather"  # of the head, which the forward pass reads last
 
 
 def test_compiled_blocks_wait_outside_of_their_graphs(pool2: Pool) -> None:

@@ -40,6 +40,13 @@ CASES = {
 PARTS = (1, 2, 3)  # tensors whose sum is a gradient
 
 
+def update(path, gradients, settings, factor, parts=1):
+    """Updates in four launches, the second of no segment, or in one for a single segment."""
+    last = len(path.segments)
+    runs = [range(last - 1, last), range(last, last), range(1, last - 1), range(1)] if last > 1 else [range(1)]
+    assert list(path.update(gradients, settings, factor, parts, runs)) == runs
+
+
 class Guarded:
     """A segment of memory between elements that nothing may write."""
 
@@ -87,7 +94,7 @@ def run(name):
     norm, factor = clip_factor(total, max_norm)
     counted = torch.cat([g.double() for g, s in zip(gradients, segments) if s.counted])
     kept = [g.clone() for g in gradients]
-    path.update(gradients, SETTINGS, factor)
+    update(path, gradients, SETTINGS, factor)
     assert all(x.untouched() for m in memory for x in m.values()), "wrote outside a segment"
     assert all(torch.equal(a, b) or name == "nan" for a, b in zip(kept, gradients)), "the gradient was changed"
     result = {"skipped": bool(factor.isnan()), "factor": factor.item()}
@@ -130,7 +137,7 @@ def run_far(dtype):
     table = path._gradients([gradient])
     table -= far * gradient.element_size()
     norm, factor = clip_factor(path.sum_of_squares([gradient]), 1.0)
-    path.update([gradient], SETTINGS[:1], factor)
+    update(path, [gradient], SETTINGS[:1], factor)
     same = adamw_reference(*state, gradient, SETTINGS[0], factor)
     ours = (segment.master, segment.exp_avg, segment.exp_avg_sq)
     assert all(x.untouched() for x in memory.values()), "wrote outside the segment"
@@ -165,8 +172,8 @@ def run_parts(parts, dtype, aligned):
     total, expected = paths.sum_of_squares(given, parts), plain.sum_of_squares(sums)
     result["same_norm"] = torch.equal(total, expected) and bool(total > 0)
     _, factor = clip_factor(total, 1.0)
-    paths.update(given, SETTINGS, factor, parts)
-    plain.update(sums, SETTINGS, factor)
+    update(paths, given, SETTINGS, factor, parts)
+    update(plain, sums, SETTINGS, factor)
     result["same_bits"] = all(torch.equal(getattr(a, key), getattr(b, key)) for a, b in held for key in Segment.TENSORS)
     result["untouched"] = all(torch.equal(a, b) for a, b in zip(kept, given))
     result["aligned"] = paths._options(given, parts, 1, 1, 1)["ALIGNED"]

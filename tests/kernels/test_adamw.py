@@ -23,7 +23,7 @@ TYPES = {
     **dict.fromkeys(("addresses_ptr", "gradients_ptr", "sizes_ptr"), "*i64"),
     **dict.fromkeys(("segment_of_ptr", "first_chunk_ptr", "group_of_ptr", "counted_ptr"), "*i32"),
     **dict.fromkeys(("factor_ptr", "sums_ptr", "total_ptr"), "*fp32"),
-    **dict.fromkeys(("num_segments", "num_chunks"), "i32"),
+    **dict.fromkeys(("num_segments", "num_chunks", "begin"), "i32"),
     "settings_ptr": "*fp64",
 }
 
