@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = ("encyclopedic", "textbooks", "dialog_qa", "law_gov")  # the text of the width study and of the README's path
 BOOKS = "valid.books.jsonl.zst"
-# 32 connections for each pair of processes, in place of one: one core sends 3 GB/s
-SOCKETS = "NCCL_SOCKET_NTHREADS=8 NCCL_NSOCKS_PERTHREAD=4"
+# 64 connections for each pair of processes, in place of one: one core sends 3 GB/s
+SOCKETS = "NCCL_SOCKET_NTHREADS=16 NCCL_NSOCKS_PERTHREAD=4 NCCL_BUFFSIZE=16777216"
 TRACED = "train.profile=10 train.profile_ranks=2"  # one step, which medians leave out
 VOCABULARY = "model.vocab_size=50304"  # of 1b's run files, for GPT-2's tokenizer
 
@@ -209,9 +209,11 @@ def steps() -> list[Job]:
         f'{SOCKETS} {exchange}"DP2 through sockets,DP2 overlap in bf16 through sockets" | tee -a "$HERE/exchange.txt"',
         parts("exchange"),
     )
+    four = ",".join(["DP1", "DP1 on the last GPU", *(f"DP4{way} by NVLink" for way in ways["by NVLink"])])
+    of_four = exchange.replace("gpus=2", "gpus=4").replace("WORK/exchange", "WORK/exchange_4")
+    of_four += f'"{four}" | tee "$HERE/exchange.txt"'
     sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"
-    more = "NCCL_SOCKET_NTHREADS=16 NCCL_NSOCKS_PERTHREAD=4 NCCL_BUFFSIZE=16777216"
-    environments = ("", "NCCL_P2P_DISABLE=1", sockets, f"{sockets} {SOCKETS}", f"{sockets} {more}")
+    environments = ("", "NCCL_P2P_DISABLE=1", sockets, f"{sockets} {SOCKETS}")
     links = tuple(
         f'env {environment} python launch/benchmark_links.py gpus=2 largest=256 | tee -a "$HERE/links.txt"'
         for environment in environments
@@ -232,6 +234,7 @@ def steps() -> list[Job]:
         Job("links", "docs/results/predicted_scaling.md", links, 1.8, gpus=2),
         Job("scale", "docs/results/predicted_scaling.md", all_of(*weak), 6.0, gpus=2, after=("rows4096",)),
         Job("exchange", several, all_of(*exchanges), 9.0, gpus=2, after=("rows4096",)),
+        Job("exchange_4", several, (of_four, parts("exchange_4")), 5.5, gpus=4, after=("rows4096",)),
         Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
         Job("slow_rank", "docs/log/2026-11-24-step-time.md", (slow,), 1.5, gpus=2),
         Job("tensor", several, all_of(*tensor, parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
