@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from launch.boot import ALONE, EXIT_CODES, ROOT, Option
-from launch.process import WORKER
+from launch.process import WORKER, follow_launcher
 from ssscale.errors import STALLED, TOGETHER, UserError
 from ssscale.launcher import LAUNCHER
 
@@ -87,6 +87,7 @@ class Workers:
         saves: whether the ranks use StopSignals, in which case a signal is held back until they do.
         """
         with _passing_on() as (children, received), TemporaryDirectory() as temporary:
+            follow_launcher()
             port, noted = _free_port(), Path(temporary) / "codes"
             with _blocked() if saves else nullcontext():
                 for rank in range(self.count):

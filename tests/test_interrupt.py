@@ -11,15 +11,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 AGAIN = "interrupted: the same command continues\n"
-# The command, the module whose import takes long, and what is said. Of the modules, torch and safetensors are imported
-# after the arguments are read, and the others before.
+# The command, the module whose import takes long, and what is said. Of the modules, torch is imported after the
+# arguments are read, and the others before.
 CASES = [
     ("launch/pretrain.py config=tiny_sb", "difflib", "interrupted\n"),
     ("-m launch.report runs", "difflib", "interrupted\n"),
     ("slurm/submit.py config=tiny_sb", "difflib", "interrupted\n"),
     ("-m eval.papers.needle RUN", "difflib", "interrupted\n"),
     ("-m eval.benchmarks.stickbreaking_trained RUN DATA", "torch", "interrupted\n"),
-    ("-m eval.benchmarks.deterministic", "safetensors", "interrupted\n"),
+    ("-m eval.benchmarks.deterministic", "psutil", "interrupted\n"),
     ("-m ssscale.config.reference", "yaml", "interrupted\n"),
     ("-m data_prep verify data", "rich", AGAIN),
 ]

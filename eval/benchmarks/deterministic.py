@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import torch
-from safetensors import safe_open
 
 from eval.checkpoint.command import sentences, write
 from ssscale.config import load_config
 from ssscale.errors import UserError
+from ssscale.launcher import LAUNCHER
 from ssscale.options import EVERY_KEY, Command, Option, last_of_each
 from ssscale.train.checkpoint_folder import list_checkpoints, step_of
 from ssscale.train.records import read_metrics
@@ -114,6 +113,9 @@ class Found(NamedTuple):
 
 def digests(checkpoint: Path) -> tuple[str, str]:
     """Returns SHA-256 of all weights and of all states of the optimizer in a checkpoint, with their names and ranks."""
+    import torch
+    from safetensors import safe_open
+
     weights, states = hashlib.sha256(), hashlib.sha256()
     for file in sorted(checkpoint.glob("rank-*.safetensors")):
         with safe_open(file, "pt") as tensors:
@@ -162,7 +164,9 @@ class Runner:
             return subprocess.Popen(
                 self.command(job, save_every),
                 cwd=ROOT,
-                env=os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+                env=os.environ
+                | {LAUNCHER: str(os.getpid())}
+                | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -313,6 +317,8 @@ def chosen_layouts(options: dict[str, Any], ranks: int) -> list[Layout]:
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     options, keys = COMMAND.parse(argv)
+    import torch  # it takes seconds, and --help needs none of it
+
     here = torch.cuda.device_count()
     gpus = [str(i) for i in range(min(options.get("gpus", 2), here))]
     if options.get("gpus", 0) > here:

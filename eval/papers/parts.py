@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from eval.checkpoint.gpus import visible_gpus
 from ssscale.errors import SAVED, UserError
+from ssscale.launcher import LAUNCHER, end_with
 
 T = TypeVar("T")
 
@@ -32,7 +33,9 @@ class Share:
 
     @classmethod
     def parse(cls, text: str) -> "Share":
-        """Parse I/N. Raises UserError unless 0 ≤ I < N."""
+        """Parse I/N. Raises UserError unless 0 ≤ I < N. The process ends with the one that `share_out` runs in."""
+        if LAUNCHER in os.environ:
+            end_with(int(os.environ[LAUNCHER]), signal.SIGTERM)
         index, _, count = text.partition("/")
         if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
             raise UserError(f"--share={text} must be I/N with I from 0 to N - 1")
@@ -106,7 +109,7 @@ def share_out(module: str, arguments: list[str], count: int) -> None:
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for index in range(count):
-            own = {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
+            own = {LAUNCHER: str(os.getpid())} | ({"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {})
             command = [sys.executable, "-m", module, *arguments, "--share", f"{index}/{count}"]
             running.append(subprocess.Popen(command, env=os.environ | own))
         while any(process.poll() is None for process in running):

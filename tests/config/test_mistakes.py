@@ -159,6 +159,10 @@ def test_help_needs_none_of_the_large_packages(command: str) -> None:
 
 MODULES = (
     "data_prep",
+    "eval.benchmarks.deterministic",
+    "eval.benchmarks.forward_skipping",
+    "eval.benchmarks.one_tensor_rank",
+    "eval.benchmarks.suite_tokens",
     "eval.benchmarks.stickbreaking_trained",
     "eval.evidence",
     "eval.papers.long_context",

@@ -145,6 +145,41 @@ def test_ranks_stop_when_the_command_is_killed_alone(corpus: Path, tmp_path: Pat
     assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1  # and they saved
 
 
+LAUNCH = """
+import os, subprocess, sys
+tied = os.environ | {"SSSCALE_LAUNCHER": str(os.getpid())}
+command = subprocess.Popen(sys.argv[1:], env=tied, stdout=subprocess.DEVNULL)
+print(command.pid, flush=True)
+command.wait()
+"""
+
+
+def test_ranks_save_when_what_started_the_command_is_killed(corpus: Path, tmp_path: Path) -> None:
+    """As a study is, or a benchmark: the command and its ranks end with it."""
+    options = [*SMALL, f"data.path={corpus}", f"run_dir={tmp_path / 'run'}", "processes=2", "train.save_every=100000"]
+    options = last_of_each([*options, "train.max_steps=1000000"])
+    command = [sys.executable, "-c", LAUNCH, sys.executable, "launch/pretrain.py", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as study:
+        assert study.stdout is not None
+        run = psutil.Process(int(study.stdout.readline()))
+        end = time.monotonic() + 120
+        while not read_metrics(tmp_path / "run/metrics.jsonl"):
+            assert run.is_running()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        every = [run, *run.children()]
+        study.kill()
+    assert len(every) == 3
+    _, left = psutil.wait_procs(every, timeout=60)
+    for process in left:
+        process.kill()
+    assert not left
+    assert len(list_checkpoints(tmp_path / "run/checkpoints")) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "here", "environment", "sentence"),
     [

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from eval.benchmarks import forward_skipping
-from eval.benchmarks.forward_skipping import main, texts_of
+from eval.benchmarks.forward_skipping import main
+from eval.benchmarks.skipping_times import SPARE, texts_of
 from tests.eval.conftest import make_documents
 from tests.eval.random_run import write_run
 
@@ -54,5 +54,5 @@ def test_other_mixers_and_short_texts_are_refused(
 def test_texts_have_their_length(tokenizer):
     tokens = tokenizer.encode(" ".join(make_documents(3, 4)))
     some = texts_of(tokens, 64, tokenizer)
-    assert len(some) == len(tokens) // (64 - 1 - forward_skipping.SPARE)
+    assert len(some) == len(tokens) // (64 - 1 - SPARE)
     assert all(len(tokenizer.encode(text)) <= 63 for text in some)

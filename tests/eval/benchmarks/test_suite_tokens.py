@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from eval.benchmarks import suite_tokens
+from eval.benchmarks import suite_counts, suite_tokens
 from tests.eval.local_data import ITEMS, write_local_data
 
 
@@ -20,8 +20,8 @@ def test_counts(tmp_path, tokenizer, valid, groups, monkeypatch, capsys):
     call(monkeypatch, *options, "--tasks", "piqa,gsm8k")
     piqa, gsm8k = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
     assert piqa[1:3] == [str(ITEMS), str(2 * ITEMS)]
-    lm = suite_tokens.CountingLM(tokenizer, 512, 4096, 4096, 10**6)
-    found = suite_tokens.count(lm, "piqa", str(tmp_path))
+    lm = suite_counts.CountingLM(tokenizer, 512, 4096, 4096, 10**6)
+    found = suite_counts.count(lm, "piqa", str(tmp_path))
     from eval.checkpoint.suite import find_tasks
 
     (task,) = find_tasks(["piqa"], {"eval_data": str(tmp_path)}).load(["piqa"])["tasks"].values()

@@ -1,10 +1,13 @@
 """Work that several processes share: the same results as one process, and nothing is computed twice."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -99,6 +102,36 @@ def test_shares():
     for text in ("4/4", "a/2", "1"):
         with pytest.raises(UserError, match="--share"):
             Share.parse(text)
+
+
+SLEEPER = r"""
+import os, sys, time
+from eval.papers.parts import Share
+from ssscale.interrupt import report
+Share.parse(sys.argv[-1])
+report()
+os.write(1, b"ready\n")
+time.sleep(60)
+"""
+
+
+def test_shares_end_with_the_command(tmp_path: Path) -> None:
+    """Also if it is killed. Of Ctrl-C, only the command says a word."""
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    command = [sys.executable, "-c", "from eval.papers.parts import share_out; share_out('sleeper', [], 2)"]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[3]}"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as both:
+        assert both.stdout is not None
+        assert [both.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        shares = psutil.Process(both.pid).children()
+        both.kill()
+    _, left = psutil.wait_procs(shares, timeout=20)
+    for process in left:
+        process.kill()
+    assert len(shares) == 2
+    assert not left
 
 
 def test_processes_are_bounded(run, texts, monkeypatch, groups):

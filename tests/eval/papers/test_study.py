@@ -111,6 +111,12 @@ def study(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path], name: str, *w
     return call(monkeypatch, command, name, *places, *words)
 
 
+def divide(files, monkeypatch):
+    """Divides the text, unless another test of the session has done so."""
+    if not files["split"].is_dir():
+        call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
+
+
 def test_split_holds_out_by_document(files, monkeypatch, capsys, tmp_path):
     options = ["--windows", 3, "--length", 256, "--megabytes", 1]
     assert call(monkeypatch, split, files["text"], files["split"], *options) == 0
@@ -140,8 +146,7 @@ def test_split_holds_out_by_document(files, monkeypatch, capsys, tmp_path):
 
 def test_ssmax(files, monkeypatch, capsys):
     """All jobs that stay in one run: nothing is tested without a rate, a result is not made again, e follows from a."""
-    if not files["split"].is_dir():
-        call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
+    divide(files, monkeypatch)
     SEEN.clear()
     assert study(monkeypatch, files, "ssmax", "--jobs", "softmax") == 2
     assert "has no learning rate for softmax" in capsys.readouterr().err
@@ -195,8 +200,7 @@ def test_ssmax(files, monkeypatch, capsys):
 
 
 def test_positions_and_mqrar(files, monkeypatch, capsys):
-    if not files["split"].is_dir():
-        call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
+    divide(files, monkeypatch)
     out = files["out"] / "positions"
     out.mkdir(parents=True)
     methods = ("sb", "sb_rem", "rope", "alibi", "fire", "nope", "window512", "window1024", "rope_8k")
@@ -235,8 +239,7 @@ def eval_data(files) -> Path:
 
 def test_cores(files, eval_data, monkeypatch, capsys):
     """One command tries learning rates, chooses, trains and measures. Two jobs measure a model, which is then deleted."""
-    if not files["split"].is_dir():
-        call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
+    divide(files, monkeypatch)
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda *_: None)
     out = files["out"] / "cores"
     out.mkdir(parents=True)
@@ -310,6 +313,7 @@ def test_mistakes_are_one_sentence_before_a_job_starts(words, said, tmp_path, mo
 
 
 def test_questions_of_ruler_do_not_train(files, eval_data, monkeypatch, capsys):
+    divide(files, monkeypatch)
     (eval_data / "squad").mkdir(exist_ok=True)
     squad = eval_data / "squad" / "dev-v2.0.json"
     squad.write_bytes((files["root"] / "squad.json").read_bytes())
@@ -320,8 +324,7 @@ def test_questions_of_ruler_do_not_train(files, eval_data, monkeypatch, capsys):
 
 def test_commands_of_the_full_size_are_ours(files, monkeypatch, capsys):
     """Every training is a valid configuration. All methods of a study read the same rows."""
-    if not files["split"].is_dir():
-        call(monkeypatch, split, files["text"], files["split"], "--windows", 3, "--length", 256)
+    divide(files, monkeypatch)
     (files["root"] / "eval" / "piqa").mkdir(parents=True, exist_ok=True)
     (files["root"] / "eval" / "piqa" / "validation.jsonl").touch()
     for name in ("ssmax", "positions", "why", "cores"):
