@@ -1,5 +1,6 @@
 """Jobs for the worker pool: steps of Muon under a layout, and the same steps by torch's optimizers."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,10 +137,24 @@ def by_torch(nesterov: bool = True) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def train(save: str | None = None, first: int = 0, steps: int = STEPS, **layout: Any) -> dict[str, list[Any]]:
-    """Losses and gradient norms of some steps, which end in a checkpoint."""
+def in_halves(x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    """x y, where y [K, N] is a weight: the sum over each half of K, then the sum of both."""
+    if y.dim() != 2:
+        return matmul(x, y, **options)
+    half = len(y) // 2
+    return matmul(x[..., :half], y[:half]) + matmul(x[..., half:], y[half:])
+
+
+matmul = torch.matmul
+
+
+def train(
+    save: str | None = None, first: int = 0, steps: int = STEPS, halves: bool = False, **layout: Any
+) -> dict[str, list[Any]]:
+    """Losses and gradient norms of some steps, which end in a checkpoint. halves: `in_halves` multiplies by weights."""
     engine, groups = make(MODEL, **layout)
-    results = [train_step(engine, groups, step) for step in range(first, first + steps)]
+    with patch.object(torch, "matmul", in_halves) if halves else nullcontext():
+        results = [train_step(engine, groups, step) for step in range(first, first + steps)]
     check_copies(engine, groups, first + steps)
     if save is not None:
         save_checkpoint(Path(save), engine, groups, TrainState(step=first + steps, applied_steps=first + steps))
