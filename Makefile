@@ -99,7 +99,7 @@ test-gpu-stack:  ## the CPU tests nearest to torch with what GPU machines instal
 test-triton: $(STAMP)  ## the kernels compiled for Hopper: all by the Triton of the other stack (downloads it), and by this one's what `make test` leaves out
 	@for version in $$(sed -n 's/^triton==//p' constraints-gpu.txt constraints-cpu.txt); do
 		folder= marks=slow
-		if [ $$($(BIN)/python -c 'from importlib.metadata import version; print(version("triton"))') != $$version ]; then
+		if [ $$(PYTHONPATH= $(BIN)/python -c 'from importlib.metadata import version; print(version("triton"))') != $$version ]; then
 			folder=$(CURDIR)/$(VENV)/triton-$$version marks=
 			[ -d $$folder ] || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $$folder triton==$$version
 		fi
