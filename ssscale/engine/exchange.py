@@ -196,7 +196,7 @@ class Exchange:
         """Announces a backward pass. last: whether it is the last one before the update."""
         assert self.gathered or not last, "another rank may still read the last gradients: no gather has followed them"
         if self.pushed is not None:
-            self.wait()  # a bucket that no forward pass has read: its owner may still read the last gradients
+            self.wait()  # also for a bucket that no forward pass has read: its owner may still read the last gradients
         self.missing = [set(range(len(bucket.parameters))) for bucket in self.buckets] if last else []
 
     def accumulated(self, bucket: int, weight: int) -> None:
@@ -276,7 +276,7 @@ class Exchange:
 
     def gather_bucket(self, number: int) -> None:
         """`gather` for one bucket. Called for all of them in `forward_order`, as all ranks must have the same order."""
-        self.gathered = True
+        self.gathered = number == self.forward_order[-1]
         bucket = self.buckets[number]
         whole, own = bucket.weights, bucket.own_weights
         work = self.peers.start_filling(whole, own) if self.peers else all_gather(whole, own, self.group)

@@ -239,6 +239,8 @@ def test_bad_tensors_are_refused() -> None:
         optimizer.sum_of_squares([one.half()])
     with pytest.raises(ValueError, match="there are 1 settings"):
         optimizer.update([one], [STEPS], torch.ones(()))
+    with pytest.raises(ValueError, match="each of the 1 segments once"):
+        optimizer.update_in_turn([one], [STEPS, STEPS], torch.ones(()), 1, [range(1), range(1)])
     with pytest.raises(ValueError, match="at least one"):
         FlatAdamW([])
 
