@@ -149,7 +149,8 @@ def tensor_ways(gpus: int) -> list[Run]:
         " whole keep_gathered": ("parallel.copy_engines",),
         " whole overlap_gathers": ("parallel.keep_gathered", "parallel.copy_engines"),
         " whole keep_gathered overlap_gathers": ("parallel.copy_engines",),
-        " whole keep_gathered copy_engines": (),
+        " whole keep_gathered copy_engines": ("train.cuda_graphs",),
+        " whole keep_gathered copy_engines cuda_graphs": (),
     }
     return [
         Run(

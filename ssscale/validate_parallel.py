@@ -7,6 +7,7 @@ from ssscale.config.choices import Auto, Compile, Precision, Recompute, ShardWit
 from ssscale.config.schema import Config, TrainConfig
 from ssscale.errors import UserError
 from ssscale.validate_fp8 import check_fp8
+from ssscale.validate_graphs import check_graphs
 
 
 def check_parallel(config: Config, gpu: bool) -> None:
@@ -35,6 +36,7 @@ def check_parallel(config: Config, gpu: bool) -> None:
         )
     _check_compile(config, gpu)
     check_fp8(config, gpu)
+    check_graphs(config, gpu)
     _check_overlap(config)
     _check_copy_engines(config, gpu)
     bf16 = train.precision is Precision.bf16 or (train.precision is Precision.auto and gpu)

@@ -185,7 +185,7 @@ def steps() -> list[Job]:
     parallel = (
         f'python launch/benchmark_parallel.py gpus=2 data="$WORK/rows4096" {VOCABULARY} data.one_document=true part='
     )
-    best = ",TP2 whole keep_gathered copy_engines"
+    best = ",TP2 whole keep_gathered copy_engines cuda_graphs"
     layouts = {
         ("1b_sb", 8): f"DP2{best}",
         ("1b_sb", 4): f"DP2{best}",

@@ -222,6 +222,9 @@ class TrainConfig:
     compile_exchanges: bool | Auto = (
         Auto.auto  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/parallelism.md)
     )
+    cuda_graphs: bool | Auto = (
+        Auto.auto  # launch each compiled block at once; auto: with tensor ranks on GPUs (docs/guide/training.md)
+    )
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
     fp8: Fp8 = Fp8.none  # linear layers of blocks in fp8, on H100 and newer GPUs (docs/guide/training.md)
     fp8_bf16_blocks: list[int] = field(default_factory=lambda: [0, -1])  # blocks that fp8 leaves in bf16; -1: the last

@@ -271,7 +271,7 @@ class Decoder(nn.Module):
         for mixer in config.used.values():
             self.terms |= mixer.terms
         megatron = megatron_config(groups, sequence_parallel, dtype, keep_gathered, overlap_gathers, copy_engines)
-        self.sequence_parallel = megatron.sequence_parallel
+        self.sequence_parallel, self.copy_engines = megatron.sequence_parallel, megatron.copy_engines
         self.norms_together = norms_together and self.sequence_parallel
         rows = padded_vocab(config.vocab_size, groups.tensor_size)
         self.mixers = config.used

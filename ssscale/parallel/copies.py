@@ -20,6 +20,8 @@ A scatter may start between a gather and its `wait`. Nothing else may start betw
 
 `signal` is an exchange of nothing: only its flags (`ssscale.parallel.pushes`).
 
+Within `recording`, exchanges become part of a CUDA graph. They have flags and slots of their own (`ssscale.parallel.turns`).
+
 `start_reduction` and `start_filling` are made of such exchanges, of at most `CHUNK` bytes for each slot. They do all of their
 work in the one stream, also the sums, so any number of them may be started before the first is waited for.
 """
@@ -28,6 +30,7 @@ import ctypes
 import functools
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,10 +40,9 @@ from torch import Tensor
 
 from ssscale.errors import UserError
 from ssscale.parallel.exchange import gather_json
+from ssscale.parallel.turns import SLOTS, RecordedTurns, Turns
 
-SLOTS = 2
 CHUNK = 2**25  # bytes
-AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of the difference modulo 2³²
 
 
 def part(x: Tensor, rank: int, ranks: int) -> Tensor:
@@ -106,17 +108,10 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device, self.rank, self.ranks = group, device, group.rank(), group.size()
         self.others = list(others(self.rank, self.ranks))
-        self.number = 0
         self.driver, self.stream, self.events = self._prepare()
         self.side: int = self.stream.cuda_stream if self.stream is not None else 0
         self.begun, *self.done = (event.cuda_event for event in self.events)
-        self.flags = self.share(self.ranks, torch.int32)  # by rank, its flags
-        addresses = [flags.data_ptr() for flags in self.flags]
-        self.flags_there = [address + 4 * self.rank for address in addresses]  # by rank, its flag for this rank
-        self.flags_here = [addresses[self.rank] + 4 * rank for rank in range(self.ranks)]  # this rank's flags
-        self.slots: list[Tensor] = []  # by rank, [SLOTS, bytes]
-        self.addresses: list[list[int]] = []  # of the slots, by number modulo SLOTS and rank
-        self.views: dict[Any, Tensor] = {}  # of slots of this rank
+        self.turns = self.usual = Turns(self)
 
     def _prepare(self) -> tuple[Any, torch.cuda.Stream | None, Sequence[Any]]:
         """Returns the driver, the stream of all exchanges, and events. Raises CannotCopyError on several hosts."""
@@ -156,29 +151,17 @@ class Peers:
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         torch.cuda.synchronize(self.device)
 
-    def _next(self, size: int) -> list[int]:
-        """Counts the exchange and returns the addresses of its slots, by rank.
+    @contextmanager
+    def recording(self) -> Iterator[RecordedTurns]:
+        """Within it, exchanges may be recorded in CUDA graphs, and are not made. Collective.
 
-        size: bytes that it may put into a slot; all ranks have the same.
+        None of them may be larger than all that have been made before. The graphs need what this yields.
         """
-        if not self.slots or self.slots[0].shape[1] < size:
-            self.meet()
-            size = -(-size // 512) * 512
-            self.slots = [slots.view(SLOTS, size) for slots in self.share(SLOTS * size, torch.uint8)]
-            self.addresses = [[slots[i].data_ptr() for slots in self.slots] for i in range(SLOTS)]
-            self.views.clear()
-        self.number += 1
-        return self.addresses[self.number % SLOTS]
-
-    def _received(self, rank: int, like: Tensor) -> Tensor:
-        """Returns what a rank has sent in the current scatter, of the shape and dtype of `like`."""
-        key = self.number % SLOTS, rank, like.shape, like.dtype
-        found = self.views.get(key)
-        if found is None:
-            size = like.numel() * like.element_size()
-            bytes_ = self.slots[self.rank][self.number % SLOTS, rank * size : (rank + 1) * size]
-            found = self.views[key] = bytes_.view(like.dtype).view(like.shape)
-        return found
+        self.turns = recorded = RecordedTurns(self, self.usual.size)
+        try:
+            yield recorded
+        finally:
+            self.turns = self.usual
 
     def _current(self) -> int:
         """Returns the handle of the current stream."""
@@ -195,29 +178,29 @@ class Peers:
     def _pull(self, slots: list[int], parts: list[int], size: int) -> None:
         """Copies `size` bytes from the slot of each other rank to the address `parts` of it."""
         for rank in self.others:
-            self.driver.set_flag(self.side, self.flags_there[rank], self.number, 0)
+            self.turns.raise_flag(rank)
         for rank in self.others:
-            self.driver.wait_for_flag(self.side, self.flags_here[rank], self.number, AT_LEAST)
+            self.turns.await_flag(rank)
             self.driver.copy(parts[rank], slots[rank], size, self.side)
 
     def _push(self, slots: list[int], parts: list[int], size: int) -> None:
         """Copies `size` bytes from the address `parts` of each other rank to its slot, and waits for theirs."""
         for rank in self.others:
             self.driver.copy(slots[rank] + self.rank * size, parts[rank], size, self.side)
-            self.driver.set_flag(self.side, self.flags_there[rank], self.number, 0)
+            self.turns.raise_flag(rank)
         for rank in self.others:
-            self.driver.wait_for_flag(self.side, self.flags_here[rank], self.number, AT_LEAST)
+            self.turns.await_flag(rank)
 
     def _end(self, current: int) -> Callable[[], None]:
         """Returns a function that lets the stream with the handle `current` wait for the exchange."""
-        done = self.done[self.number % SLOTS]
+        done = self.done[self.turns.number % SLOTS]
         self.driver.record(done, self.side)
         return lambda: self.driver.wait_for(current, done, 0)
 
     def gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts to gather x [T / R, D] of all ranks. The result of the call waits for them and returns [T, D]."""
         size = x.numel() * x.element_size()
-        slots = self._next(size * self.ranks)
+        slots = self.turns.next(size * self.ranks)
         whole = x.new_empty(len(x) * self.ranks, *x.shape[1:])
         source, target = x.data_ptr(), whole.data_ptr()
         self.driver.copy(slots[self.rank], source, size, self._current())
@@ -239,12 +222,12 @@ class Peers:
         rank in ascending order. They may be read until the next exchange starts.
         """
         size = x.numel() * x.element_size() // self.ranks
-        slots, source = self._next(size * self.ranks), x.data_ptr()
+        slots, source = self.turns.next(size * self.ranks), x.data_ptr()
         current = self.begin()
         self._push(slots, [source + rank * size for rank in range(self.ranks)], size)
         wait = self._end(current)
         like = part(x, self.rank, self.ranks)
-        received = [self._received(rank, like) for rank in sorted(self.others)]
+        received = [self.turns.received(rank, like) for rank in sorted(self.others)]
 
         def finish() -> list[Tensor]:
             wait()
@@ -263,9 +246,11 @@ class Peers:
             for first in range(0, len(own), most):
                 chunks = [part(whole, rank, self.ranks)[first : first + most] for rank in range(self.ranks)]
                 mine = chunks[self.rank]
-                slots = self._next(CHUNK * self.ranks)
+                slots = self.turns.next(CHUNK * self.ranks)
                 self._push(slots, [chunk.data_ptr() for chunk in chunks], mine.numel() * mine.element_size())
-                received = [mine if rank == self.rank else self._received(rank, mine) for rank in range(self.ranks)]
+                received = [
+                    mine if rank == self.rank else self.turns.received(rank, mine) for rank in range(self.ranks)
+                ]
                 add_up(received, own[first : first + most])
         return self._started()
 
@@ -275,7 +260,7 @@ class Peers:
         share, address = own.numel() * own.element_size(), whole.data_ptr()
         for first in range(0, share, CHUNK):
             size = min(CHUNK, share - first)
-            slots = self._next(CHUNK * self.ranks)
+            slots = self.turns.next(CHUNK * self.ranks)
             self.driver.copy(slots[self.rank], own.data_ptr() + first, size, self.side)
             self._pull(slots, [address + rank * share + first for rank in range(self.ranks)], size)
         return self._started()
@@ -285,12 +270,12 @@ class Peers:
 
         The result of the call lets the current stream wait for what all ranks have launched before in the stream of exchanges.
         """
-        self.number += 1
+        self.turns.number += 1
         current = self.begin()
         for rank in self.others:
-            self.driver.set_flag(self.side, self.flags_there[rank], self.number, 0)
+            self.turns.raise_flag(rank)
         for rank in self.others:
-            self.driver.wait_for_flag(self.side, self.flags_here[rank], self.number, AT_LEAST)
+            self.turns.await_flag(rank)
         return self._end(current)
 
     def _started(self) -> "Started":

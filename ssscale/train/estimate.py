@@ -15,6 +15,7 @@ from ssscale.model.mixers.base import Sizes
 from ssscale.optim.base import in_one_pass
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
+from ssscale.validate_graphs import records_blocks
 
 MASTER_BYTES = 4  # per fp32 master weight
 FP8_COPIES = 2  # bytes per weight of fp8 layers: W and Wᵀ (ssscale/parallel/fp8.py)
@@ -125,7 +126,8 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
     one pass (`in_one_pass`), a step of one microbatch keeps its gradients in bf16: w·N'. With `parallel.overlap`, several
     ranks do so only with `copy_engines` or `overlap_bf16`. With `copy_engines` on one host, they have what the other ranks have
     sent besides: w·N' + w·(D − 1)/D·N'. Otherwise, they have the sums: w·N' + 4·N'/D. With `overlap` and `copy_engines`,
-    gradients include the slots of the exchange: COPY_SLOTS · D, with D of `shard_within`.
+    gradients include the slots of the exchange: COPY_SLOTS · D, with D of `shard_within`. With `train.cuda_graphs`, several
+    microbatches keep the gradients of the blocks in bf16 besides.
     """
     model, train, parallel = config.model, config.train, config.parallel
     tensor, stage = parallel.tensor, parallel.zero_stage
@@ -140,11 +142,14 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
     summed = 4 * n + width * largest
     shards = shard_ranks(config, gpus, per_node)
     overlap = parallel.overlap and ranks > 1
-    if stays_in_bf16(config, ranks, train.batch_size // (train.microbatch_rows * (ranks // parallel.context))):
+    in_bf16 = stays_in_bf16(config, ranks, train.batch_size // (train.microbatch_rows * (ranks // parallel.context)))
+    if in_bf16:
         pushed = config.copies_gradients and shards == ranks
         summed = width * n + (width * (shards - 1) if pushed else 4) * n / shards * overlap
     if overlap and config.copies_gradients:
         summed += COPY_SLOTS * shards
+    if records_blocks(config) and not in_bf16:
+        summed += width * block * model.num_layers
     kept = config.optimizer.chosen.mean_state_bytes(parts["matrices"] / tensor / n)
     tokens = train.microbatch_rows * config.data.length // parallel.context
     return Memory(

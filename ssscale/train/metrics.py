@@ -179,8 +179,8 @@ def step_record(
     }
 
 
-def speed(rate: float, config: Config, groups: Groups) -> dict[str, float]:
-    """Returns the metrics of speed. rate: tokens per second of all ranks.
+def speed(rate: float, config: Config, groups: Groups, unseen: int = 0) -> dict[str, float]:
+    """Returns the metrics of speed. rate: tokens per second of all ranks. unseen: as in `BlockGraphs`.
 
     On GPUs they include `mfu` (6N + 12·L·d·S FLOPs per token), `mfu_causal` (6N + 6·L·d·S) and the peak memory in GiB.
     """
@@ -189,7 +189,7 @@ def speed(rate: float, config: Config, groups: Groups) -> dict[str, float]:
         peak = PEAK_FLOPS * groups.world_size
         for name, half in (("mfu", False), ("mfu_causal", True)):
             found[name] = rate * flops_per_token(config.model, config.data.length, causal_half=half) / peak
-        found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["memory_gib"] = (torch.cuda.max_memory_allocated() + unseen) / 2**30
     return found
 
 

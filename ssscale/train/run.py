@@ -17,6 +17,7 @@ from ssscale.data.batch import Batch
 from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.errors import DIVERGED, SAVED, Stop, UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
+from ssscale.model.graphs import BlockGraphs, record_blocks
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups
 from ssscale.train.build import build_model, choose_dtype, log_choices
@@ -37,6 +38,7 @@ from ssscale.train.stages import Part, Plan
 from ssscale.train.step import Done
 from ssscale.train.switch import load_switched
 from ssscale.train.watchdog import Watchdog
+from ssscale.validate_graphs import records_blocks
 
 logger = logging.getLogger("ssscale")
 
@@ -112,6 +114,7 @@ class Run:
         self.folder, self.plan, self.open_source = Path(config.folder), Plan(config), open_source
         self.last: Done | None = None
         self.memory = 0  # bytes that stay allocated on the GPU between two steps
+        self.graphs: BlockGraphs | None = None
         self.peers = Peers(self.folder, groups)
         self.place = RunFolder(self.folder, config, groups, slurm_job)
         self.watchdog = Watchdog(self.folder, groups.rank, groups.world_size, config.train.watchdog)
@@ -251,6 +254,7 @@ class Run:
         self.saving.saved_step = reader.state.step
         self.engine.wait_for_weights()
         del self.engine
+        self.graphs = None
         gc.collect()
         if self.groups.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -276,6 +280,8 @@ class Run:
             model.compile()
         elif compiled == Compile.block:
             model.compile_parts(within_hooks=config.gathers_blocks(groups.on_gpu))
+            if records_blocks(config, groups.on_gpu):
+                self.graphs = record_blocks(model, config)
         engine = DeepSpeedEngine(model, config, groups, self.mark)
         self.last = None
         if reader is not None:

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from ssscale.config import load_config
+from ssscale.config import change, load_config
 from ssscale.config.choices import Compile
 from ssscale.config.registry import MIXERS, POSITIONS
 from ssscale.errors import UserError
+from ssscale.train.estimate import memory_per_gpu
 from ssscale.validate import validate
+from ssscale.validate_graphs import records_blocks
 
 
 def refusal(name, *overrides, world_size=None, gpu=False):
@@ -197,6 +199,38 @@ def test_auto_chooses_the_fast_exchanges_of_tensor_parallelism(keys, chosen):
     assert (config.whole_blocks(), config.keeps_gathered(), config.copies_tokens()) == chosen
     assert (config.whole_blocks(False), config.keeps_gathered(False), config.copies_tokens(False)) == (False,) * 3
     assert not config.copies_gradients
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (["train.compile=none"], "train.compile=block, not none"),
+        (["parallel.zero_stage=2"], "needs parallel.zero_stage=1 and bf16"),
+        (["train.precision=fp32"], "needs parallel.zero_stage=1 and bf16"),
+        (["parallel.ring=2"], "does not go with parallel.ulysses and parallel.ring"),
+        (["parallel.tensor=2", "parallel.copy_engines=false"], "needs parallel.copy_engines=true"),
+        (["parallel.tensor=2", "train.recompute=full"], "does not go with train.recompute=full"),
+        (["train.fp8=rowwise"], "does not go with train.fp8"),
+    ],
+)
+def test_cuda_graphs_are_recorded_where_they_can_be(keys, sentence):
+    config = load_config(["config=1b_sb", *keys])
+    assert not records_blocks(config)
+    validate(config, gpu=True)
+    assert sentence in refusal("1b_sb", "train.cuda_graphs=true", *keys, gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "recorded"), [([], False), (["parallel.tensor=2"], True), (["train.cuda_graphs=true"], True)]
+)
+def test_auto_records_cuda_graphs_under_tensor_parallelism(keys, recorded):
+    config = load_config(["config=1b_sb", *keys])
+    validate(config, gpu=True)
+    assert records_blocks(config) == recorded
+    more = memory_per_gpu(config, 2).total - memory_per_gpu(change(config, ["train.cuda_graphs=false"]), 2).total
+    assert (more > 2**29) == recorded  # the gradients of the blocks
+    assert not records_blocks(load_config(["config=1b_sb", "parallel.tensor=2"]), gpu=False)
+    assert "needs GPUs" in refusal("tiny_sb", "train.cuda_graphs=true")
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
