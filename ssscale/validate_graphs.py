@@ -36,11 +36,14 @@ def obstacle(config: Config, gpu: bool) -> str | None:
 
 
 def records_blocks(config: Config, gpu: bool = True) -> bool:
-    """Whether blocks are launched as graphs. `auto`: under tensor parallelism, where the host is late, if they can be."""
+    """Whether blocks are launched as graphs. `auto`: if they can be, where it was measured.
+
+    That is tensor parallelism, where the host is late, with one document in each row.
+    """
     asked = config.train.cuda_graphs
     if not isinstance(asked, Auto):
         return asked
-    return config.parallel.tensor > 1 and obstacle(config, gpu) is None
+    return config.parallel.tensor > 1 and config.data.one_document and obstacle(config, gpu) is None
 
 
 def check_graphs(config: Config, gpu: bool) -> None:

@@ -223,7 +223,7 @@ class TrainConfig:
         Auto.auto  # with tensor or Ulysses ranks, compile whole blocks (docs/guide/parallelism.md)
     )
     cuda_graphs: bool | Auto = (
-        Auto.auto  # launch each compiled block at once; auto: with tensor ranks on GPUs (docs/guide/training.md)
+        Auto.auto  # launch each compiled block at once; auto: tensor ranks, one document per row (docs/guide/training.md)
     )
     recompute: Recompute = Recompute.none  # what backward computes again: none, the cheap activations, whole blocks
     fp8: Fp8 = Fp8.none  # linear layers of blocks in fp8, on H100 and newer GPUs (docs/guide/training.md)

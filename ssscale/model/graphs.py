@@ -9,9 +9,10 @@ before.
 before, and layouts and tables are copied to where the graphs read them, once per microbatch. All graphs share one pool,
 in which recording takes what a microbatch needs at its peak. The gradients of the weights stay in it.
 
-**Shapes.** Graphs serve microbatches of one shape: as many tokens and boundaries, and the same other attributes of the
-layout. They are recorded when `AFTER` microbatches in sequence have had one shape, and dropped when `FORGET` have had
-another one. All others, and all passes without gradients, run without graphs.
+**Shapes.** Graphs are recorded when `AFTER` microbatches in sequence have fitted the one before, and serve all that fit: as
+many tokens, and no more boundaries of documents, which are padded with empty ones. The first microbatch with more boundaries
+drops the graphs, because their memory and its own would not fit together. Then graphs with more boundaries are recorded, so
+that a run records a few times at its start. Passes without gradients run without graphs.
 """
 
 import logging
@@ -21,6 +22,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssscale.config.schema import Config
@@ -32,8 +34,8 @@ from ssscale.parallel.copies import peers_of
 
 logger = logging.getLogger("ssscale")
 
-AFTER = 3  # microbatches of one shape until it is recorded: they compile kernels and make the slots of exchanges
-FORGET = 100  # microbatches of other shapes until the graphs are dropped
+AFTER = 3  # before that, kernels are compiled and the slots of exchanges made
+MOST = 20  # recordings, of some seconds each: more would mean that shapes never settle
 Norms = tuple[Tensor | None, Tensor | None]
 
 
@@ -131,8 +133,15 @@ class _Replay(torch.autograd.Function):
         return None, *(None if found is None else found.detach() for found in recorded.gradients)
 
 
+def padded(layout: PackedLayout, boundaries: int, ragged: bool) -> PackedLayout:
+    """Returns the same documents with so many boundaries. ragged: also where they all have one length."""
+    missing = boundaries - len(layout.cu_seqlens)
+    cu_seqlens = F.pad(layout.cu_seqlens, (0, missing), value=len(layout.positions))
+    return replace(layout, cu_seqlens=cu_seqlens, uniform_length=None if ragged else layout.uniform_length)
+
+
 class BlockGraphs:
-    """Runs the blocks of a compiled decoder from graphs, wherever gradients are wanted and the shape is the recorded one."""
+    """Runs the blocks of a compiled decoder from graphs, wherever gradients are wanted and the microbatch fits."""
 
     def __init__(self, model: Decoder, copy_engines: bool) -> None:
         """copy_engines: whether blocks exchange tokens by them. They must have no other exchanges."""
@@ -145,8 +154,9 @@ class BlockGraphs:
         self.recorded: list[Recorded] = []
         self.layouts: dict[str, tuple[PackedLayout, Tables]] = {}  # by mixer: what the graphs read
         self.latest: dict[str, tuple[PackedLayout, Tables, bool]] = {}  # by mixer: the last seen, and whether it fits
-        self.same = 0  # microbatches in sequence of one shape, as long as nothing is recorded
-        self.others = 0  # microbatches in sequence of other shapes than the recorded one
+        self.boundaries, self.ragged = 0, False  # the most that have been seen; whether documents differed in length
+        self.same = 0  # microbatches in sequence that fitted the one before, as long as nothing is recorded
+        self.times = 0  # recordings
         for number, block in enumerate(self.blocks):
             self.compiled.append(block._compiled_call_impl or block.forward)
             block._compiled_call_impl = self._call(number)
@@ -160,7 +170,7 @@ class BlockGraphs:
             if cache is not None or not torch.is_grad_enabled():
                 return compiled(x, layout, tables, cache, norms)
             if number == 0:
-                self._begin(x, norms, self._fits(mixer, layout, tables))
+                self._begin(x, layout, tables, norms)
             if not (self._fits(mixer, layout, tables) and self.recorded):
                 return compiled(x, layout, tables, cache, norms)
             recorded = self.recorded[number]
@@ -170,38 +180,45 @@ class BlockGraphs:
         return call
 
     def _fits(self, mixer: str, layout: PackedLayout, tables: Tables) -> bool:
-        """Whether the microbatch has the shape of `layouts`, which then get its values. Counts microbatches that have it."""
+        """Whether a microbatch fits `layouts`, which then get its values. If not, its own take their place, unless recorded."""
         seen = self.latest.get(mixer)
         if seen is not None and seen[0] is layout and seen[1] is tables:
             return seen[2]
-        try:
-            found = pairs(self.layouts[mixer], (layout, tables)) if mixer in self.layouts else None
-        except DifferentError:
-            found = None
+        found = None
+        if mixer in self.layouts:
+            boundaries, ragged = len(self.layouts[mixer][0].cu_seqlens), self.layouts[mixer][0].uniform_length is None
+            with suppress(DifferentError):
+                fitting = padded(layout, boundaries, ragged) if len(layout.cu_seqlens) <= boundaries else layout
+                found = pairs(self.layouts[mixer], (fitting, tables))
         if found is not None:
             torch._foreach_copy_(*map(list, zip(*found, strict=True)))
         elif not self.recorded:
-            self.same = 0
-            try:
-                self.layouts[mixer] = kept((layout, tables))
-            except DifferentError:
-                self.layouts.pop(mixer, None)
+            self.boundaries = max(self.boundaries, len(layout.cu_seqlens))
+            self.ragged = self.ragged or layout.uniform_length is None
+            self.layouts.pop(mixer, None)
+            with suppress(DifferentError):
+                self.layouts[mixer] = kept((padded(layout, self.boundaries, self.ragged), tables))
         self.latest[mixer] = layout, tables, found is not None
         return found is not None
 
-    def _begin(self, x: Tensor, norms: Norms, fits: bool) -> None:
-        """Begins a microbatch. Records the graphs if it is time."""
-        if self.recorded:
-            self.others = 0 if fits else self.others + 1
-            if self.others < FORGET:
-                return
-            self.recorded, self.turns, self.same, self.unseen = [], None, 0, 0
-            self.layouts.clear()
-            self.latest.clear()
+    def _begin(self, x: Tensor, layout: PackedLayout, tables: Tables, norms: Norms) -> None:
+        """Begins a microbatch. Drops the graphs if it does not fit, or records some if it is time."""
+        mixer = self.blocks[0].attention.mixer.name
+        fits = self._fits(mixer, layout, tables)
+        if self.recorded and fits:
             return
-        self.same += 1
-        if self.same > AFTER and len(self.layouts) == len({block.attention.mixer.name for block in self.blocks}):
+        if self.recorded:
+            self.recorded, self.turns, self.unseen = [], None, 0
+            _memory()
+            self.latest.clear()
+            fits = self._fits(mixer, layout, tables)
+        self.same = self.same + 1 if fits else 0
+        mixers = {block.attention.mixer.name for block in self.blocks}
+        if self.same >= AFTER and self.times < MOST and mixers == set(self.layouts):
             self._record(x, norms)
+            self.times += 1
+            if self.times == MOST:
+                logger.warning("CUDA graphs were recorded for the last time: the number of documents keeps growing")
 
     def _record(self, x: Tensor, norms: Norms) -> None:
         """Records all graphs. Collective over the tensor-parallel ranks."""

@@ -214,14 +214,20 @@ def test_auto_chooses_the_fast_exchanges_of_tensor_parallelism(keys, chosen):
     ],
 )
 def test_cuda_graphs_are_recorded_where_they_can_be(keys, sentence):
-    config = load_config(["config=1b_sb", *keys])
+    config = load_config(["config=1b_sb", "data.one_document=true", *keys])
     assert not records_blocks(config)
     validate(config, gpu=True)
     assert sentence in refusal("1b_sb", "train.cuda_graphs=true", *keys, gpu=True)
 
 
 @pytest.mark.parametrize(
-    ("keys", "recorded"), [([], False), (["parallel.tensor=2"], True), (["train.cuda_graphs=true"], True)]
+    ("keys", "recorded"),
+    [
+        (["data.one_document=true"], False),
+        (["parallel.tensor=2"], False),
+        (["parallel.tensor=2", "data.one_document=true"], True),
+        (["train.cuda_graphs=true"], True),
+    ],
 )
 def test_auto_records_cuda_graphs_under_tensor_parallelism(keys, recorded):
     config = load_config(["config=1b_sb", *keys])
@@ -229,7 +235,7 @@ def test_auto_records_cuda_graphs_under_tensor_parallelism(keys, recorded):
     assert records_blocks(config) == recorded
     more = memory_per_gpu(config, 2).total - memory_per_gpu(change(config, ["train.cuda_graphs=false"]), 2).total
     assert (more > 2**29) == recorded  # the gradients of the blocks
-    assert not records_blocks(load_config(["config=1b_sb", "parallel.tensor=2"]), gpu=False)
+    assert not records_blocks(load_config(["config=1b_sb", "parallel.tensor=2", "data.one_document=true"]), gpu=False)
     assert "needs GPUs" in refusal("tiny_sb", "train.cuda_graphs=true")
 
 

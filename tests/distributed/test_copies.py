@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ssscale.config.choices import Auto
-from ssscale.parallel import copies
+from ssscale.parallel import copies, turns
 from ssscale.parallel.copies import add_up, part
 from ssscale.train.estimate import COPY_SLOTS
 from tests.distributed.threads import Memory, Thread, on_threads
@@ -93,7 +93,7 @@ def test_buffers_are_reduced_and_filled_in_chunks(ranks: int, size: int, dtype: 
 
 def test_a_slot_that_is_used_again_too_early_is_noticed() -> None:
     """A rank that fails leaves the others waiting."""
-    planted = patch.object(copies, "SLOTS", 1), patch.object(Memory, "patience", 2.0)
+    planted = patch.object(turns, "SLOTS", 1), patch.object(Memory, "patience", 2.0)
     with planted[0], planted[1], pytest.raises(AssertionError, match=r"gather|scatter|never set"):
         on_threads(3, lambda peers: check_exchanges(peers, torch.float32))
 
@@ -125,6 +125,6 @@ def test_the_estimate_counts_the_slots() -> None:
         whole = torch.zeros(4 * peers.ranks)
         peers.start_reduction(part(whole, peers.rank, peers.ranks), whole)
         peers.start_filling(whole, part(whole, peers.rank, peers.ranks))
-        return peers.slots[peers.rank].nbytes
+        return peers.turns.slots[peers.rank].nbytes
 
     assert on_threads(3, exchange) == [3 * COPY_SLOTS] * 3

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ssscale.config import load_config
+from ssscale.engine.deepspeed import DeepSpeedEngine
 from ssscale.layout import PackedLayout
 from ssscale.model import graphs
 from ssscale.model.decoder import Decoder
@@ -64,7 +66,7 @@ def launched_kernel_by_kernel(blocks: graphs.BlockGraphs) -> Iterator[None]:
 
 
 def agree(core: str, groups: Groups) -> None:
-    """Bits where two passes without graphs agree in bits, else as closely as these do. The eighth has another shape."""
+    """Bits where two passes without graphs agree in bits, else as closely as these do. The eighth has more boundaries."""
     decoder, blocks = make(core, groups)
     exact = 0
     for number in range(16):
@@ -83,6 +85,7 @@ def agree(core: str, groups: Groups) -> None:
             for weight in decoder.parameters():
                 weight.add_(1e-3)
     assert len(blocks.recorded) == decoder.config.num_layers
+    assert blocks.times == 2
     assert exact > 16 * 10
     assert blocks.unseen > 0
 
@@ -90,6 +93,34 @@ def agree(core: str, groups: Groups) -> None:
 @pytest.mark.parametrize("core", ["stickbreaking", "stickbreaking_norm", "ssmax", "softmax"])
 def test_graphs_change_no_bit(core: str, groups: Groups) -> None:
     agree(core, groups)
+
+
+def train(groups: Groups, recorded: bool) -> list[torch.Tensor]:
+    """Returns losses, norms and master weights of steps of two microbatches and of one, whose gradients are kept in bf16."""
+    config = load_config(["config=tiny_sb", "train.batch_size=2", "train.microbatch=1", "train.precision=bf16"])
+    with torch.device(groups.device):
+        decoder = Decoder(config.model, groups, 256, dtype=torch.bfloat16)
+        initialize_weights(decoder, config.model, groups, seed=1)
+    decoder.compile_parts()
+    blocks = graphs.BlockGraphs(decoder, False) if recorded else None
+    engine = DeepSpeedEngine(decoder, config, groups)
+    found = []
+    for step, count in enumerate((2, 2, 2, 1, 1, 2, 1)):
+        engine.set_batch_size(count, 1)
+        for microbatch in range(count):
+            tokens = (torch.arange(256, device=groups.device) * (3 + step + microbatch)) % config.model.vocab_size
+            where = PackedLayout.from_lengths([[63, 1, 100, 92], [1, 2, 3, 250]][step % 2], 256)
+            where = replace(where, uniform_length=None).to(groups.device)
+            labels = (7 * tokens + 3) % config.model.vocab_size
+            found.append(engine.forward_backward(tokens, where, labels, 256 * count).losses)
+        found.append(torch.tensor(engine.step(1e-3).grad_norm))
+    assert blocks is None or len(blocks.recorded) == config.model.num_layers
+    return found + [fragment.tensor.clone() for fragment in engine.fragments() if fragment.state == "weight"]
+
+
+def test_training_from_graphs_changes_no_bit(groups: Groups) -> None:
+    for first, again, recorded in zip(*(train(groups, way) for way in (False, False, True)), strict=True):
+        assert (first - recorded).abs().max() <= 3 * (first - again).abs().max()
 
 
 def _rank(rank: int, ranks: int, store: str) -> None:
