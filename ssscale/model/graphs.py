@@ -35,7 +35,7 @@ from ssscale.parallel.copies import peers_of
 logger = logging.getLogger("ssscale")
 
 AFTER = 3  # before that, kernels are compiled and the slots of exchanges made
-MOST = 20  # recordings, of some seconds each: more would mean that shapes never settle
+MOST = 20  # recordings: more would mean that shapes never settle
 Norms = tuple[Tensor | None, Tensor | None]
 
 
