@@ -142,7 +142,7 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
 
 
 def tensor_ways(gpus: int) -> list[Run]:
-    """Returns tensor parallelism over all GPUs in each way; the last one is what `auto` chooses."""
+    """Returns tensor parallelism over all GPUs in each way; `auto` chooses the last one for rows of one document."""
     ways = {
         "": ("train.compile_exchanges",),
         " whole": ("parallel.keep_gathered", "parallel.copy_engines"),
@@ -157,7 +157,11 @@ def tensor_ways(gpus: int) -> list[Run]:
             f"TP{gpus}{way}",
             gpus,
             tensor=gpus,
-            keys=(*(f"{key}=false" for key in off), *(("parallel.overlap_gathers=true",) if "overlap" in way else ())),
+            keys=(
+                *(f"{key}=false" for key in off),
+                *(("parallel.overlap_gathers=true",) if "overlap" in way else ()),
+                *(("train.cuda_graphs=true",) if "graphs" in way else ()),
+            ),
         )
         for way, off in ways.items()
     ]

@@ -182,6 +182,17 @@ def parts(folder: str) -> str:
     return f'python -m eval.benchmarks.step_time {traces} | tee "$HERE/parts.txt"'
 
 
+def graphs(parallel: str) -> tuple[str, ...]:
+    """Compares graphs with launches kernel by kernel: bits, and speed with packed documents. parallel: as in `tensor`."""
+    best = "TP2 whole keep_gathered copy_engines"
+    packed = parallel.replace(" data.one_document=true", "")
+    return (
+        'python -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_graphs.py | tee "$HERE/tests.txt"',
+        f'{packed}tensor config=1b_sb rows=16 steps=24 train.microbatch=4 folder="$WORK/graphs" '
+        f'only="DP2,{best},{best} cuda_graphs" | tee "$HERE/packed.txt"',
+    )
+
+
 def tensor(parallel: str) -> tuple[str, ...]:
     """Trains with tensor parallelism beside data parallelism. parallel: the benchmark, up to its part."""
     layouts = "DP2,TP2 whole keep_gathered copy_engines cuda_graphs"
@@ -240,6 +251,7 @@ def steps() -> list[Job]:
         Job("exchange_4", several, (of_four, parts("exchange_4")), 5.5, gpus=4, after=("rows4096",)),
         Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
         Job("slow_rank", "docs/log/2026-11-24-step-time.md", (slow,), 1.5, gpus=2),
+        Job("graphs", several, all_of(*graphs(parallel)), 6.0, gpus=2, after=("rows4096",)),
         Job("tensor", several, all_of(*tensor(parallel), parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
     ]
 

@@ -47,6 +47,7 @@ from ssscale.train.links import (
     Traffic,
 )
 from ssscale.train.microbatch import MOST_TOKENS, fits
+from ssscale.validate_graphs import records_blocks
 from ssscale.validate_parallel import check_copies_within_node, check_node, check_parallel
 
 OPTIMIZER = Constant(
@@ -289,7 +290,12 @@ def _update(config: Config, cluster: Cluster, accumulation: int) -> float:
 
 
 def _launch(config: Config, count: int) -> float:
-    """Returns the seconds of the host for a microbatch whose blocks make `count` exchanges. Without any, it is never late."""
+    """Returns the seconds of the host for a microbatch whose blocks make `count` exchanges.
+
+    0 where it is never late: without any exchange, and where it launches two CUDA graphs per block (`train.cuda_graphs`).
+    """
+    if records_blocks(config):
+        return 0.0
     whole = count and config.compiled() is not Compile.none and not config.breaks_in_blocks()
     return WHOLE.value * config.model.num_layers if whole else LAUNCH.value * count
 

@@ -131,6 +131,7 @@ def test_exchanges_of_tensor_parallelism_by_hand() -> None:
         keys = ("parallel.tensor=2", "train.batch_size=1", "train.microbatch=1", f"train.compile_exchanges={key}")
         few = predict(of("1b_softmax", *keys), hosts(1, 2))
         assert few.host + few.compute + few.exposed["tensor"] == pytest.approx(seconds)  # the host is late
+    assert predict(of("1b_softmax", *keys, "data.one_document=true"), hosts(1, 2)).host == 0  # CUDA graphs
 
 
 @pytest.mark.parametrize("network", [2, 25])
