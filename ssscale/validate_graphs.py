@@ -3,13 +3,13 @@
 from ssscale.config.choices import Auto, Compile, Fp8, Precision, Recompute
 from ssscale.config.schema import Config
 from ssscale.errors import UserError
+from ssscale.model.weight import projection_weights
 
 
 def obstacle(config: Config, gpu: bool) -> str | None:
     """Returns why the blocks of a run cannot be launched as graphs, to follow on the key, or None if they can."""
     train, parallel = config.train, config.parallel
     compiled = config.compiled(gpu)
-    with_terms = [name for name, mixer in config.model.used.items() if mixer.terms]
     if not gpu:
         return "needs GPUs: leave it out on a CPU"
     if compiled is not Compile.block:
@@ -30,8 +30,28 @@ def obstacle(config: Config, gpu: bool) -> str | None:
         return "does not go with train.recompute=full, which runs each block twice: use selective or none"
     if train.fp8 is not Fp8.none:
         return "does not go with train.fp8, whose casts of the weights are elsewhere in memory at each step"
-    if with_terms:
-        return f"does not go with the mixer {with_terms[0]}, whose blocks return terms of the loss"
+    return _obstacle_in(config)
+
+
+def _obstacle_in(config: Config) -> str | None:
+    """Returns what prevents it in the model."""
+    model = config.model
+    for mixer in model.used.values():
+        if mixer.terms:
+            return f"does not go with the mixer {mixer.name}, whose blocks return terms of the loss"
+        if mixer.shared_weights(model, config.data.length):
+            return f"does not go with weights that all layers share, which {mixer.name} has as configured"
+    if model.place.adds_bias:
+        return f"does not go with model.position.method={model.place.name}, which makes a mask for each batch"
+    declared = projection_weights(model) | model.place.weights(model)
+    for mixer in model.used.values():
+        declared |= mixer.weights(model)
+    whole = [name for name, weight in declared.items() if weight.split is None]
+    if config.parallel.tensor > 1 and whole:
+        return (
+            f"with parallel.tensor={config.parallel.tensor} does not go with the weights {', '.join(whole)}: NCCL sums their "
+            "gradients over the ranks within each block"
+        )
     return None
 
 

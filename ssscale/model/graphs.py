@@ -157,6 +157,7 @@ class BlockGraphs:
         self.boundaries, self.ragged = 0, False  # the most that have been seen; whether documents differed in length
         self.same = 0  # microbatches in sequence that fitted the one before, as long as nothing is recorded
         self.times = 0  # recordings
+        self.refused: set[str] = set()  # mixers that prevent them
         for number, block in enumerate(self.blocks):
             self.compiled.append(block._compiled_call_impl or block.forward)
             block._compiled_call_impl = self._call(number)
@@ -196,8 +197,12 @@ class BlockGraphs:
             self.boundaries = max(self.boundaries, len(layout.cu_seqlens))
             self.ragged = self.ragged or layout.uniform_length is None
             self.layouts.pop(mixer, None)
-            with suppress(DifferentError):
+            try:
                 self.layouts[mixer] = kept((padded(layout, self.boundaries, self.ragged), tables))
+            except DifferentError:
+                if mixer not in self.refused:
+                    logger.warning("no CUDA graphs: they cannot read what the mixer %s makes for each batch", mixer)
+                self.refused.add(mixer)
         self.latest[mixer] = layout, tables, found is not None
         return found is not None
 

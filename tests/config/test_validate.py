@@ -211,6 +211,12 @@ def test_auto_chooses_the_fast_exchanges_of_tensor_parallelism(keys, chosen):
         (["parallel.tensor=2", "parallel.copy_engines=false"], "needs parallel.copy_engines=true"),
         (["parallel.tensor=2", "train.recompute=full"], "does not go with train.recompute=full"),
         (["train.fp8=rowwise"], "does not go with train.fp8"),
+        (["model.mixers=[ssmax]", "model.mixer.ssmax.variant=pn"], "weights that all layers share, which ssmax has"),
+        (["model.mixers=[softmax]", "model.position.method=alibi"], "method=alibi, which makes a mask for each batch"),
+        (
+            ["parallel.tensor=2", "model.qk_norm=true"],
+            "with parallel.tensor=2 does not go with the weights q_norm, k_norm",
+        ),
     ],
 )
 def test_cuda_graphs_are_recorded_where_they_can_be(keys, sentence):

@@ -70,6 +70,22 @@ class Counted(BlockGraphs):
         self.recorded = [SimpleNamespace(weights=[])]
 
 
+def test_tables_that_graphs_cannot_read_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    block = SimpleNamespace(attention=SimpleNamespace(mixer=SimpleNamespace(name="own")))
+    block._compiled_call_impl = lambda *_: "compiled"
+    graphs = Counted(SimpleNamespace(groups=None, blocks=[block]), copy_engines=False)
+    for _ in range(6):
+        layout = PackedLayout.from_lengths([3, 5], 8)
+        assert (
+            block._compiled_call_impl(torch.zeros(8), layout, Tables(None, torch.ones(1, requires_grad=True)))
+            == "compiled"
+        )
+    assert [record.message for record in caplog.records] == [
+        "no CUDA graphs: they cannot read what the mixer own makes for each batch"
+    ]
+    assert not graphs.times
+
+
 def test_graphs_with_more_boundaries_take_the_place_of_those_that_do_not_fit() -> None:
     block = SimpleNamespace(attention=SimpleNamespace(mixer=SimpleNamespace(name="own")))
     block._compiled_call_impl = lambda x, layout, *_: len(layout.cu_seqlens)  # its own boundaries, not padded
