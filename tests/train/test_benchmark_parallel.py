@@ -13,6 +13,7 @@ from launch.benchmark_parallel import Found, check_room, chosen, runs_of, spread
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.validate import validate
+from ssscale.validate_graphs import records_blocks
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
@@ -59,9 +60,12 @@ def test_tensor_parallelism_is_compared_with_itself() -> None:
         "TP2 whole overlap_gathers",
         "TP2 whole keep_gathered overlap_gathers",
         "TP2 whole keep_gathered copy_engines",
+        "TP2 whole keep_gathered copy_engines cuda_graphs",
     ]
     for run in runs:
-        validate(load_config(["config=1b_sb", f"parallel.tensor={run.tensor}", *run.keys]), 2, gpu=True)
+        config = load_config(["config=1b_sb", f"parallel.tensor={run.tensor}", "data.one_document=true", *run.keys])
+        validate(config, 2, gpu=True)
+        assert records_blocks(config) == (run is runs[-1])
 
 
 def test_only_takes_what_it_names() -> None:
