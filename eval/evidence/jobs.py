@@ -183,13 +183,19 @@ def parts(folder: str) -> str:
 
 
 def graphs(parallel: str) -> tuple[str, ...]:
-    """Compares graphs with launches kernel by kernel: bits, and speed with packed documents. parallel: as in `tensor`."""
+    """Compares graphs with launches kernel by kernel: bits, speed with packed documents, and where the time goes.
+
+    parallel: as in `tensor`. The traced run comes last, because no graph has been traced yet.
+    """
     best = "TP2 whole keep_gathered copy_engines"
     packed = parallel.replace(" data.one_document=true", "")
     return (
         'python -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_graphs.py | tee "$HERE/tests.txt"',
         f'{packed}tensor config=1b_sb rows=16 steps=24 train.microbatch=4 folder="$WORK/graphs" '
         f'only="DP2,{best},{best} cuda_graphs" | tee "$HERE/packed.txt"',
+        f'{parallel}tensor config=1b_sb rows=16 steps=12 train.microbatch=4 folder="$WORK/traced" {TRACED} '
+        f'only="DP2,{best} cuda_graphs"',
+        parts("traced"),
     )
 
 
@@ -198,7 +204,7 @@ def tensor(parallel: str) -> tuple[str, ...]:
     layouts = "DP2,TP2 whole keep_gathered copy_engines cuda_graphs"
     return tuple(
         f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor/{config}_{rows}" '
-        f'only="{layouts}" {TRACED} | tee "$HERE/{config}_{rows}.txt"'
+        f'only="{layouts}" | tee "$HERE/{config}_{rows}.txt"'
         for config, rows in (("1b_sb", 8), ("1b_sb", 4), ("1b_softmax", 8))
     )
 
@@ -251,8 +257,8 @@ def steps() -> list[Job]:
         Job("exchange_4", several, (of_four, parts("exchange_4")), 5.5, gpus=4, after=("rows4096",)),
         Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
         Job("slow_rank", "docs/log/2026-11-24-step-time.md", (slow,), 1.5, gpus=2),
-        Job("graphs", several, all_of(*graphs(parallel)), 6.0, gpus=2, after=("rows4096",)),
-        Job("tensor", several, all_of(*tensor(parallel), parts("tensor/*")), 7.0, gpus=2, after=("rows4096",)),
+        Job("tensor", several, all_of(*tensor(parallel)), 7.0, gpus=2, after=("rows4096",)),
+        Job("graphs", several, all_of(*graphs(parallel)), 8.0, gpus=2, after=("rows4096",)),
     ]
 
 
