@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ssscale.parallel import turns
 from ssscale.parallel.copies import part
 from ssscale.parallel.turns import RecordedTurns
 from tests.distributed.threads import Lagging, Memory, on_threads
@@ -56,8 +57,8 @@ def rounds(peers: Lagging) -> None:
     """Replays graphs in a random order, the same on all ranks, with other exchanges between them. Nothing waits."""
     shared, rank, ranks = random.Random(7), peers.rank, peers.ranks
     KEPT.extend((peers, largest := torch.zeros(ROWS + GRAPHS, DIM), peers.gather(largest)()))
-    with peers.recording() as turns:
-        KEPT.append(turns)
+    with peers.recording() as recorded:
+        KEPT.append(recorded)
         graphs = [Graph(peers, ROWS + number) for number in range(GRAPHS)]
     found: list[tuple[Tensor, Tensor, str]] = []
     launch = peers.driver.launch
@@ -97,9 +98,11 @@ def _never_lowered(turns: RecordedTurns, rank: int) -> None:
     turns.peers.driver.wait_for_flag(turns.peers.side, turns.here[rank] + turns._place, 1, 0)
 
 
-def test_a_flag_that_stays_up_is_noticed() -> None:
-    planted = patch.object(RecordedTurns, "await_flag", _never_lowered), patch.object(Memory, "patience", 5.0)
-    with planted[0], planted[1], pytest.raises(AssertionError, match=r"gather|scatter"):
+@pytest.mark.parametrize(
+    "planted", [patch.object(RecordedTurns, "await_flag", _never_lowered), patch.object(turns, "SLOTS", 1)]
+)
+def test_a_flag_that_stays_up_and_a_slot_for_all_are_noticed(planted: Any) -> None:
+    with planted, patch.object(Memory, "patience", 5.0), pytest.raises(AssertionError, match=r"gather|scatter"):
         on_threads(3, rounds, Lagging)
 
 
