@@ -143,28 +143,17 @@ def runs_of(part: str, gpus: int, rows: int) -> list[Run]:
 
 def tensor_ways(gpus: int) -> list[Run]:
     """Returns tensor parallelism over all GPUs in each way; `auto` chooses the last one for rows of one document."""
-    ways = {
-        "": ("train.compile_exchanges",),
-        " whole": ("parallel.keep_gathered", "parallel.copy_engines"),
-        " whole keep_gathered": ("parallel.copy_engines",),
-        " whole overlap_gathers": ("parallel.keep_gathered", "parallel.copy_engines"),
-        " whole keep_gathered overlap_gathers": ("parallel.copy_engines",),
-        " whole keep_gathered copy_engines": ("train.cuda_graphs",),
-        " whole keep_gathered copy_engines cuda_graphs": (),
+    gathered, copied = "parallel.keep_gathered=false", "parallel.copy_engines=false"
+    ways: dict[str, tuple[str, ...]] = {
+        "": ("train.compile_exchanges=false",),
+        " whole": (gathered, copied),
+        " whole keep_gathered": (copied,),
+        " whole overlap_gathers": (gathered, copied, "parallel.overlap_gathers=true"),
+        " whole keep_gathered overlap_gathers": (copied, "parallel.overlap_gathers=true"),
+        " whole keep_gathered copy_engines": ("train.cuda_graphs=false",),
+        " whole keep_gathered copy_engines cuda_graphs": ("train.cuda_graphs=true",),
     }
-    return [
-        Run(
-            f"TP{gpus}{way}",
-            gpus,
-            tensor=gpus,
-            keys=(
-                *(f"{key}=false" for key in off),
-                *(("parallel.overlap_gathers=true",) if "overlap" in way else ()),
-                *(("train.cuda_graphs=true",) if "graphs" in way else ()),
-            ),
-        )
-        for way, off in ways.items()
-    ]
+    return [Run(f"TP{gpus}{way}", gpus, tensor=gpus, keys=keys) for way, keys in ways.items()]
 
 
 def exchanges(gpus: int) -> list[Run]:

@@ -17,7 +17,7 @@ that a run records a few times at its start. Passes without gradients run withou
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -49,8 +49,8 @@ def kept(value: Any) -> Any:
         if value.requires_grad:
             raise DifferentError
         return value.clone()
-    if is_dataclass(value):
-        return replace(value, **{field.name: kept(getattr(value, field.name)) for field in fields(value)})  # type: ignore[type-var]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: kept(getattr(value, field.name)) for field in fields(value)})
     if isinstance(value, tuple):
         parts = [kept(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -133,11 +133,15 @@ class _Replay(torch.autograd.Function):
         return None, *(None if found is None else found.detach() for found in recorded.gradients)
 
 
-def padded(layout: PackedLayout, boundaries: int, ragged: bool) -> PackedLayout:
-    """Returns the same documents with so many boundaries. ragged: also where they all have one length."""
-    missing = boundaries - len(layout.cu_seqlens)
+def padded(layout: PackedLayout, like: PackedLayout) -> PackedLayout:
+    """Returns the same documents with as many boundaries as `like`, or more if they are more, padded with empty documents.
+
+    That all have one length, which allows other kernels, is left out if `like` does not say so.
+    """
+    missing = max(0, len(like.cu_seqlens) - len(layout.cu_seqlens))
     cu_seqlens = F.pad(layout.cu_seqlens, (0, missing), value=len(layout.positions))
-    return replace(layout, cu_seqlens=cu_seqlens, uniform_length=None if ragged else layout.uniform_length)
+    uniform = None if like.uniform_length is None else layout.uniform_length
+    return replace(layout, cu_seqlens=cu_seqlens, uniform_length=uniform)
 
 
 class BlockGraphs:
@@ -154,7 +158,6 @@ class BlockGraphs:
         self.recorded: list[Recorded] = []
         self.layouts: dict[str, tuple[PackedLayout, Tables]] = {}  # by mixer: what the graphs read
         self.latest: dict[str, tuple[PackedLayout, Tables, bool]] = {}  # by mixer: the last seen, and whether it fits
-        self.boundaries, self.ragged = 0, False  # the most that have been seen; whether documents differed in length
         self.same = 0  # microbatches in sequence that fitted the one before, as long as nothing is recorded
         self.times = 0  # recordings
         self.refused: set[str] = set()  # mixers that prevent them
@@ -185,26 +188,27 @@ class BlockGraphs:
         seen = self.latest.get(mixer)
         if seen is not None and seen[0] is layout and seen[1] is tables:
             return seen[2]
-        found = None
-        if mixer in self.layouts:
-            boundaries, ragged = len(self.layouts[mixer][0].cu_seqlens), self.layouts[mixer][0].uniform_length is None
+        old, found = self.layouts.get(mixer), None
+        read = layout if old is None else padded(layout, old[0]), tables
+        if old is not None:
             with suppress(DifferentError):
-                fitting = padded(layout, boundaries, ragged) if len(layout.cu_seqlens) <= boundaries else layout
-                found = pairs(self.layouts[mixer], (fitting, tables))
+                found = pairs(old, read)
         if found is not None:
             torch._foreach_copy_(*map(list, zip(*found, strict=True)))
         elif not self.recorded:
-            self.boundaries = max(self.boundaries, len(layout.cu_seqlens))
-            self.ragged = self.ragged or layout.uniform_length is None
-            self.layouts.pop(mixer, None)
-            try:
-                self.layouts[mixer] = kept((padded(layout, self.boundaries, self.ragged), tables))
-            except DifferentError:
-                if mixer not in self.refused:
-                    logger.warning("no CUDA graphs: they cannot read what the mixer %s makes for each batch", mixer)
-                self.refused.add(mixer)
+            self._keep(mixer, read)
         self.latest[mixer] = layout, tables, found is not None
         return found is not None
+
+    def _keep(self, mixer: str, read: tuple[PackedLayout, Tables]) -> None:
+        """Makes copies of a layout and tables what the graphs will read, or says once that they cannot."""
+        try:
+            self.layouts[mixer] = kept(read)
+        except DifferentError:
+            if mixer not in self.refused:
+                logger.warning("no CUDA graphs: they cannot read what the mixer %s makes for each batch", mixer)
+            self.refused.add(mixer)
+            self.layouts.pop(mixer, None)
 
     def _begin(self, x: Tensor, layout: PackedLayout, tables: Tables, norms: Norms) -> None:
         """Begins a microbatch. Drops the graphs if it does not fit, or records some if it is time."""
@@ -214,7 +218,7 @@ class BlockGraphs:
             return
         if self.recorded:
             self.recorded, self.turns, self.unseen = [], None, 0
-            _memory()
+            _free_memory()
             self.latest.clear()
             fits = self._fits(mixer, layout, tables)
         self.same = self.same + 1 if fits else 0
@@ -232,9 +236,7 @@ class BlockGraphs:
         with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
             self._rehearse(x, norms)
             allocated, reserved = _memory()
-            with ExitStack() as stack:
-                if self.peers is not None:
-                    self.turns = stack.enter_context(self.peers.recording())
+            with nullcontext() if self.peers is None else self.peers.recording() as self.turns:
                 self.recorded = self._record_forward(x, norms, pool := torch.cuda.graph_pool_handle())
                 self._record_backward(pool)
         torch.cuda.current_stream().wait_stream(stream)
@@ -288,10 +290,15 @@ class BlockGraphs:
         assert self.turns is None or self.turns.number % 2 == 0, "a block with an odd number of exchanges"
 
 
-def _memory() -> tuple[int, int]:
-    """Returns the bytes that torch has allocated, and that it has reserved for them."""
+def _free_memory() -> None:
+    """Gives back what torch has reserved and nothing uses."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+def _memory() -> tuple[int, int]:
+    """Returns the bytes that torch has allocated, and the least that it must reserve for them."""
+    _free_memory()
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 

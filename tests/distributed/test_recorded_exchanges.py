@@ -37,15 +37,14 @@ class Graph:
     """A gather of x and a scatter of y. own: the compute stream reads what came, before another exchange may begin."""
 
     def __init__(self, peers: Lagging, size: int) -> None:
-        driver, self.recorder = peers.driver, Recorder(peers.driver)
-        peers.driver = self.recorder  # type: ignore[assignment]
+        self.recorder = Recorder(peers.driver)
         self.x, self.y = torch.zeros(size, DIM), torch.zeros(size * peers.ranks, DIM)
-        gathering = peers.gather(self.x)
-        received = peers.scatter(self.y)()
-        self.own = [torch.zeros_like(x) for x in received]
-        self.recorder.launch(0, lambda: [own.copy_(x) for own, x in zip(self.own, received, strict=True)])
-        self.whole = gathering()
-        peers.driver = driver
+        with patch.object(peers, "driver", self.recorder):
+            gathering = peers.gather(self.x)
+            received = peers.scatter(self.y)()
+            self.own = [torch.zeros_like(x) for x in received]
+            self.recorder.launch(0, lambda: [own.copy_(x) for own, x in zip(self.own, received, strict=True)])
+            self.whole = gathering()
         KEPT.append(self)
 
 

@@ -46,13 +46,17 @@ def test_other_shapes_are_told_apart(other: PackedLayout) -> None:
 
 
 def test_documents_are_padded_with_empty_ones() -> None:
-    old = kept(padded(PackedLayout.from_lengths([1, 2, 5], 8), 6, ragged=True))
-    assert old.cu_seqlens.tolist() == [0, 1, 3, 8, 8, 8]
-    (boundaries, positions) = pairs(old, padded(PackedLayout.from_lengths([4, 4], 8), 6, ragged=True))
-    assert boundaries[1].tolist() == [0, 4, 8, 8, 8, 8]
+    old = kept(PackedLayout.from_lengths([1, 1, 1, 2, 3], 8))
+    found = padded(PackedLayout.from_lengths([4, 4], 8), old)
+    assert found.cu_seqlens.tolist() == [0, 4, 8, 8, 8, 8]
+    assert found.cu_seqlens.dtype == torch.int32
+    assert found.uniform_length is None
+    (boundaries, positions) = pairs(old, found)
+    assert boundaries[1].tolist() == found.cu_seqlens.tolist()
     assert positions[1].tolist() == [0, 1, 2, 3] * 2
-    assert boundaries[1].dtype == torch.int32
-    assert padded(PackedLayout.from_lengths([4, 4], 8), 3, ragged=False).uniform_length == 4
+    more = padded(PackedLayout.from_lengths([2, 2, 4], 8), PackedLayout.from_lengths([4, 4], 8))
+    assert more.cu_seqlens.tolist() == [0, 2, 4, 8]
+    assert padded(PackedLayout.from_lengths([4, 4], 8), PackedLayout.from_lengths([2] * 4, 8)).uniform_length == 4
 
 
 def test_tables_with_gradients_and_unknown_objects_are_refused() -> None:
@@ -97,12 +101,12 @@ def test_graphs_with_more_boundaries_take_the_place_of_those_that_do_not_fit() -
         found = block._compiled_call_impl(torch.zeros(tokens), replace(layout, uniform_length=None), Tables())
         return found[0] if isinstance(found, tuple) else found
 
-    with patch.object(module, "_Replay", replay), patch.object(module, "_memory", lambda: (0, 0)):
+    with patch.object(module, "_Replay", replay), patch.object(module, "_free_memory", lambda: None):
         assert [run(documents) for documents in (3, 3, 2, 3, 1)] == [4, 4, 3, "replayed", "replayed"]
         with torch.no_grad():
             assert run(3) == 4
         assert [run(documents) for documents in (5, 4, 3, 5, 4)] == [6, 5, 4, "replayed", "replayed"]
-        assert graphs.boundaries == 6
+        assert len(graphs.layouts["own"][0].cu_seqlens) == 6
         assert run(3, tokens=8) == 4  # another stage
         assert [run(3, tokens=8) for _ in range(3)] == [4, 4, "replayed"]
         assert graphs.times == 3
