@@ -10,8 +10,8 @@ part=exchange as part=weak, also on the last GPU alone, which may be slower than
               and through sockets, with parallel.overlap off, on, in bf16, and by NVLink with parallel.copy_engines
 part=skip     a ring of all GPUs with skip_below as configured and with 0; give init_from=RUN of a trained model
 
-Figures are medians over the steps after the fourth. Each run prints a line when it ends and writes its output to
-FOLDER.
+Figures are medians over the records after the fourth, of one step each (train.log_every=1). Each run prints a line when it
+ends and writes its output to FOLDER.
 """
 
 import itertools

@@ -182,6 +182,16 @@ def parts(folder: str) -> str:
     return f'python -m eval.benchmarks.step_time {traces} | tee "$HERE/parts.txt"'
 
 
+def kept(folder: str) -> str:
+    """Keeps the metrics of runs in WORK/folder, which say how long each phase of a step took."""
+    return f'for run in "$WORK"/{folder}/parallel_*; do cp "$run/metrics.jsonl" "$HERE/${{run##*/}}.jsonl"; done'
+
+
+def at_once(first: str, second: str) -> str:
+    """Runs two commands at the same time. Prints the output of the first when both have ended."""
+    return f'{first} > "$HERE/first.txt" & {second}; code=$?; wait $! && cat "$HERE/first.txt" && [ $code = 0 ]'
+
+
 def graphs(parallel: str) -> tuple[str, ...]:
     """Compares graphs with launches kernel by kernel: bits, speed with packed documents, and where the time goes.
 
@@ -191,9 +201,10 @@ def graphs(parallel: str) -> tuple[str, ...]:
     packed = parallel.replace(" data.one_document=true", "")
     return (
         'python -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_graphs.py | tee "$HERE/tests.txt"',
-        f'{packed}tensor config=1b_sb rows=16 steps=24 train.microbatch=4 folder="$WORK/graphs" '
+        f'timeout 300 {packed}tensor config=1b_sb rows=16 steps=24 train.microbatch=4 folder="$WORK/graphs" '
         f'only="DP2,{best},{best} cuda_graphs" | tee "$HERE/packed.txt"',
-        f'{parallel}tensor config=1b_sb rows=16 steps=12 train.microbatch=4 folder="$WORK/traced" {TRACED} '
+        kept("graphs"),
+        f'timeout 200 {parallel}tensor config=1b_sb rows=16 steps=12 train.microbatch=4 folder="$WORK/traced" {TRACED} '
         f'only="DP2,{best} cuda_graphs"',
         parts("traced"),
     )
@@ -209,28 +220,49 @@ def tensor(parallel: str) -> tuple[str, ...]:
     )
 
 
+def exchanges(parallel: str) -> list[Job]:
+    """Trains 1b_softmax with data parallelism at accumulation 1, by each transport. parallel: as in `tensor`.
+
+    Records of five steps each, as a record costs the host a few milliseconds and a run as shipped has one in ten steps. The
+    runs on one GPU have both at once, so that heat and host are as in the runs on both. Sockets keep many cores busy.
+    """
+
+    def ways(job: str, *labels: str, gpus: int = 2) -> str:
+        options = (
+            f'config=1b_softmax steps=40 train.log_every=5 {TRACED} folder="$WORK/{job}" only="{",".join(labels)}"'
+        )
+        return f"{parallel}exchange {options}".replace("gpus=2", f"gpus={gpus}")
+
+    nvlink, engines = ("", " overlap", " overlap copy_engines"), "DP2 overlap copy_engines by NVLink"
+    host, sockets = "DP2 overlap in bf16 through host memory", "DP2 overlap in bf16 through sockets"
+    two = ways("exchange", *(f"DP2{way} by NVLink" for way in nvlink), host)
+    four = ways("exchange_4", "DP1", "DP1 on the last GPU", *(f"DP4{way} by NVLink" for way in nvlink), gpus=4)
+    named = {
+        "exchange": (
+            at_once(ways("exchange", "DP1"), ways("exchange", "DP1 on the last GPU") + ' | tee "$HERE/last.txt"'),
+            f'{two} | tee "$HERE/exchange.txt"',
+        ),
+        "sockets": (
+            f'{ways("sockets", engines)} | tee "$HERE/nvlink.txt"',
+            f'{SOCKETS} {ways("sockets", sockets)} | tee "$HERE/sockets.txt"',
+        ),
+        "exchange_4": (f'{four} | tee "$HERE/exchange.txt"',),
+    }
+    commands = {name: all_of(*some, kept(name), parts(name)) for name, some in named.items()}
+    page, after = "docs/results/several_gpus.md", ("rows4096",)
+    return [
+        Job("exchange", page, commands["exchange"], 5.5, gpus=2, after=after),
+        Job("sockets", page, commands["sockets"], 2.5, gpus=2, after=after, busy=True),
+        Job("exchange_4", page, commands["exchange_4"], 5.8, gpus=4, after=after),
+    ]
+
+
 def steps() -> list[Job]:
-    """Returns whole training steps beside plain torch, and on two GPUs."""
+    """Returns whole training steps beside plain torch, and on several GPUs."""
     alone = "python launch/benchmark.py masters=true steps="
     parallel = (
         f'python launch/benchmark_parallel.py gpus=2 data="$WORK/rows4096" {VOCABULARY} data.one_document=true part='
     )
-    ways = {
-        "by NVLink": ("", " overlap", " overlap copy_engines"),
-        "through host memory": (" overlap in bf16",),
-    }
-    only = ",".join(
-        ["DP1", "DP1 on the last GPU", *(f"DP2{way} {transport}" for transport, some in ways.items() for way in some)]
-    )
-    exchange = f'{parallel}exchange config=1b_softmax steps=20 {TRACED} folder="$WORK/exchange" only='
-    exchanges = (
-        f'{exchange}"{only}" | tee "$HERE/exchange.txt"',
-        f'{SOCKETS} {exchange}"DP2 overlap in bf16 through sockets" | tee -a "$HERE/exchange.txt"',
-        parts("exchange"),
-    )
-    four = ",".join(["DP1", "DP1 on the last GPU", *(f"DP4{way} by NVLink" for way in ways["by NVLink"])])
-    of_four = exchange.replace("gpus=2", "gpus=4").replace("WORK/exchange", "WORK/exchange_4")
-    of_four += f'"{four}" | tee "$HERE/exchange.txt"'
     sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"
     environments = ("", "NCCL_P2P_DISABLE=1", sockets, f"{sockets} {SOCKETS}")
     links = tuple(
@@ -238,8 +270,7 @@ def steps() -> list[Job]:
         for environment in environments
     )
     of_1b = f'{alone}60,8 accumulation=1,16 configs=1b_softmax data="$WORK/rows4096" {VOCABULARY} out="$HERE/1b.json"'
-    of_162m = f"{alone}60 accumulation=4 microbatch=64 configs=162m_softmax,162m_softmax+train.cuda_graphs=true "
-    of_162m += 'data="$WORK/rows1024" out="$HERE/162m.json"'
+    of_162m = f'{alone}60 accumulation=4 microbatch=64 configs=162m_softmax data="$WORK/rows1024" out="$HERE/162m.json"'
     ring = f'{parallel}long config=1b_sb rows=1 steps=12 data.length=65536 only="ring 2" | tee "$HERE/ring.txt"'
     ring = ring.replace("$WORK/rows4096", "$WORK/rows65536")
     weak = (
@@ -249,15 +280,14 @@ def steps() -> list[Job]:
     slow = 'python -m pytest -q -m gpu tests/train/test_stragglers.py | tee "$HERE/slow_rank.txt"'
     page, several = "docs/results/training_speed.md", "docs/results/several_gpus.md"
     return [
-        Job("step_1b", page, (of_1b,), 6.0, after=("rows4096",)),
-        Job("step_162m", page, (of_162m,), 3.2, after=("rows1024",)),
-        Job("links", "docs/results/predicted_scaling.md", links, 1.8, gpus=2),
-        Job("scale", "docs/results/predicted_scaling.md", all_of(*weak), 6.0, gpus=2, after=("rows4096",)),
-        Job("exchange", several, all_of(*exchanges), 6.5, gpus=2, after=("rows4096",)),
-        Job("exchange_4", several, (of_four, parts("exchange_4")), 5.5, gpus=4, after=("rows4096",)),
-        Job("ring", several, (ring,), 1.2, gpus=2, after=("rows65536",)),
+        Job("step_1b", page, (of_1b,), 7.0, after=("rows4096",)),
+        Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
+        Job("links", "docs/results/predicted_scaling.md", links, 1.5, gpus=2),
+        Job("scale", "docs/results/predicted_scaling.md", all_of(*weak), 6.6, gpus=2, after=("rows4096",)),
+        *exchanges(parallel),
+        Job("ring", several, (ring,), 1.4, gpus=2, after=("rows65536",)),
         Job("slow_rank", "docs/log/2026-11-24-step-time.md", (slow,), 1.5, gpus=2),
-        Job("tensor", several, all_of(*tensor(parallel)), 7.0, gpus=2, after=("rows4096",)),
+        Job("tensor", several, all_of(*tensor(parallel)), 6.0, gpus=2, after=("rows4096",)),
         Job("graphs", several, all_of(*graphs(parallel)), 8.0, gpus=2, after=("rows4096",)),
     ]
 

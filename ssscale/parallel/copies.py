@@ -7,23 +7,27 @@ does the command processor, which sets and awaits the flags here (`cuStreamWrite
 Each rank has two slots in memory that all ranks of the group can read and write, and a flag for each rank. Exchanges are
 numbered from 1, the same on all ranks, and take the slots in turn. All copies and waits are in one stream per rank:
 
-    gather n     compute stream: copies x to the rank's own slot
-                 then sets its flag of each other rank to n; for each other rank, waits for its flag and copies its slot
+    gather n     copies x to the slot of each other rank, and sets the flag there to n; waits for all flags;
+                 then copies x and what has arrived to one tensor
     scatter n    copies the rows of each other rank to that rank's slot, and sets the flag there to n; waits for all flags
 
-**No slot is overwritten too early.** A rank that has seen all flags n knows that every other rank's stream has done all of
-exchange n − 1 and that its compute stream has read what it received in it, because `wait` of one exchange comes before the
-start of the next scatter. So the slot of exchange n − 1 is free for exchange n + 1. `Peers.gather` writes its own slot in
-the compute stream, which has waited for exchange n by then.
+The compute stream reads what has arrived in the slot, and none of the copies is in its way.
 
-A scatter may start between a gather and its `wait`. Nothing else may start between the start and the `wait` of an exchange.
+**No slot is overwritten too early.** A rank that has seen all flags n knows that every other rank's stream has done all of
+exchange n − 1 and that its compute stream has read what it received in it, because it reads that before the next exchange
+starts. So the slot of exchange n − 1 is free for exchange n + 1.
+
+A scatter may start between a gather and its `whole`. Nothing else may start between the start and the last wait of an
+exchange.
 
 `signal` is an exchange of nothing: only its flags (`ssscale.parallel.pushes`).
 
 Within `recording`, exchanges become part of a CUDA graph. They have flags and slots of their own (`ssscale.parallel.turns`).
 
 `start_reduction` and `start_filling` are made of such exchanges, of at most `CHUNK` bytes for each slot. They do all of their
-work in the one stream, also the sums, so any number of them may be started before the first is waited for.
+work in the one stream, also the sums, so any number of them may be started before the first is waited for. `start_filling`
+pulls: each rank copies its piece to its own slot, sets its flag of each other rank, and they copy from there to where
+it belongs.
 """
 
 import ctypes
@@ -31,7 +35,7 @@ import functools
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,6 +106,20 @@ class CannotCopyError(UserError):
         self.obstacle = obstacle
 
 
+class Gathering(NamedTuple):
+    """A gather that has been started. The results of the calls are valid in the current stream, which waits for them.
+
+    x: this rank's rows [T / R, D], which the exchange reads until `whole` is called. It has to be called.
+    arrived: returns the rows of all other ranks, [T, D] with this rank's rows undefined. They may be read until the next
+        exchange starts.
+    whole: returns the rows of all ranks [T, D].
+    """
+
+    x: Tensor
+    arrived: Callable[[], Tensor]
+    whole: Callable[[], Tensor]
+
+
 class Peers:
     """The slots and flags of the ranks of a group. GPUs of one host, each of which can access the others' memory."""
 
@@ -110,7 +128,7 @@ class Peers:
         self.others = list(others(self.rank, self.ranks))
         self.driver, self.stream, self.events = self._prepare()
         self.side: int = self.stream.cuda_stream if self.stream is not None else 0
-        self.begun, *self.done = (event.cuda_event for event in self.events)
+        self.begun, self.arrived, *self.done = (event.cuda_event for event in self.events)
         self.turns = self.usual = Turns(self)
 
     def _prepare(self) -> tuple[Any, torch.cuda.Stream | None, Sequence[Any]]:
@@ -120,7 +138,7 @@ class Peers:
             raise CannotCopyError(
                 f"copy engines serve GPUs of one host, and {hosts[0]} and {hosts[1]} exchange with each other"
             )
-        events = [torch.cuda.Event() for _ in range(1 + SLOTS)]
+        events = [torch.cuda.Event() for _ in range(2 + SLOTS)]
         for event in events:
             event.record()  # creates it
         return Driver(), torch.cuda.Stream(self.device, priority=-1), events
@@ -197,23 +215,30 @@ class Peers:
         self.driver.record(done, self.side)
         return lambda: self.driver.wait_for(current, done, 0)
 
-    def gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts to gather x [T / R, D] of all ranks. The result of the call waits for them and returns [T, D]."""
-        size = x.numel() * x.element_size()
-        slots = self.turns.next(size * self.ranks)
-        whole = x.new_empty(len(x) * self.ranks, *x.shape[1:])
-        source, target = x.data_ptr(), whole.data_ptr()
-        self.driver.copy(slots[self.rank], source, size, self._current())
+    def gather(self, x: Tensor) -> Gathering:
+        """Starts to gather x [T / R, D] of all ranks, which is contiguous."""
+        size, rank, ranks = x.numel() * x.element_size(), self.rank, self.ranks
+        slots, source = self.turns.next(size * ranks), x.data_ptr()
+        whole = x.new_empty(len(x) * ranks, *x.shape[1:])
+        landed, target = self.turns.received(0, whole), whole.data_ptr()
         current = self.begin()
-        self._pull(slots, [target + rank * size for rank in range(self.ranks)], size)
+        self._push(slots, [source] * ranks, size)
+        self.driver.record(self.arrived, self.side)
+        self.driver.copy(target + rank * size, source, size, self.side)
+        for first, last in ((0, rank), (rank + 1, ranks)):
+            if first < last:
+                self.driver.copy(target + first * size, slots[rank] + first * size, (last - first) * size, self.side)
         wait = self._end(current)
-        self.driver.copy(target + self.rank * size, source, size, current)
+
+        def arrived() -> Tensor:
+            self.driver.wait_for(current, self.arrived, 0)
+            return landed
 
         def finish() -> Tensor:
             wait()
             return whole
 
-        return finish
+        return Gathering(x, arrived, finish)
 
     def scatter(self, x: Tensor) -> Callable[[], list[Tensor]]:
         """Starts to send each other rank its rows of x [T, D]. This rank's own rows may be written later.
@@ -302,10 +327,12 @@ class Processes:
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
         self.others = list(others(self.rank, self.ranks))
 
-    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def gather(self, x: Tensor) -> Gathering:
         whole = x.new_empty(len(x) * self.ranks, *x.shape[1:])
         dist.all_gather_into_tensor(whole, x, group=self.group)
-        return lambda: whole
+        landed = whole.clone()
+        part(landed, self.rank, self.ranks).fill_(torch.nan)
+        return Gathering(x, lambda: landed, lambda: whole)
 
     def scatter(self, x: Tensor) -> Callable[[], list[Tensor]]:
         sent = x.clone()

@@ -84,17 +84,16 @@ def gather_and_multiply(x: Tensor, right: Tensor, ranks: int, group: str, own: i
     x: [T / R, D], this rank's rows. own: the index of this rank.
     """
     rows = len(x)
-    arriving = peers(group, x.device).gather(x.contiguous())
+    gathering = peers(group, x.device).gather(x.contiguous())
     product = x.new_empty(rows * ranks, right.shape[1])
     sizes = [own * rows, rows, (ranks - 1 - own) * rows]
     parts = torch.split_with_sizes(product, sizes)
     torch.mm(x, right, out=parts[1])
-    whole = arriving()
-    some = torch.split_with_sizes(whole, sizes)
+    arrived = torch.split_with_sizes(gathering.arrived(), sizes)
     for place in (0, 2):
         if sizes[place]:
-            torch.mm(some[place], right, out=parts[place])
-    return product, whole
+            torch.mm(arrived[place], right, out=parts[place])
+    return product, gathering.whole()
 
 
 @_operator(
@@ -123,7 +122,7 @@ def column_gradients(
     exchange = peers(group, x.device)
     gathering = exchange.gather(x.contiguous()) if again else None
     of_rows = _multiply_and_send(gradient, weight, own, exchange)
-    of_weight = torch.mm(gradient.t(), x if gathering is None else gathering())
+    of_weight = torch.mm(gradient.t(), x if gathering is None else gathering.whole())
     return of_rows(), of_weight
 
 

@@ -51,13 +51,16 @@ class Turns:
         self.number += 1
         return self.addresses[self.number % SLOTS]
 
-    def received(self, rank: int, like: Tensor) -> Tensor:
-        """Returns what a rank has sent in the current scatter, of the shape and dtype of `like`."""
-        key = self.number % SLOTS, rank, like.shape, like.dtype
+    def received(self, piece: int, like: Tensor) -> Tensor:
+        """Returns a piece of this rank's slot in the current exchange, of the shape and dtype of `like`.
+
+        piece: how many pieces of that size come before it: the sender's rank, as all ranks send as much to a slot.
+        """
+        key = self.number % SLOTS, piece, like.shape, like.dtype
         found = self.views.get(key)
         if found is None:
             size = like.numel() * like.element_size()
-            bytes_ = self.slots[self.peers.rank][self.number % SLOTS, rank * size : (rank + 1) * size]
+            bytes_ = self.slots[self.peers.rank][self.number % SLOTS, piece * size : (piece + 1) * size]
             found = self.views[key] = bytes_.view(like.dtype).view(like.shape)
         return found
 

@@ -34,12 +34,21 @@ def sum_of(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
+def check_arrived(found: Tensor, every: list[Tensor], rank: int, said: str) -> None:
+    ranks = len(every)
+    for i in range(ranks):
+        if i != rank:
+            assert torch.equal(part(found, i, ranks), part(every[i], i, ranks)), said
+
+
 def check_exchanges(peers: Thread, dtype: torch.dtype) -> None:
     rank, ranks = peers.rank, peers.ranks
     for case in range(CASES):
         every = tensors(ranks, case, dtype)
         mine = every[rank].clone()
         gathering = peers.gather(part(mine, rank, ranks)) if case % 3 else None
+        if gathering is not None:
+            check_arrived(gathering.arrived(), every, rank, f"gather {case}")
         received = peers.scatter(mine)() if case % 2 else None
         if received is not None:
             received.insert(rank, part(mine, rank, ranks))
@@ -48,7 +57,7 @@ def check_exchanges(peers: Thread, dtype: torch.dtype) -> None:
             assert torch.equal(total, sum_of([part(x, rank, ranks) for x in every])), f"scatter {case}"
         if gathering is not None:
             expected = torch.cat([part(x, i, ranks) for i, x in enumerate(every)])
-            assert torch.equal(gathering(), expected), f"gather {case}"
+            assert torch.equal(gathering.whole(), expected), f"gather {case}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

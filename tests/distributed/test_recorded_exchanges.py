@@ -34,17 +34,22 @@ class Recorder:
 
 
 class Graph:
-    """A gather of x and a scatter of y. own: the compute stream reads what came, before another exchange may begin."""
+    """A gather of x and a scatter of y.
+
+    landed, own: the compute stream reads what came by them, before another exchange may begin.
+    """
 
     def __init__(self, peers: Lagging, size: int) -> None:
         self.recorder = Recorder(peers.driver)
         self.x, self.y = torch.zeros(size, DIM), torch.zeros(size * peers.ranks, DIM)
         with patch.object(peers, "driver", self.recorder):
             gathering = peers.gather(self.x)
+            arrived, self.landed = gathering.arrived(), torch.zeros(size * peers.ranks, DIM)
+            self.recorder.launch(0, self.landed.copy_, arrived)
             received = peers.scatter(self.y)()
             self.own = [torch.zeros_like(x) for x in received]
             self.recorder.launch(0, lambda: [own.copy_(x) for own, x in zip(self.own, received, strict=True)])
-            self.whole = gathering()
+            self.whole = gathering.whole()
         KEPT.append(self)
 
 
@@ -55,7 +60,7 @@ def values(number: int, rank: int, rows: int) -> Tensor:
 def rounds(peers: Lagging) -> None:
     """Replays graphs in a random order, the same on all ranks, with other exchanges between them. Nothing waits."""
     shared, rank, ranks = random.Random(7), peers.rank, peers.ranks
-    KEPT.extend((peers, largest := torch.zeros(ROWS + GRAPHS, DIM), peers.gather(largest)()))
+    KEPT.extend((peers, largest := torch.zeros(ROWS + GRAPHS, DIM), peers.gather(largest).whole()))
     with peers.recording() as recorded:
         KEPT.append(recorded)
         graphs = [Graph(peers, ROWS + number) for number in range(GRAPHS)]
@@ -73,13 +78,15 @@ def rounds(peers: Lagging) -> None:
         graph.recorder.replay()
         expected = torch.cat([values(number, other, rows) for other in range(ranks)])
         launch(0, note, graph.whole, expected, f"gather {number}")
+        for other in (i for i in range(ranks) if i != rank):
+            launch(0, note, part(graph.landed, other, ranks), part(expected, other, ranks), f"gather {number}, arrived")
         senders = [other for other in range(ranks) if other != rank]
         for own, other in zip(graph.own, senders, strict=True):
             sent = part(values(number + ROUNDS, other, rows * ranks), rank, ranks)
             launch(0, note, own, sent, f"scatter {number}")
         for _ in range(shared.choice([0, 0, 1, 2])):
             x = values(number + 2 * ROUNDS, rank, rows)
-            whole = peers.gather(x)()
+            whole = peers.gather(x).whole()
             expected = torch.cat([values(number + 2 * ROUNDS, other, rows) for other in range(ranks)])
             launch(0, note, whole, expected, f"gather outside of graphs, {number}")
             KEPT.extend((x, whole))

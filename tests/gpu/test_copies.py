@@ -45,6 +45,7 @@ def _exchanges(peers: Peers, cases: int) -> None:
         kind = shared.choice(["gather", "scatter", "both"])
         _sleep(own, torch.cuda.current_stream())
         gathering = peers.gather(x) if kind != "scatter" else None
+        landed = None if gathering is None else gathering.arrived().clone()
         _sleep(own, torch.cuda.current_stream())
         scattering = peers.scatter(partial) if kind != "gather" else None
         _sleep(own, peers.stream)
@@ -53,10 +54,12 @@ def _exchanges(peers: Peers, cases: int) -> None:
             total = torch.empty_like(part(partial, peers.rank, peers.ranks))
             add_up([*received[: peers.rank], part(partial, peers.rank, peers.ranks), *received[peers.rank :]], total)
         if gathering is not None:
-            whole = gathering()
+            whole = gathering.whole()
             expected = torch.empty_like(whole)
             dist.all_gather_into_tensor(expected, x)
             assert torch.equal(whole, expected), f"gather {number}"
+            for other in peers.others:
+                assert torch.equal(part(landed, other, peers.ranks), part(expected, other, peers.ranks)), number
         if scattering is not None:
             expected = torch.empty_like(total)
             dist.reduce_scatter_tensor(expected, partial)
