@@ -76,8 +76,11 @@ check: $(STAMP)  ## formatting, lint, types, the rules of tests/architecture.py,
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docs.py
 
-test: check  ## check and the CPU tests (20 to 40 minutes on 2 cores)
+test: check  ## check and the CPU tests that are quick (about 12 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+test-long: $(STAMP)  ## the other CPU tests of each change, which CI runs as well (about 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest -m "long and not gpu and not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow
@@ -94,7 +97,7 @@ GPU_VENV := $(if $(filter gpu,$(STACK)),$(VENV),.venv-gpu)
 test-gpu-stack:  ## the CPU tests nearest to torch with what GPU machines install (takes 7 GB beside a CPU stack)
 	@$(MAKE) --no-print-directory setup STACK=gpu VENV=$(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip check
-	$(GPU_VENV)/bin/python -m pytest tests/model tests/kernels tests/hf tests/train/test_engine.py tests/distributed/test_compiled.py tests/distributed/test_gathered_blocks.py tests/data/test_remote.py
+	$(GPU_VENV)/bin/python -m pytest -m "not gpu and not slow" tests/model tests/kernels tests/hf tests/train/test_engine.py tests/distributed/test_compiled.py tests/distributed/test_gathered_blocks.py tests/data/test_remote.py
 
 test-triton: $(STAMP)  ## the kernels compiled for Hopper: all by the Triton of the other stack (downloads it), and by this one's what `make test` leaves out
 	@for version in $$(sed -n 's/^triton==//p' constraints-gpu.txt constraints-cpu.txt); do
@@ -168,7 +171,7 @@ test-slurm: $(STAMP)  ## the tests on a real two-node Slurm on this machine (ins
 		echo "test-slurm: Slurm cannot be installed here (it needs root and apt-get): its tests are skipped"
 	$(BIN)/python -m pytest tests/slurm -m slurm -k "$(SLURM_TESTS)"
 
-.PHONY: help setup other-stack pretrain format check test test-slow test-chaos test-gpu test-gpu-stack test-triton test-transformers5 test-vllm test-vllm-mutations test-vllm-short test-slurm
+.PHONY: help setup other-stack pretrain format check test test-long test-slow test-chaos test-gpu test-gpu-stack test-triton test-transformers5 test-vllm test-vllm-mutations test-vllm-short test-slurm
 
 # Makes an installed other stack out of date.
 other-stack:

@@ -17,7 +17,7 @@ from tests.pool import Pool
 ROOT = Path(__file__).resolve().parents[1]
 
 # Begun first, so that no process of `make test` is left alone with one of them at the end.
-LONG = (
+FIRST = (
     "distributed/test_compiled.py",
     "distributed/test_gathered_blocks.py",
     "distributed/test_matrix.py",
@@ -52,11 +52,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.datasets_cache = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="ssscale-datasets-")
 
 
+def long_tests() -> list[str]:
+    """Returns the entries of tests/long.txt."""
+    lines = (ROOT / "tests" / "long.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {ROOT / "tests" / file: place for place, file in enumerate(LONG)}
+    places = {ROOT / "tests" / file: place for place, file in enumerate(FIRST)}
     missing = [str(path) for path in places if not path.exists()]
     assert not missing, missing
-    items.sort(key=lambda item: places.get(item.path, len(LONG)))
+    items.sort(key=lambda item: places.get(item.path, len(FIRST)))
+    long = set(long_tests())
+    for item in items:
+        file = item.nodeid.partition("::")[0].removeprefix("tests/")
+        if long & {file, f"{file}::{getattr(item, 'originalname', '')}"}:
+            item.add_marker(pytest.mark.long)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

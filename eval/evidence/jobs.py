@@ -189,7 +189,9 @@ def kept(folder: str) -> str:
 
 def at_once(first: str, second: str) -> str:
     """Runs two commands at the same time. Prints the output of the first when both have ended."""
-    return f'{first} > "$HERE/first.txt" & {second}; code=$?; wait $! && cat "$HERE/first.txt" && [ $code = 0 ]'
+    return (
+        f'{first} > "$HERE/first.txt" & {second} && code=0 || code=1; wait $! && cat "$HERE/first.txt" && [ $code = 0 ]'
+    )
 
 
 def graphs(parallel: str) -> tuple[str, ...]:

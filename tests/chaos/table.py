@@ -33,7 +33,8 @@ CHAOS = """
 ## Random damage and kills
 `make test-chaos` tries each row below many times. The file, the bytes and the moment are random; the right outcome is declared
 beforehand (`tests/chaos/`). The following count as failures: a traceback, exit code 70, a hang of more than 60 s, a run that
-starts over, a write outside of the run's folders, and a result that differs by a bit. `make test` tries some of the rows once.
+starts over, a write outside of the run's folders, and a result that differs by a bit. `make test-long`
+tries some of the rows once.
 """
 
 

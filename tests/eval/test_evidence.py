@@ -11,7 +11,7 @@ import tarfile
 import pytest
 
 from eval.evidence.__main__ import chosen
-from eval.evidence.jobs import ROOT, Job, jobs, readme_block
+from eval.evidence.jobs import ROOT, Job, at_once, jobs, readme_block
 from eval.evidence.lanes import Lanes
 from eval.evidence.schedule import simulate
 from ssscale.config import load_config
@@ -130,6 +130,14 @@ def test_small_files_are_packed_and_models_are_not(tmp_path):
     with tarfile.open(tmp_path / "out" / "evidence.tar.gz") as archive:
         assert sorted(archive.getnames()) == ["a/job.log", "a/metrics.jsonl", "state.json"]
     assert json.loads((tmp_path / "out" / "state.json").read_text())["a"]["code"] == 0
+
+
+@pytest.mark.parametrize(("first", "second", "code"), [("true", "true", 0), ("false", "true", 1), ("true", "false", 1)])
+def test_two_commands_at_once_fail_if_one_of_them_does(tmp_path, first, second, code):
+    both = at_once(f"(sleep 0.5; echo one; {first})", f'{second} | tee "$HERE/second.txt"')
+    assert run(tmp_path, [job("a", commands=[both])])[0] == code
+    output = (tmp_path / "out" / "a" / "job.log").read_text()
+    assert ("one" in output) == (first == "true")
 
 
 def test_readmes_commands_are_run_to_the_letter():

@@ -47,7 +47,7 @@ HEAD = """# What works in transformers
 `python -m tests.hf.table` makes this page: it exports a small model of each core and does what users of transformers
 do with it, in the two pinned versions. A cell says *works* if the values agree with a reference in float64 that reads
 the same folder and is independent of the exported code (`tests/hf/uses/`). A number is the note below the tables with
-the sentence that the user reads. `make test` runs nearly all rows with transformers {four}, each with one core in turn
+the sentence that the user reads. `make test-long` runs nearly all rows with transformers {four}, each with one core in turn
 and the forward passes with all cores, and compares them with this page. `make test-transformers5` runs everything with
 both versions. Everything ran on a CPU; `torch.compile` with `backend="aot_eager"`. The SSMax model also has
 `model.qkv_bias` and `model.qk_norm`.
