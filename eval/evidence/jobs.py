@@ -25,7 +25,8 @@ class Job:
 
     page: what it supports. minutes: on one H200, the start included. gpus: 0 for a job of the CPU.
     gib: memory, for a job that may share its GPU; None for a job whose time is a result, which has its GPU alone.
-    after: jobs that must have ended well before. busy: whether it keeps most cores of the machine busy.
+    after: jobs that must have ended well before. busy: whether it keeps most cores of the machine busy. alone: whether its
+    result depends on these cores.
     """
 
     name: str
@@ -36,11 +37,12 @@ class Job:
     gib: float | None = None
     after: tuple[str, ...] = ()
     busy: bool = False
+    alone: bool = False
 
     @property
     def needs_the_host(self) -> bool:
         """Whether its result is a time that depends on the host: beside busy jobs, 1b trained at 0.7 of its speed."""
-        return self.gib is None and self.gpus > 0 and not self.busy
+        return self.gib is None and self.gpus > 0 and (self.alone or not self.busy)
 
 
 def pack(name: str, length: int, sources: tuple[str, ...]) -> Job:
@@ -254,7 +256,7 @@ def exchanges(parallel: str) -> list[Job]:
     page, after = "docs/results/several_gpus.md", ("rows4096",)
     return [
         Job("exchange", page, commands["exchange"], 5.5, gpus=2, after=after),
-        Job("sockets", page, commands["sockets"], 2.5, gpus=2, after=after, busy=True),
+        Job("sockets", page, commands["sockets"], 2.5, gpus=2, after=after, busy=True, alone=True),
         Job("exchange_4", page, commands["exchange_4"], 5.8, gpus=4, after=after),
     ]
 

@@ -25,8 +25,8 @@ NOTE = (
 GPT2 = 50257  # entries of the tokenizer of TEXT
 
 
-def job(name, gpus=1, gib=None, after=(), commands=(NOTE,), minutes=0.01, busy=False):
-    return Job(name, "a page", tuple(commands), minutes, gpus, gib, tuple(after), busy)
+def job(name, gpus=1, gib=None, after=(), commands=(NOTE,), minutes=0.01, busy=False, alone=False):
+    return Job(name, "a page", tuple(commands), minutes, gpus, gib, tuple(after), busy, alone)
 
 
 def run(tmp_path, some, gpus=("4", "6"), seconds=float("inf")):
@@ -120,6 +120,19 @@ def test_busy_jobs_do_not_run_beside_those_that_need_the_host():
         "two": (1, 6, ("2", "3")),
         "fuzz": (6, 8, ("0",)),
     }
+
+
+def test_a_busy_job_that_is_alone_waits_for_both_kinds_and_both_for_it():
+    some = [
+        job("fuzz", gib=40.0, minutes=2.0, busy=True),
+        job("sockets", minutes=1.0, busy=True, alone=True),
+        job("time", minutes=3.0),
+        job("kernels", minutes=1.0, busy=True),
+    ]
+    found, _ = simulate(some, dict.fromkeys("0123", 100.0), 60 * 20.0)
+    assert [(place.job.name, begin / 60) for begin, _, place in found] == [
+        ("fuzz", 0), ("sockets", 2), ("time", 3), ("kernels", 6),
+    ]  # fmt: skip
 
 
 def test_small_files_are_packed_and_models_are_not(tmp_path):
