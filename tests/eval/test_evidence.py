@@ -164,7 +164,7 @@ def test_readmes_commands_are_run_to_the_letter():
 
 def keys_of(line):
     """Yields the keys of each run that a command starts."""
-    if not re.match(r"python launch/(pretrain|benchmark|benchmark_parallel)\.py", line):
+    if not re.match(r"(timeout \d+ |[A-Z_]+=\S+ )*python launch/(pretrain|benchmark|benchmark_parallel)\.py", line):
         return
     words = [word for word in shlex.split(line.split("|")[0])[2:] if "=" in word]
     keys = [word for word in words if word.split("=")[0].partition(".")[0] in ("model", "train", "optimizer", "data")]
