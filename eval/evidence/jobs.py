@@ -25,8 +25,8 @@ class Job:
 
     page: what it supports. minutes: on one H200, the start included. gpus: 0 for a job of the CPU.
     gib: memory, for a job that may share its GPU; None for a job whose time is a result, which has its GPU alone.
-    after: jobs that must have ended well before. busy: whether it keeps most cores of the machine busy. alone: whether its
-    result depends on these cores.
+    after: jobs that must have ended well before. busy: whether it keeps most cores of the machine busy.
+    needs_cores: whether the result of a busy job depends on these cores, so that no other busy job may run beside it.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Job:
     gib: float | None = None
     after: tuple[str, ...] = ()
     busy: bool = False
-    alone: bool = False
+    needs_cores: bool = False
 
     @property
     def needs_the_host(self) -> bool:
         """Whether its result is a time that depends on the host: beside busy jobs, 1b trained at 0.7 of its speed."""
-        return self.gib is None and self.gpus > 0 and (self.alone or not self.busy)
+        return self.gib is None and self.gpus > 0 and (self.needs_cores or not self.busy)
 
 
 def pack(name: str, length: int, sources: tuple[str, ...]) -> Job:
@@ -196,77 +196,80 @@ def at_once(first: str, second: str) -> str:
     )
 
 
-def graphs(parallel: str) -> tuple[str, ...]:
+def parallel(part: str, options: str, gpus: int = 2, data: str = "rows4096", one_document: bool = True) -> str:
+    """Returns the benchmark of parallel layouts, without what it prints to. options: of the part."""
+    documents = " data.one_document=true" * one_document
+    command = f'python launch/benchmark_parallel.py gpus={gpus} data="$WORK/{data}" {VOCABULARY}'
+    return f"{command}{documents} part={part} {options}"
+
+
+def graphs() -> tuple[str, ...]:
     """Compares graphs with launches kernel by kernel: bits, speed with packed documents, and where the time goes.
 
-    parallel: as in `tensor`. The traced run comes last, because no graph has been traced yet.
+    The traced run comes last, because no graph has been traced yet.
     """
-    best = "TP2 whole keep_gathered copy_engines"
-    packed = parallel.replace(" data.one_document=true", "")
+    best, rows = "TP2 whole keep_gathered copy_engines", "config=1b_sb rows=16 train.microbatch=4"
+    packed = f'{rows} steps=24 folder="$WORK/graphs" only="DP2,{best},{best} cuda_graphs"'
+    traced = f'{rows} steps=12 folder="$WORK/traced" {TRACED} only="DP2,{best} cuda_graphs"'
     return (
         'python -m pytest -q -m gpu -p no:cacheprovider tests/gpu/test_graphs.py | tee "$HERE/tests.txt"',
-        f'timeout 300 {packed}tensor config=1b_sb rows=16 steps=24 train.microbatch=4 folder="$WORK/graphs" '
-        f'only="DP2,{best},{best} cuda_graphs" | tee "$HERE/packed.txt"',
+        f'timeout 300 {parallel("tensor", packed, one_document=False)} | tee "$HERE/packed.txt"',
         kept("graphs"),
-        f'timeout 200 {parallel}tensor config=1b_sb rows=16 steps=12 train.microbatch=4 folder="$WORK/traced" {TRACED} '
-        f'only="DP2,{best} cuda_graphs"',
+        f"timeout 200 {parallel('tensor', traced)}",
         parts("traced"),
     )
 
 
-def tensor(parallel: str) -> tuple[str, ...]:
-    """Trains with tensor parallelism beside data parallelism. parallel: the benchmark, up to its part."""
-    layouts = "DP2,TP2 whole keep_gathered copy_engines cuda_graphs"
-    return tuple(
-        f'{parallel}tensor config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor/{config}_{rows}" '
-        f'only="{layouts}" | tee "$HERE/{config}_{rows}.txt"'
-        for config, rows in (("1b_sb", 8), ("1b_sb", 4), ("1b_softmax", 8))
-    )
+def tensor() -> tuple[str, ...]:
+    """Trains with tensor parallelism beside data parallelism."""
+    only = 'only="DP2,TP2 whole keep_gathered copy_engines cuda_graphs"'
+    found = []
+    for config, rows in (("1b_sb", 8), ("1b_sb", 4), ("1b_softmax", 8)):
+        name = f"{config}_{rows}"
+        options = f'config={config} rows=16 steps=12 train.microbatch={rows} folder="$WORK/tensor/{name}" {only}'
+        found.append(f'{parallel("tensor", options)} | tee "$HERE/{name}.txt"')
+    return tuple(found)
 
 
-def exchanges(parallel: str) -> list[Job]:
-    """Trains 1b_softmax with data parallelism at accumulation 1, by each transport. parallel: as in `tensor`.
+def exchanges() -> list[Job]:
+    """Trains 1b_softmax with data parallelism at accumulation 1, by each transport.
 
-    Records of five steps each, as a record costs the host a few milliseconds and a run as shipped has one in ten steps. The
-    runs on one GPU have both at once, so that heat and host are as in the runs on both. Sockets keep many cores busy.
+    Records of five steps each, as a record costs the host a few milliseconds and a run as shipped has one in ten steps. Two
+    GPUs are measured alone at the same time, so that heat and host are as in the runs on both. Sockets keep many cores busy.
     """
 
-    def ways(job: str, *labels: str, gpus: int = 2) -> str:
-        options = (
-            f'config=1b_softmax steps=40 train.log_every=5 {TRACED} folder="$WORK/{job}" only="{",".join(labels)}"'
-        )
-        return f"{parallel}exchange {options}".replace("gpus=2", f"gpus={gpus}")
+    def run(job: str, *labels: str, gpus: int = 2) -> str:
+        options = f"config=1b_softmax steps=40 train.log_every=5 {TRACED} "
+        options += f'folder="$WORK/{job}" only="{",".join(labels)}"'
+        return parallel("exchange", options, gpus)
 
-    nvlink, engines = ("", " overlap", " overlap copy_engines"), "DP2 overlap copy_engines by NVLink"
-    host, sockets = "DP2 overlap in bf16 through host memory", "DP2 overlap in bf16 through sockets"
-    two = ways("exchange", *(f"DP2{way} by NVLink" for way in nvlink), host)
-    four = ways("exchange_4", "DP1", "DP1 on the last GPU", *(f"DP4{way} by NVLink" for way in nvlink), gpus=4)
+    def over_nvlink(job: str, gpus: int, *more: str) -> tuple[str, ...]:
+        first, last = (run(job, label, gpus=gpus) for label in ("DP1", "DP1 on the last GPU"))
+        ways = (f"DP{gpus}{way} by NVLink" for way in ("", " overlap", " overlap copy_engines"))
+        together = run(job, *ways, *more, gpus=gpus)
+        return at_once(first, f'{last} | tee "$HERE/last.txt"'), f'{together} | tee "$HERE/exchange.txt"'
+
+    sockets = (
+        f'{run("sockets", "DP2 overlap copy_engines by NVLink")} | tee "$HERE/nvlink.txt"',
+        f'{SOCKETS} {run("sockets", "DP2 overlap in bf16 through sockets")} | tee "$HERE/sockets.txt"',
+    )
     named = {
-        "exchange": (
-            at_once(ways("exchange", "DP1"), ways("exchange", "DP1 on the last GPU") + ' | tee "$HERE/last.txt"'),
-            f'{two} | tee "$HERE/exchange.txt"',
-        ),
-        "sockets": (
-            f'{ways("sockets", engines)} | tee "$HERE/nvlink.txt"',
-            f'{SOCKETS} {ways("sockets", sockets)} | tee "$HERE/sockets.txt"',
-        ),
-        "exchange_4": (f'{four} | tee "$HERE/exchange.txt"',),
+        "exchange": over_nvlink("exchange", 2, "DP2 overlap in bf16 through host memory"),
+        "sockets": sockets,
+        "exchange_4": over_nvlink("exchange_4", 4),
     }
     commands = {name: all_of(*some, kept(name), parts(name)) for name, some in named.items()}
     page, after = "docs/results/several_gpus.md", ("rows4096",)
     return [
         Job("exchange", page, commands["exchange"], 5.5, gpus=2, after=after),
-        Job("sockets", page, commands["sockets"], 2.5, gpus=2, after=after, busy=True, alone=True),
-        Job("exchange_4", page, commands["exchange_4"], 5.8, gpus=4, after=after),
+        Job("sockets", page, commands["sockets"], 2.5, gpus=2, after=after, busy=True, needs_cores=True),
+        Job("exchange_4", page, commands["exchange_4"], 5.0, gpus=4, after=after),
     ]
 
 
 def steps() -> list[Job]:
     """Returns whole training steps beside plain torch, and on several GPUs."""
     alone = "python launch/benchmark.py masters=true steps="
-    parallel = (
-        f'python launch/benchmark_parallel.py gpus=2 data="$WORK/rows4096" {VOCABULARY} data.one_document=true part='
-    )
     sockets = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"
     environments = ("", "NCCL_P2P_DISABLE=1", sockets, f"{sockets} {SOCKETS}")
     links = tuple(
@@ -275,10 +278,9 @@ def steps() -> list[Job]:
     )
     of_1b = f'{alone}60,8 accumulation=1,16 configs=1b_softmax data="$WORK/rows4096" {VOCABULARY} out="$HERE/1b.json"'
     of_162m = f'{alone}60 accumulation=4 microbatch=64 configs=162m_softmax data="$WORK/rows1024" out="$HERE/162m.json"'
-    ring = f'{parallel}long config=1b_sb rows=1 steps=12 data.length=65536 only="ring 2" | tee "$HERE/ring.txt"'
-    ring = ring.replace("$WORK/rows4096", "$WORK/rows65536")
+    ring = parallel("long", 'config=1b_sb rows=1 steps=12 data.length=65536 only="ring 2"', data="rows65536")
     weak = (
-        f'{parallel}weak config={config} rows={rows} steps=24 folder="$WORK/scale" | tee "$HERE/{config}.txt"'
+        parallel("weak", f'config={config} rows={rows} steps=24 folder="$WORK/scale" | tee "$HERE/{config}.txt"')
         for config, rows in (("3b_softmax", 8), ("3b_sb", 8), ("1b_softmax", 16))
     )
     slow = 'python -m pytest -q -m gpu tests/train/test_stragglers.py | tee "$HERE/slow_rank.txt"'
@@ -288,11 +290,11 @@ def steps() -> list[Job]:
         Job("step_162m", page, (of_162m,), 2.5, after=("rows1024",)),
         Job("links", "docs/results/predicted_scaling.md", links, 1.5, gpus=2),
         Job("scale", "docs/results/predicted_scaling.md", all_of(*weak), 6.6, gpus=2, after=("rows4096",)),
-        *exchanges(parallel),
-        Job("ring", several, (ring,), 1.4, gpus=2, after=("rows65536",)),
+        *exchanges(),
+        Job("ring", several, (f'{ring} | tee "$HERE/ring.txt"',), 1.4, gpus=2, after=("rows65536",)),
         Job("slow_rank", "docs/log/2026-11-24-step-time.md", (slow,), 1.5, gpus=2),
-        Job("tensor", several, all_of(*tensor(parallel)), 6.0, gpus=2, after=("rows4096",)),
-        Job("graphs", several, all_of(*graphs(parallel)), 8.0, gpus=2, after=("rows4096",)),
+        Job("tensor", several, all_of(*tensor()), 6.0, gpus=2, after=("rows4096",)),
+        Job("graphs", several, all_of(*graphs()), 8.0, gpus=2, after=("rows4096",)),
     ]
 
 
@@ -316,9 +318,11 @@ def options() -> list[Job]:
         'plain=false out="$HERE/muon.json" configs=50m_softmax,50m_softmax+optimizer.name=muon',
     )
     zero = tuple(
-        f'python launch/benchmark_parallel.py part=zero gpus=2 data="$WORK/rows4096" {VOCABULARY} config={config} '
-        f'rows=16 steps=12 train.microbatch=4 data.one_document=true folder="$WORK/zero/{config}" {TRACED} '
-        f'only="ZeRO-1,ZeRO-3" | tee "$HERE/{config}.txt"'
+        parallel(
+            "zero",
+            f'config={config} rows=16 steps=12 train.microbatch=4 folder="$WORK/zero/{config}" {TRACED} '
+            f'only="ZeRO-1,ZeRO-3" | tee "$HERE/{config}.txt"',
+        )
         for config in ("1b_softmax", "1b_sb")
     )
     return [

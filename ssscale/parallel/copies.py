@@ -47,6 +47,7 @@ from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.turns import SLOTS, RecordedTurns, Turns
 
 CHUNK = 2**25  # bytes
+EVENTS = 2 + SLOTS  # of a rank: `begin`, the arrival of a gather, and by slot the end of an exchange
 
 
 def part(x: Tensor, rank: int, ranks: int) -> Tensor:
@@ -138,7 +139,7 @@ class Peers:
             raise CannotCopyError(
                 f"copy engines serve GPUs of one host, and {hosts[0]} and {hosts[1]} exchange with each other"
             )
-        events = [torch.cuda.Event() for _ in range(2 + SLOTS)]
+        events = [torch.cuda.Event() for _ in range(EVENTS)]
         for event in events:
             event.record()  # creates it
         return Driver(), torch.cuda.Stream(self.device, priority=-1), events

@@ -78,7 +78,7 @@ def rounds(peers: Lagging) -> None:
         graph.recorder.replay()
         expected = torch.cat([values(number, other, rows) for other in range(ranks)])
         launch(0, note, graph.whole, expected, f"gather {number}")
-        for other in (i for i in range(ranks) if i != rank):
+        for other in peers.others:
             launch(0, note, part(graph.landed, other, ranks), part(expected, other, ranks), f"gather {number}, arrived")
         senders = [other for other in range(ranks) if other != rank]
         for own, other in zip(graph.own, senders, strict=True):

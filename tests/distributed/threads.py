@@ -113,7 +113,7 @@ class Thread(Peers):
         super().__init__(cast(dist.ProcessGroup, Group()), torch.device("cpu"))
 
     def _prepare(self) -> Any:
-        return Memory(random.Random(self.rank)), None, [SimpleNamespace(cuda_event=0)] * (2 + copies.SLOTS)
+        return Memory(random.Random(self.rank)), None, [SimpleNamespace(cuda_event=0)] * copies.EVENTS
 
     def share(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         self.place.tensors[self.rank] = torch.zeros(size, dtype=dtype)
@@ -140,7 +140,7 @@ class Lagging(Thread):
         self.side = SIDE
 
     def _prepare(self) -> Any:
-        events = [SimpleNamespace(cuda_event=number) for number in range(2 + copies.SLOTS)]
+        events = [SimpleNamespace(cuda_event=number) for number in range(copies.EVENTS)]
         return Streams(random.Random(self.rank)), None, events
 
     def meet(self) -> None:

@@ -25,8 +25,8 @@ NOTE = (
 GPT2 = 50257  # entries of the tokenizer of TEXT
 
 
-def job(name, gpus=1, gib=None, after=(), commands=(NOTE,), minutes=0.01, busy=False, alone=False):
-    return Job(name, "a page", tuple(commands), minutes, gpus, gib, tuple(after), busy, alone)
+def job(name, gpus=1, gib=None, after=(), commands=(NOTE,), minutes=0.01, busy=False, needs_cores=False):
+    return Job(name, "a page", tuple(commands), minutes, gpus, gib, tuple(after), busy, needs_cores)
 
 
 def run(tmp_path, some, gpus=("4", "6"), seconds=float("inf")):
@@ -122,10 +122,10 @@ def test_busy_jobs_do_not_run_beside_those_that_need_the_host():
     }
 
 
-def test_a_busy_job_that_is_alone_waits_for_both_kinds_and_both_for_it():
+def test_a_busy_job_that_needs_the_cores_waits_for_both_kinds_and_both_for_it():
     some = [
         job("fuzz", gib=40.0, minutes=2.0, busy=True),
-        job("sockets", minutes=1.0, busy=True, alone=True),
+        job("sockets", minutes=1.0, busy=True, needs_cores=True),
         job("time", minutes=3.0),
         job("kernels", minutes=1.0, busy=True),
     ]
