@@ -167,12 +167,17 @@ class RowStore:
         return str(self.folder / self._zip(int(np.searchsorted(self._ends, row, side="right"))))
 
     def missing(self) -> str | None:
-        """Returns a local shard that is missing or has the wrong size, or None. The contents are not read."""
+        """Returns a local shard that is missing or has the wrong size, or None. The contents are not read.
+
+        Shards of a remote store are fetched when they are read, and other processes may be deleting some from the cache.
+        """
+        if self.is_remote:
+            return None
         for number, reader in enumerate(self._readers):
             file = self.folder / self._zip(number)
             raw = self.folder / reader.raw_data.basename
             present = file.is_file() and file.stat().st_size == (reader.zip_data or reader.raw_data).bytes
-            if not (present or raw.is_file() or self.is_remote):
+            if not (present or raw.is_file()):
                 return str(file)
         return None
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -84,6 +85,12 @@ def test_processes_share_a_cache(folder: Path, remote: Path, tmp_path: Path) -> 
         jobs = [pool.apply_async(_read, (str(remote), cache, limit, seed)) for seed in range(3)]
         hashes = [job.get(120) for job in jobs]
     assert hashes == [hash(tuple(rows(PackedData.open(str(folder)), seed=seed))) for seed in range(3)]
+
+
+def test_opening_does_not_depend_on_what_another_process_deletes_meanwhile(remote: Path, tmp_path: Path) -> None:
+    data = PackedData.open(str(remote), cache=str(tmp_path / "cache"))
+    with patch.object(Path, "is_file", return_value=True):  # it was there a moment ago
+        assert [store.missing() for store in data.stores.values()] == [None] * len(data.stores)
 
 
 def test_workers_read_through_a_cache(folder: Path, remote: Path, tmp_path: Path) -> None:
