@@ -9,7 +9,8 @@ numbered from 1, the same on all ranks, and take the slots in turn. All copies a
 
     gather n     copies x to the slot of each other rank, and sets the flag there to n; waits for all flags;
                  then copies x and what has arrived to one tensor
-    scatter n    copies the rows of each other rank to that rank's slot, and sets the flag there to n; waits for all flags
+    scatter n    copies the rows of each other rank to that rank's slot, and sets the flag there to n; waits for all flags;
+                 then copies what the first of them has sent to a tensor, if there is one for it
 
 The compute stream reads what has arrived in the slot, and none of the copies is in its way.
 
@@ -113,7 +114,7 @@ class Gathering(NamedTuple):
     x: this rank's rows [T / R, D], which the exchange reads until `whole` is called. It has to be called.
     arrived: returns the rows of all other ranks, [T, D] with this rank's rows undefined. They may be read until the next
         exchange starts.
-    whole: returns the rows of all ranks [T, D].
+    whole: returns the rows of all ranks [T, D], or without `fill` what `arrived` does.
     """
 
     x: Tensor
@@ -216,19 +217,21 @@ class Peers:
         self.driver.record(done, self.side)
         return lambda: self.driver.wait_for(current, done, 0)
 
-    def gather(self, x: Tensor) -> Gathering:
-        """Starts to gather x [T / R, D] of all ranks, which is contiguous."""
+    def gather(self, x: Tensor, fill: bool = True) -> Gathering:
+        """Starts to gather x [T / R, D] of all ranks, which is contiguous.
+
+        fill: whether a tensor of all rows is needed longer than the slot.
+        """
         size, rank, ranks = x.numel() * x.element_size(), self.rank, self.ranks
         slots, source = self.turns.next(size * ranks), x.data_ptr()
-        whole = x.new_empty(len(x) * ranks, *x.shape[1:])
-        landed, target = self.turns.received(0, whole), whole.data_ptr()
+        shape = len(x) * ranks, *x.shape[1:]
+        landed = self.turns.received(0, shape, x.dtype)
+        whole = x.new_empty(shape) if fill else landed
         current = self.begin()
         self._push(slots, [source] * ranks, size)
         self.driver.record(self.arrived, self.side)
-        self.driver.copy(target + rank * size, source, size, self.side)
-        for first, last in ((0, rank), (rank + 1, ranks)):
-            if first < last:
-                self.driver.copy(target + first * size, slots[rank] + first * size, (last - first) * size, self.side)
+        if fill:
+            self._fill(whole.data_ptr(), slots[rank], source, size)
         wait = self._end(current)
 
         def arrived() -> Tensor:
@@ -241,19 +244,30 @@ class Peers:
 
         return Gathering(x, arrived, finish)
 
-    def scatter(self, x: Tensor) -> Callable[[], list[Tensor]]:
+    def _fill(self, target: int, slot: int, source: int, size: int) -> None:
+        """Copies to the address `target` what has arrived in the slot, and in its place `size` bytes of this rank."""
+        self.driver.copy(target + self.rank * size, source, size, self.side)
+        for first, last in ((0, self.rank), (self.rank + 1, self.ranks)):
+            if first < last:
+                self.driver.copy(target + first * size, slot + first * size, (last - first) * size, self.side)
+
+    def scatter(self, x: Tensor, total: Tensor | None = None) -> Callable[[], list[Tensor]]:
         """Starts to send each other rank its rows of x [T, D]. This rank's own rows may be written later.
 
         The result of the call waits for the rows of this rank from the other ranks, and returns them as [T / R, D] each, by
-        rank in ascending order. They may be read until the next exchange starts.
+        rank in ascending order. They may be read until the next exchange starts. total: a tensor that the first of them are
+        copied to, and that takes their place in the result. It may be read and written at any time after that.
         """
         size = x.numel() * x.element_size() // self.ranks
         slots, source = self.turns.next(size * self.ranks), x.data_ptr()
         current = self.begin()
         self._push(slots, [source + rank * size for rank in range(self.ranks)], size)
+        shape = len(x) // self.ranks, *x.shape[1:]
+        received = [self.turns.received(rank, shape, x.dtype) for rank in sorted(self.others)]
+        if total is not None:
+            self.driver.copy(total.data_ptr(), received[0].data_ptr(), size, self.side)
+            received[0] = total
         wait = self._end(current)
-        like = part(x, self.rank, self.ranks)
-        received = [self.turns.received(rank, like) for rank in sorted(self.others)]
 
         def finish() -> list[Tensor]:
             wait()
@@ -275,7 +289,8 @@ class Peers:
                 slots = self.turns.next(CHUNK * self.ranks)
                 self._push(slots, [chunk.data_ptr() for chunk in chunks], mine.numel() * mine.element_size())
                 received = [
-                    mine if rank == self.rank else self.turns.received(rank, mine) for rank in range(self.ranks)
+                    mine if rank == self.rank else self.turns.received(rank, mine.shape, mine.dtype)
+                    for rank in range(self.ranks)
                 ]
                 add_up(received, own[first : first + most])
         return self._started()
@@ -328,19 +343,22 @@ class Processes:
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
         self.others = list(others(self.rank, self.ranks))
 
-    def gather(self, x: Tensor) -> Gathering:
+    def gather(self, x: Tensor, fill: bool = True) -> Gathering:
         whole = x.new_empty(len(x) * self.ranks, *x.shape[1:])
         dist.all_gather_into_tensor(whole, x, group=self.group)
         landed = whole.clone()
         part(landed, self.rank, self.ranks).fill_(torch.nan)
-        return Gathering(x, lambda: landed, lambda: whole)
+        return Gathering(x, lambda: landed, lambda: whole if fill else landed)
 
-    def scatter(self, x: Tensor) -> Callable[[], list[Tensor]]:
+    def scatter(self, x: Tensor, total: Tensor | None = None) -> Callable[[], list[Tensor]]:
         sent = x.clone()
         part(sent, self.rank, self.ranks).fill_(torch.nan)  # not there yet: must not be read
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        return lambda: [part(received, rank, self.ranks) for rank in sorted(self.others)]
+        found = [part(received, rank, self.ranks) for rank in sorted(self.others)]
+        if total is not None:
+            found[0] = total.copy_(found[0])
+        return lambda: found
 
     def start_reduction(self, own: Tensor, whole: Tensor) -> "Started":
         received = torch.empty_like(whole)

@@ -4,11 +4,10 @@ They compute what `column_product` and `row_product` of `ssscale.parallel.operat
 the same shapes. A rank multiplies what needs no exchange, or what the others wait for, first:
 
     gather     its own rows, while those of the others arrive; then those
-    scatter    the rows of the other ranks, which are sent while it multiplies its own; a column product's gradient of the
-               weight comes after that, and hides the rest
+    scatter    the rows of the other ranks, which are sent while it multiplies its own, or, in the backward pass of a column
+               product, while it computes the gradient of the weight
 
-Each operator is one node of a compiled graph. Sums over the ranks are in float32, in the order of the ranks, and are rounded
-once.
+Each operator is one node of a compiled graph. Sums over the ranks are in float32, always in the same order.
 """
 
 from collections.abc import Callable
@@ -19,11 +18,13 @@ from ssscale_kernels.versions import mark
 from torch import Tensor
 
 from ssscale.parallel import copies
-from ssscale.parallel.copies import add_up, peers
+from ssscale.parallel.copies import add_up, part, peers
 from ssscale.parallel.registry import new_library, register
 
 mark(__file__)
 
+# Features of a rank. With fewer, bf16 rows take longer to arrive (300 GB/s) than as many to be multiplied (700 TFLOP/s).
+HIDES = 2304
 PRODUCTS = "ssscale_overlapped"  # substring of the names of these operators
 
 _library = new_library(PRODUCTS, __file__, copies.__file__)
@@ -46,29 +47,17 @@ def _operator(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[...
     return made
 
 
-def _multiply_and_send(x: Tensor, right: Tensor, own: int, exchange: Any) -> Callable[[], Tensor]:
-    """Multiplies x [T, D] by `right` [D, F], the rows of the other ranks first, which are sent meanwhile.
+def _send_products(x: Tensor, right: Tensor, exchange: Any, total: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Multiplies the rows of the other ranks of x [T, D] by `right` [D, F], and starts to send them.
 
-    The result of the call waits for the other ranks, and returns this rank's rows [T / R, F] of the sum over the ranks.
+    Returns the product [T, F], this rank's rows undefined, and what `Peers.scatter` returns.
     """
     product = x.new_empty(len(x), right.shape[1])
     sizes = [len(x) // exchange.ranks] * exchange.ranks
     rows, parts = torch.split_with_sizes(x, sizes), torch.split_with_sizes(product, sizes)
     for rank in exchange.others:
         torch.mm(rows[rank], right, out=parts[rank])
-    arriving = exchange.scatter(product)
-    torch.mm(rows[own], right, out=parts[own])
-
-    def finish() -> Tensor:
-        received = arriving()
-        received.insert(own, parts[own])
-        if len(received) == 2:  # as below, in fewer calls
-            return torch.add(*received)
-        total = torch.empty_like(parts[own])
-        add_up(received, total)
-        return total
-
-    return finish
+    return product, exchange.scatter(product, total)
 
 
 @_operator(
@@ -102,7 +91,16 @@ def gather_and_multiply(x: Tensor, right: Tensor, ranks: int, group: str, own: i
 )
 def multiply_and_scatter(x: Tensor, right: Tensor, ranks: int, group: str, own: int) -> Tensor:
     """Returns this rank's rows [T / R, F] of the product of x [T, D] with `right` [D, F], summed over the ranks."""
-    return _multiply_and_send(x, right, own, peers(group, x.device))()
+    product, arriving = _send_products(x, right, peers(group, x.device))
+    mine = part(product, own, ranks)
+    torch.mm(part(x, own, ranks), right, out=mine)
+    received = arriving()
+    received.insert(own, mine)
+    if ranks == 2:  # as below, in fewer calls
+        return torch.add(*received)
+    total = torch.empty_like(mine)
+    add_up(received, total)
+    return total
 
 
 @_operator(
@@ -118,12 +116,51 @@ def column_gradients(
     """Returns the gradients of a column product: of this rank's rows [T / R, D], summed over the ranks, and of the weight.
 
     gradient: [T, F]. weight: [F, D]. x: all rows [T, D], or with `again` this rank's, and all are gathered.
+    The product of the own rows comes last, and is added to what has arrived before it is rounded.
     """
     exchange = peers(group, x.device)
     gathering = exchange.gather(x.contiguous()) if again else None
-    of_rows = _multiply_and_send(gradient, weight, own, exchange)
+    of_rows = gradient.new_empty(len(gradient) // ranks, weight.shape[1])
+    _sent, arriving = _send_products(
+        gradient, weight, exchange, of_rows
+    )  # whose memory is not free until it has arrived
     of_weight = torch.mm(gradient.t(), x if gathering is None else gathering.whole())
-    return of_rows(), of_weight
+    received = arriving()
+    of_rows.addmm_(part(gradient, own, ranks), weight)
+    if ranks > 2:
+        add_up(received, of_rows)
+    return of_rows, of_weight
+
+
+@_operator(
+    "row_gradients(Tensor gradient, Tensor weight, Tensor x, int ranks, str group, int own) -> (Tensor, Tensor)",
+    lambda gradient, weight, x, ranks, group, own: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+)
+def row_gradients(
+    gradient: Tensor, weight: Tensor, x: Tensor, ranks: int, group: str, own: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of a row product: of x [T, F], and of the weight [D, F].
+
+    gradient: this rank's rows [T / R, D]. Where F is less than `HIDES`, the rows of the others arrive later than the product
+    of the own rows ends. Their part of the weight's gradient comes next then, and is rounded before the others' is added.
+    """
+    if weight.shape[1] >= HIDES:
+        of_rows, whole = gather_and_multiply(gradient, weight, ranks, group, own)
+        return of_rows, torch.mm(whole.t(), x)
+    rows = len(gradient)
+    gathering = peers(group, x.device).gather(gradient.contiguous(), fill=False)
+    sizes = [own * rows, rows, (ranks - 1 - own) * rows]
+    of_rows = x.new_empty(x.shape)
+    parts, inputs = torch.split_with_sizes(of_rows, sizes), torch.split_with_sizes(x, sizes)
+    torch.mm(gradient, weight, out=parts[1])
+    of_weight = torch.mm(gradient.t(), inputs[1])
+    arrived = torch.split_with_sizes(gathering.arrived(), sizes)
+    for place in (0, 2):
+        if sizes[place]:
+            torch.mm(arrived[place], weight, out=parts[place])
+            of_weight.addmm_(arrived[place].t(), inputs[place])
+    gathering.whole()
+    return of_rows, of_weight
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -151,8 +188,7 @@ class _RowProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_rows, whole = gather_and_multiply(gradient, weight, *ctx.options)
-        return of_rows, whole.t() @ x, None, None, None
+        return *row_gradients(gradient, weight, x, *ctx.options), None, None, None
 
 
 column_product = register(

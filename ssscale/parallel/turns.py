@@ -1,5 +1,7 @@
 """The flags and slots of exchanges by copy engines (`ssscale.parallel.copies`), and whose turn it is to use them."""
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,17 +53,17 @@ class Turns:
         self.number += 1
         return self.addresses[self.number % SLOTS]
 
-    def received(self, piece: int, like: Tensor) -> Tensor:
-        """Returns a piece of this rank's slot in the current exchange, of the shape and dtype of `like`.
+    def received(self, piece: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a piece of this rank's slot in the current exchange.
 
         piece: how many pieces of that size come before it: the sender's rank, as all ranks send as much to a slot.
         """
-        key = self.number % SLOTS, piece, like.shape, like.dtype
+        key = self.number % SLOTS, piece, shape, dtype
         found = self.views.get(key)
         if found is None:
-            size = like.numel() * like.element_size()
+            size = math.prod(shape) * dtype.itemsize
             bytes_ = self.slots[self.peers.rank][self.number % SLOTS, piece * size : (piece + 1) * size]
-            found = self.views[key] = bytes_.view(like.dtype).view(like.shape)
+            found = self.views[key] = bytes_.view(dtype).view(shape)
         return found
 
     def raise_flag(self, rank: int) -> None:

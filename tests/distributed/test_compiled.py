@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ssscale.config.choices import Recompute
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
-from ssscale.parallel import operators
+from ssscale.parallel import operators, overlapped
 from ssscale.parallel.context import share_of
 from ssscale.parallel.groups import Groups
 from tests.distributed.compiled_models import TOKENS, make_model
@@ -91,12 +92,13 @@ def whole_differences(
     backend: str | None,
     planted: str | None = None,
     read_out: bool = False,
+    hides: int = overlapped.HIDES,
     **options: Any,
 ) -> tuple[dict[str, float], int, int]:
     """Blocks that hold their exchanges, compiled by `backend` or not, beside Megatron-core's layers without torch.compile.
 
-    planted: the operator whose gradient is set to zero. read_out: whether `Decoder.read_out` is compiled too. Returns the
-    differences, and the numbers of graphs and of breaks within them. A job for the pool.
+    planted: the operator whose gradient is set to zero. read_out: whether `Decoder.read_out` is compiled too. hides: of
+    `overlapped`. Returns the differences, and the numbers of graphs and of breaks within them. A job for the pool.
     """
     groups = regroup(tensor, ulysses)
     counters = torch._dynamo.utils.counters
@@ -120,7 +122,8 @@ def whole_differences(
         )
     try:
         options |= {"sequence_parallel": sequence, "compile_exchanges": True}
-        found = relative(plain, gradients(core, groups, compile_blocks, **options))
+        with patch.object(overlapped, "HIDES", hides):
+            found = relative(plain, gradients(core, groups, compile_blocks, **options))
     finally:
         if function:
             function.backward = backward
@@ -153,12 +156,14 @@ def test_the_operators_compute_what_megatron_computes_bit_by_bit(
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("option", ["overlap_gathers", "copy_engines"])
+@pytest.mark.parametrize(
+    "option", [{"overlap_gathers": True}, {"copy_engines": True}, {"copy_engines": True, "hides": 0}]
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_own_tokens_may_be_multiplied_while_others_arrive(
-    ranks: int, option: str, keep: bool, pool2: Pool, pool4: Pool
+    ranks: int, option: dict[str, Any], keep: bool, pool2: Pool, pool4: Pool
 ) -> None:
-    layout = {"tensor": ranks, "ulysses": 1, "sequence": True, option: True, "keep_gathered": keep}
+    layout = {"tensor": ranks, "ulysses": 1, "sequence": True, **option, "keep_gathered": keep}
     pool = {2: pool2, 4: pool4}[ranks]
     for found, *_ in pool.run(WHOLE, core="ssmax", backend=None, **layout):
         assert len(found) > 10

@@ -39,18 +39,20 @@ def check_exchanges(peers: Thread, dtype: torch.dtype) -> None:
     for case in range(CASES):
         every = tensors(ranks, case, dtype)
         mine = every[rank].clone()
-        gathering = peers.gather(part(mine, rank, ranks)) if case % 3 else None
+        gathering = peers.gather(part(mine, rank, ranks), fill=case % 4 < 3) if case % 3 else None
         if gathering is not None:
             arrived = gathering.arrived()
             for i in peers.others:
                 assert torch.equal(part(arrived, i, ranks), part(every[i], i, ranks)), f"gather {case}"
-        received = peers.scatter(mine)() if case % 2 else None
+        first = torch.full_like(part(mine, rank, ranks), torch.nan) if case % 5 else None
+        received = peers.scatter(mine, first)() if case % 2 else None
         if received is not None:
+            assert first is None or received[0] is first
             received.insert(rank, part(mine, rank, ranks))
             total = torch.empty_like(received[0])
             add_up(received, total)
             assert torch.equal(total, sum_of([part(x, rank, ranks) for x in every])), f"scatter {case}"
-        if gathering is not None:
+        if gathering is not None and case % 4 < 3:
             expected = torch.cat([part(x, i, ranks) for i, x in enumerate(every)])
             assert torch.equal(gathering.whole(), expected), f"gather {case}"
 

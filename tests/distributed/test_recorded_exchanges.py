@@ -34,7 +34,7 @@ class Recorder:
 
 
 class Graph:
-    """A gather of x and a scatter of y.
+    """A gather of x, a scatter of y, whose first part gets a tensor of its own.
 
     landed, own: the compute stream reads what came by them, before another exchange may begin.
     """
@@ -46,7 +46,7 @@ class Graph:
             gathering = peers.gather(self.x)
             arrived, self.landed = gathering.arrived(), torch.zeros(size * peers.ranks, DIM)
             self.recorder.launch(0, self.landed.copy_, arrived)
-            received = peers.scatter(self.y)()
+            received = peers.scatter(self.y, torch.zeros_like(self.x))()
             self.own = [torch.zeros_like(x) for x in received]
             self.recorder.launch(0, lambda: [own.copy_(x) for own, x in zip(self.own, received, strict=True)])
             self.whole = gathering.whole()

@@ -44,10 +44,12 @@ def _exchanges(peers: Peers, cases: int) -> None:
         partial = torch.randn(rows * peers.ranks, dim, device="cuda", dtype=torch.bfloat16)
         kind = shared.choice(["gather", "scatter", "both"])
         _sleep(own, torch.cuda.current_stream())
-        gathering = peers.gather(x) if kind != "scatter" else None
+        fill, apart = shared.random() < 0.7, shared.random() < 0.5
+        gathering = peers.gather(x, fill) if kind != "scatter" else None
         landed = None if gathering is None else gathering.arrived().clone()
         _sleep(own, torch.cuda.current_stream())
-        scattering = peers.scatter(partial) if kind != "gather" else None
+        first = torch.full_like(x, torch.nan) if apart else None
+        scattering = peers.scatter(partial, first) if kind != "gather" else None
         _sleep(own, peers.stream)
         if scattering is not None:
             received = scattering()
@@ -57,7 +59,7 @@ def _exchanges(peers: Peers, cases: int) -> None:
             whole = gathering.whole()
             expected = torch.empty_like(whole)
             dist.all_gather_into_tensor(expected, x)
-            assert torch.equal(whole, expected), f"gather {number}"
+            assert not fill or torch.equal(whole, expected), f"gather {number}"
             for other in peers.others:
                 assert torch.equal(part(landed, other, peers.ranks), part(expected, other, peers.ranks)), number
         if scattering is not None:
