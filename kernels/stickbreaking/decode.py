@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import blocks, tile
-from .forward import LOG2_E, parts, walk_rows
+from .forward import LOG2_E, initial_state, parts, walk_rows, walk_tiles
 from .settings import COUNTS, Config, last_contiguous, launch, log2_threshold
 
 # Enough programs to fill 132 multiprocessors eight times. A split of fewer than MIN_KEYS keys is not worth its merge.
@@ -60,16 +60,17 @@ def split_kernel(
     last = tl.maximum(seen - split * per_split, 0)
     first = tl.maximum(last - per_split, 0)
     whole = tl.maximum(tl.minimum(tl.minimum(tl.maximum(offset, 0), k_len) // KEYS, last), first)
-    walk = (
-        tl.where(row_ok, 0.0, -1e30), q, source, tl.minimum(offset + row, k_len), whole, last, first, k_len, logit_scale,
-        threshold, CHUNK, CHUNK,
-    )  # fmt: skip
+    entering, position = tl.where(row_ok, 0.0, -1e30), tl.minimum(offset + row, k_len)
+    walk = (entering, q, source, position, whole, last, first, k_len, logit_scale, threshold, CHUNK, CHUNK)
     out = (split.to(tl.int64) * num_tokens + token) * num_heads + head
     results = (o_ptr + out[:, None] * H + dims[None, :], rest_ptr + out, row_ok)
-    state, _stop, _from, fails = walk_rows(*walk, False, ROWS, KEYS, H, BH, False, PARTS, False)
+    state, _stop, exact_from, needed = walk_rows(*walk, ROWS, KEYS, H, BH, False, PARTS, False)
     _save(state, *results, dims, H)
-    if fails:
-        state, _stop, _from, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, False, PARTS, False)
+    if needed < exact_from:
+        state = walk_tiles(
+            initial_state(entering, ROWS, BH), q, source, last - 1, last - first, position, k_len, logit_scale,
+            tl.maximum(threshold, tile.DEAD), True, True, ROWS, KEYS, H, BH, False, PARTS, False,
+        )  # fmt: skip
         _save(state, *results, dims, H)
 
 
