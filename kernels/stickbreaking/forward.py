@@ -18,6 +18,8 @@ from .launching import begin, cdiv, launch_kernel
 from .settings import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
 
 LOG2_E = 1.4426950408889634
+# Where a chunk of tiles leaves the range, this many of its tiles are taken to be the ones, and chunks are as short from then on.
+SUSPECTS = tl.constexpr(4)
 UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that need the exact algebra
 
 
@@ -137,8 +139,10 @@ def _walk_on(
     chunk is as long as the fullest stick lasts at the rate of the last chunk.
     """
     RANGE: tl.constexpr = tile.RANGE_SKIPPING if SKIPS else tile.RANGE
+    suspect = t
     while (t >= end) & (fullest >= threshold) & (fullest < UNSPENT):
         count = tl.minimum(t + 1 - end, ahead)
+        suspect = t - tl.minimum(count, SUSPECTS)
         state = walk_tiles(
             state, q, source, t, count, position, num_keys, logit_scale, tl.maximum(threshold, tile.DEAD),
             False, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
@@ -149,7 +153,7 @@ def _walk_on(
         ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left
     # At least twice as many tiles as before, so that a block does not start again at each of them.
-    needed = tl.maximum(tl.minimum(t + 1, seen - 2 * (seen - exact_from)), end)
+    needed = tl.maximum(tl.minimum(suspect + 1, seen - 2 * (seen - exact_from)), end)
     return state, t + 1, exact_from, tl.where(fullest == UNSPENT, needed, exact_from)
 
 
@@ -200,10 +204,10 @@ def walk_again(
         initial_state(entering, ROWS, BH), q, source, seen - 1, seen - exact_from, position, num_keys, logit_scale,
         tl.maximum(threshold, tile.DEAD), True, True, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
     )  # fmt: skip
-    fullest = fullest_stick(state[1], state[4], True, 0.0)
+    fullest, short = fullest_stick(state[1], state[4], True, 0.0), tl.minimum(chunk, SUSPECTS)
     return _walk_on(
-        state, exact_from - 1, first_chunk, fullest, exact_from, q, source, position, seen, end, num_keys, logit_scale,
-        threshold, chunk, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+        state, exact_from - 1, short, fullest, exact_from, q, source, position, seen, end, num_keys, logit_scale,
+        threshold, short, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
     )  # fmt: skip
 
 
