@@ -16,10 +16,18 @@ from types import FrameType
 from eval.evidence.jobs import ROOT, Job
 from eval.evidence.schedule import Place, next_place
 from ssscale.errors import SAVED
+from ssscale.launcher import tied
 
 LARGEST = 4 * 2**20  # bytes of a file that is packed
 KEPT = {".json", ".jsonl", ".png", ".txt", ".log", ".yaml", ".md", ".csv"}
 GRACE = 20.0  # seconds between SIGTERM and SIGKILL
+# bash handles a signal while it waits for a command in the background, and not while it runs one itself.
+SCRIPT = """trap 'trap - TERM; kill -TERM 0' TERM
+(
+set -euo pipefail
+{commands}
+) & wait $!
+"""
 
 
 @dataclass
@@ -99,7 +107,7 @@ class Lanes:
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # `python` is this one
         if place.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
-        script = "set -euo pipefail\n" + "\n".join(job.commands)
+        script = SCRIPT.format(commands="\n".join(job.commands))
         with (here / "job.log").open("ab") as log:
             process = subprocess.Popen(
                 ["bash", "-c", script],
@@ -109,6 +117,7 @@ class Lanes:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=tied(signal.SIGTERM),
             )
         self.running.append(Running(place, process))
         self.say(str(place))

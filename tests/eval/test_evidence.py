@@ -7,7 +7,9 @@ import shlex
 import subprocess
 import sys
 import tarfile
+import time
 
+import psutil
 import pytest
 
 from eval.evidence.__main__ import chosen
@@ -211,3 +213,24 @@ def test_mistakes_are_one_sentence():
         assert found.returncode == 2
         assert sentence in found.stderr
         assert len(found.stderr.splitlines()) == 1
+
+
+def test_the_commands_of_a_job_end_with_a_caller_that_is_killed(tmp_path):
+    """Also one in a pipeline, and one that another command has started."""
+    commands = (
+        'sleep 61 & echo $! >"$HERE/first.txt"',
+        "bash -c 'sleep 62 & echo $! >\"$HERE/second.txt\"; wait' | cat",
+    )
+    code = (
+        "import sys; from pathlib import Path; from eval.evidence.jobs import Job; from eval.evidence.lanes import Lanes\n"
+        "out, *commands = sys.argv[1:]; Lanes([Job('a', 'page', tuple(commands), 1.0, 0)], {}, Path(out), Path(out)).run()"
+    )
+    files = [tmp_path / "a" / name for name in ("first.txt", "second.txt")]
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path, *commands], cwd=ROOT) as killed:
+        while not all(file.is_file() and file.read_text() for file in files):
+            assert killed.poll() is None
+            time.sleep(0.01)
+        running = [psutil.Process(int(file.read_text())) for file in files]
+        killed.kill()
+    _, left = psutil.wait_procs(running, 20)
+    assert not left

@@ -18,6 +18,7 @@ from eval.papers.study import measure
 from eval.papers.study.jobs import Job, Place, Step
 from eval.papers.study.schedule import duration, slowdown, works
 from ssscale.errors import SAVED, UserError
+from ssscale.launcher import tied
 
 ROOT = Path(__file__).resolve().parents[3]
 MEMORY = 0.9  # share of a GPU's memory that jobs may declare
@@ -36,7 +37,10 @@ class Process(Protocol):
 
 
 class Program:
-    """A command in a process group of its own, so that a signal reaches the processes that it has started."""
+    """A command in a process group of its own, so that a signal reaches the processes that it has started.
+
+    If the runner is killed, it gets SIGTERM, which ends or saves it.
+    """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: IO[str]) -> None:
         self.process = subprocess.Popen(
@@ -47,6 +51,7 @@ class Program:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=tied(signal.SIGTERM),
         )
 
     def poll(self) -> int | None:

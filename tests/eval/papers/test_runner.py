@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
+import psutil
 import pytest
 
 from eval.checkpoint.gpus import Gpu, gpus_here
 from eval.papers.study import runner
 from eval.papers.study.jobs import Job, Place, Step
 from eval.papers.study.rates import choose
-from eval.papers.study.runner import Program, Runner
+from eval.papers.study.runner import ROOT, Program, Runner
 from eval.papers.study.schedule import Work, duration, minutes_of, plan, shared, slowdown, stays
 from ssscale.errors import UserError
 
@@ -307,3 +308,18 @@ def test_only_visible_gpus_are_taken(tmp_path, monkeypatch):
     assert [gpu.name for gpu in gpus_here("0")] == ["0"]
     with pytest.raises(UserError, match="no GPU 3"):
         gpus_here("3")
+
+
+def test_a_program_ends_with_a_runner_that_is_killed(tmp_path):
+    code = (
+        "import sys, time; from eval.papers.study.runner import Program; log = open(sys.argv[1], 'w')\n"
+        "process = Program(['-c', sys.argv[2]], {}, log); print(process.process.pid, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "log"), SAVES]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        program = psutil.Process(int(killed.stdout.readline()))
+        while "ready" not in (tmp_path / "log").read_text():
+            time.sleep(0.01)
+        killed.kill()
+    program.wait(20)
