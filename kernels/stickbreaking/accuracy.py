@@ -15,7 +15,7 @@ from .reference import stickbreaking_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SKIP = 2.0**-12
-KINDS = ("normal", "huge", "low", "one-hot", "edge")
+KINDS = ("normal", "huge", "low", "one-hot", "edge", "in range", "between")
 # What results besides o are differentiated: nothing, log_rest, log_rest with a stick from nearer keys, or o is the
 # remainder variant's (Eq. 13).
 USES = ("o", "log_rest", "carried", "remainder")
@@ -69,6 +69,12 @@ def logits(kind: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return 1 + q.abs(), torch.where(torch.rand_like(k[..., :1]) < 0.1, 8.0, -8.0) * (1 + k.abs())
     if kind == "edge":  # 16 keys spend 120 bits: less than float32 can express, but more than tile.RANGE
         return torch.ones_like(q), (5.2 + k / 20) / q.shape[-1] ** 0.5
+    if kind == "in range":  # 16 keys spend 102 bits: tile.RANGE_SKIPPING has room for them, tile.RANGE does not
+        return torch.ones_like(q), (4.4 + k / 20) / q.shape[-1] ** 0.5
+    if kind == "between":  # 20 keys far from the diagonal take all of every other row, and the other rows walk on
+        q, k, size, at = q / 10, k / 10, q.shape[-1] ** 0.5, 2 * len(k) // 3
+        q[..., 0], q[..., 1], k[..., 0], k[..., 1] = 0.0, 1.0, -size, -3 * size
+        q[::2, :, 0], q[::2, :, 1], k[at : at + 20, :, 0] = 4.0, 0.0, 2 * size
     return q, k
 
 

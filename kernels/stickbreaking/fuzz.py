@@ -57,7 +57,7 @@ def draw(setting: Setting, rng: random.Random, device: str, longest: int) -> Cas
     queries = [rng.choice((0, 1, 2, rng.randint(1, 70), rng.randint(1, longest))) for _ in range(rng.randint(1, 8))]
     queries[0] = max(queries[0], 1)
     heads = (setting.key_heads * setting.group, setting.key_heads)
-    kind = rng.choice(("normal", "normal", "huge", "low", "one-hot", "edge"))
+    kind = rng.choice(("normal", *accuracy.KINDS))
     skip_below = rng.choice((0.0, accuracy.SKIP))
     # What skipping changes in gradients of log_rest has no bound.
     use = "o" if skip_below else "carried" if setting.entering else "log_rest"

@@ -40,6 +40,9 @@ CASES = {
         "float32, one-hot": SMALL._replace(dtype=FP32, kind="one-hot", lengths=(100,)),
         "float32, skipping": SMALL._replace(dtype=FP32, head_dim=40, lengths=(150,), skip_below=EPSILON),
         "edge": SMALL._replace(kind="edge", use="log_rest", lengths=(140,)),
+        "in range": SMALL._replace(kind="in range", lengths=(140,), skip_below=EPSILON),
+        "between": SMALL._replace(kind="between", lengths=(400,), skip_below=EPSILON),
+        "between, not skipped": SMALL._replace(kind="between", use="log_rest", lengths=(400,)),
     },
     "bfloat16": {
         "bfloat16": Case(BF16, 24, heads=(2, 1), lengths=(70, 1, 65)),
