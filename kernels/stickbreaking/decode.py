@@ -155,7 +155,8 @@ def decode(
         q, k, v, part, part_rest, cu_q, cu_k, q_offsets,
         num_tokens, k.shape[0], num_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         scale * LOG2_E, log2_threshold(skip_below),
-        H=head_dim, BH=padded, ROWS=config.row_block, KEYS=config.key_block, KV_GROUP=group, HAS_OFFSET=q_offsets is not None, PARTS=parts(q, False),
+        H=head_dim, BH=padded, ROWS=config.row_block, KEYS=config.key_block, KV_GROUP=group,
+        HAS_OFFSET=q_offsets is not None, PARTS=parts(q, False),
         **launch(config),
     )  # fmt: skip
     merge_kernel[(num_tokens * num_heads,)](

@@ -18,7 +18,7 @@ from .launching import begin, cdiv, launch_kernel
 from .settings import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
 
 LOG2_E = 1.4426950408889634
-# Where a chunk of tiles leaves the range, this many of its tiles are taken to be the ones, and chunks are as short from then on.
+# Where a chunk of tiles leaves the range, so many of its tiles are taken to be the ones, and chunks are as short from then on.
 SUSPECTS = tl.constexpr(4)
 UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that need the exact algebra
 
@@ -164,8 +164,8 @@ def walk_rows(
     HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Walks the tiles seen − 1 to `end` of one row block. Returns the state of `walk_tiles`, the last tile that was visited,
-    from which tile on the exact algebra was taken, and from which on it has to be taken, which is an earlier one if the fast one
-    did not hold.
+    from which tile on the exact algebra was taken, and from which on it has to be taken: a farther one if the fast one did not
+    hold.
     """
     RANGE: tl.constexpr = tile.RANGE_SKIPPING if SKIPS else tile.RANGE
     floor = tl.maximum(threshold, tile.DEAD)
