@@ -121,9 +121,8 @@ def column_gradients(
     exchange = peers(group, x.device)
     gathering = exchange.gather(x.contiguous()) if again else None
     of_rows = gradient.new_empty(len(gradient) // ranks, weight.shape[1])
-    _sent, arriving = _send_products(
-        gradient, weight, exchange, of_rows
-    )  # whose memory is not free until it has arrived
+    # The name keeps the memory of what is sent until it has arrived.
+    _sent, arriving = _send_products(gradient, weight, exchange, of_rows)
     of_weight = torch.mm(gradient.t(), x if gathering is None else gathering.whole())
     received = arriving()
     of_rows.addmm_(part(gradient, own, ranks), weight)
