@@ -84,9 +84,11 @@ def _spills_in_loops(sass: str) -> tuple[int, ...]:
             if any(re.search("HG?MMA", line) for line in body):
                 spills = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body)
                 loops.append((int(target[1], 16), address, spills))
-    # A loop around another one runs once per run of tiles and may spill; the inner one runs once per tile.
+    # A loop around another one runs once per run of tiles and may spill; the inner one runs once per tile. A branch back into
+    # another loop from behind it ends code out of line, which waits for a load.
     return tuple(
         spills
         for first, last, spills in loops
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b, _ in loops)
+        and not any(a < first <= b < last for a, b, _ in loops)
     )

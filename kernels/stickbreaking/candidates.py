@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 CANDIDATES = {
     64: Candidates(
-        [Config(64, 64, 4, 3, 160), Config(64, 64, 4, 3, 168), Config(128, 64, 4, 3), Config(128, 64, 8, 3, 128)],
+        [Config(64, 64, 4, 3, 160), Config(64, 64, 4, 3, 168)],
         [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3)],
         [Config(64, 64, 4, 3), Config(64, 64, 4, 4)],
     ),
@@ -55,7 +55,7 @@ CANDIDATES = {
         [Config(128, 64, 8, 2)],
     ),
     32: Candidates(
-        [Config(64, 64, 4, 3, 128), Config(64, 64, 4, 4, 128), Config(128, 64, 4, 3, 168)],
+        [Config(64, 64, 4, 3, 128), Config(64, 64, 4, 4, 128)],
         [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 4, 168)],
         [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3), Config(64, 64, 4, 4, 168)],
     ),

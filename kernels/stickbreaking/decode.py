@@ -11,12 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import blocks, tile
-from .forward import LOG2_E, parts, walk_rows
+from .forward import LOG2_E, fullest_stick, initial_state, parts, walk_rows, walk_tiles
 from .settings import COUNTS, Config, last_contiguous, launch, log2_threshold
 
 # Enough programs to fill 132 multiprocessors eight times. A split of fewer than MIN_KEYS keys is not worth its merge.
 TARGET_PROGRAMS = 1056
 MIN_KEYS = 256
+CHUNK = tl.constexpr(4)  # tiles between two tests whether the sticks are spent
 
 
 def split_config(rows: int, head_dim: int, dtype: torch.dtype) -> Config:
@@ -38,7 +39,7 @@ def split_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, rest_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
     num_tokens, num_keys_total, num_heads, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_OFFSET: tl.constexpr, PARTS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     num_splits = tl.num_programs(0)
@@ -60,17 +61,37 @@ def split_kernel(
     last = tl.maximum(seen - split * per_split, 0)
     first = tl.maximum(last - per_split, 0)
     whole = tl.maximum(tl.minimum(tl.minimum(tl.maximum(offset, 0), k_len) // KEYS, last), first)
-    walk = (
-        tl.where(row_ok, 0.0, -1e30), q, source, tl.minimum(offset + row, k_len), whole, last, first, k_len, logit_scale,
-        threshold, CHUNK, CHUNK,
-    )  # fmt: skip
+    entering, position = tl.where(row_ok, 0.0, -1e30), tl.minimum(offset + row, k_len)
+    walk = (entering, q, source, position, whole, last, first, k_len, logit_scale, threshold, CHUNK, CHUNK)
     out = (split.to(tl.int64) * num_tokens + token) * num_heads + head
     results = (o_ptr + out[:, None] * H + dims[None, :], rest_ptr + out, row_ok)
-    state, _stop, _from, fails = walk_rows(*walk, False, ROWS, KEYS, H, BH, False, PARTS, False)
+    state, _stop, exact_from, needed = walk_rows(*walk, ROWS, KEYS, H, BH, False, PARTS, False)
     _save(state, *results, dims, H)
-    if fails:
-        state, _stop, _from, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, False, PARTS, False)
+    if needed < exact_from:
+        state = _walk_exactly(
+            entering, q, source, position, last, first, k_len, logit_scale, threshold, ROWS, KEYS, H, BH, PARTS
+        )
         _save(state, *results, dims, H)
+
+
+@triton.jit
+def _walk_exactly(
+    entering, q, source, position, seen, end, num_keys, logit_scale, threshold,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Walks the tiles seen − 1 to `end` with the exact algebra, until the sticks are spent. Returns the state."""
+    state = initial_state(entering, ROWS, BH)
+    t = seen - 1
+    fullest = tl.max(entering, 0).to(tl.float32)
+    while (t >= end) & (fullest >= threshold):
+        count = tl.minimum(t + 1 - end, CHUNK)
+        state = walk_tiles(
+            state, q, source, t, count, position, num_keys, logit_scale, tl.maximum(threshold, tile.DEAD),
+            True, True, ROWS, KEYS, H, BH, False, PARTS, False,
+        )  # fmt: skip
+        t -= count
+        fullest = fullest_stick(state[1], state[4], True, 0.0)
+    return state
 
 
 @triton.jit
@@ -134,7 +155,7 @@ def decode(
         q, k, v, part, part_rest, cu_q, cu_k, q_offsets,
         num_tokens, k.shape[0], num_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         scale * LOG2_E, log2_threshold(skip_below),
-        H=head_dim, BH=padded, ROWS=config.row_block, KEYS=config.key_block, KV_GROUP=group, CHUNK=4,
+        H=head_dim, BH=padded, ROWS=config.row_block, KEYS=config.key_block, KV_GROUP=group,
         HAS_OFFSET=q_offsets is not None, PARTS=parts(q, False),
         **launch(config),
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """The forward kernel: visits key tiles from the nearest to the farthest, until every stick of a block is spent.
 
 A block starts with the fast algebra. If 16 adjacent keys of one of its rows turn out to spend more than `tile.RANGE`, it
-starts again with the exact one. On the diagonal, this is the rule for rows that attend to the nearest keys. If sticks may be
-skipped, those rows have none left after the next tile, and the block goes on with the fast algebra. Otherwise it stays exact.
+starts again with the exact one. If sticks may be skipped, it is exact up to these keys and goes on with the fast one: a row
+that spends so much has no stick left afterwards, so it is seldom that keys farther away spend as much. On the diagonal, this is
+the rule for rows that attend to the nearest keys, so the diagonal and the tile after it are computed again at once.
 """
 
 import torch
@@ -17,6 +18,8 @@ from .launching import begin, cdiv, launch_kernel
 from .settings import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
 
 LOG2_E = 1.4426950408889634
+# Where a chunk of tiles leaves the range, so many of its tiles are taken to be the ones, and chunks are as short from then on.
+SUSPECTS = tl.constexpr(4)
 UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that need the exact algebra
 
 
@@ -125,54 +128,89 @@ def _near_again(
 
 
 @triton.jit
-def walk_rows(
-    entering, q, source, position, whole, seen, end, num_keys, logit_scale, threshold, first_chunk,
-    chunk, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+def _walk_on(
+    state, t, ahead, fullest, exact_from, q, source, position, seen, end, num_keys, logit_scale, threshold, chunk,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
+    SKIPS: tl.constexpr,
 ):  # fmt: skip
-    """Walks the tiles seen − 1 to `end` of one row block. Returns the state of `walk_tiles`, the last tile that was visited,
-    from which tile on the exact algebra was taken, and whether the fast one did not hold for all others.
+    """Walks from tile t on with the fast algebra, `ahead` tiles at first. Returns what `walk_rows` does.
 
     The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The next
     chunk is as long as the fullest stick lasts at the rate of the last chunk.
     """
     RANGE: tl.constexpr = tile.RANGE_SKIPPING if SKIPS else tile.RANGE
-    floor = tl.maximum(threshold, tile.DEAD)
-    state = initial_state(entering, ROWS, BH)
-    t = seen - 1
-    ahead = first_chunk
-    fullest = tl.max(entering, 0).to(tl.float32)
-    exact_from = end if EXACT else seen
-    if not EXACT:
-        state = walk_tiles(
-            state, q, source, t, seen - whole, position, num_keys, logit_scale, floor,
-            True, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
-        )  # fmt: skip
-        t = whole - 1
-        fullest, most_spent = _after_diagonal(state, entering, RANGE / 2 if SKIPS else RANGE)
-        if SKIPS:
-            again = fullest == UNSPENT
-            state, t, exact_from = _near_again(
-                state, again, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
-                ROWS, KEYS, H, BH, HALF, PARTS,
-            )  # fmt: skip
-            if again:
-                fullest, most_spent = _after_diagonal(state, entering, RANGE)
-        # At least as many tiles follow as would spend the stick that the diagonal has spent most of.
-        lasts = (fullest - threshold) * (seen - whole) / tl.maximum(most_spent, 1e-6)
-        ahead = tl.maximum(tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1, first_chunk)
+    suspect = t
     while (t >= end) & (fullest >= threshold) & (fullest < UNSPENT):
         count = tl.minimum(t + 1 - end, ahead)
+        suspect = t - tl.minimum(count, SUSPECTS)
         state = walk_tiles(
-            state, q, source, t, count, position, num_keys, logit_scale, floor,
-            EXACT, EXACT, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+            state, q, source, t, count, position, num_keys, logit_scale, tl.maximum(threshold, tile.DEAD),
+            False, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
         )  # fmt: skip
         t -= count
-        left = fullest_stick(state[1], state[4], EXACT, RANGE)
+        left = fullest_stick(state[1], state[4], False, RANGE)
         lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
         ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left
-    return state, t + 1, exact_from, fullest == UNSPENT
+    needed = end
+    if SKIPS:
+        # At least twice as many tiles as before, so that a block does not start again at each of them.
+        needed = tl.maximum(tl.minimum(suspect + 1, seen - 2 * (seen - exact_from)), end)
+    return state, t + 1, exact_from, tl.where(fullest == UNSPENT, needed, exact_from)
+
+
+@triton.jit
+def walk_rows(
+    entering, q, source, position, whole, seen, end, num_keys, logit_scale, threshold, first_chunk,
+    chunk, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """Walks the tiles seen − 1 to `end` of one row block. Returns the state of `walk_tiles`, the last tile that was visited,
+    from which tile on the exact algebra was taken, and from which on it has to be taken: a farther one if the fast one did not
+    hold.
+    """
+    RANGE: tl.constexpr = tile.RANGE_SKIPPING if SKIPS else tile.RANGE
+    floor = tl.maximum(threshold, tile.DEAD)
+    exact_from = seen
+    state = walk_tiles(
+        initial_state(entering, ROWS, BH), q, source, seen - 1, seen - whole, position, num_keys, logit_scale, floor,
+        True, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+    )  # fmt: skip
+    t = whole - 1
+    fullest, most_spent = _after_diagonal(state, entering, RANGE / 2 if SKIPS else RANGE)
+    if SKIPS:
+        again = fullest == UNSPENT
+        state, t, exact_from = _near_again(
+            state, again, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
+            ROWS, KEYS, H, BH, HALF, PARTS,
+        )  # fmt: skip
+        if again:
+            fullest, most_spent = _after_diagonal(state, entering, RANGE)
+    # At least as many tiles follow as would spend the stick that the diagonal has spent most of.
+    lasts = (fullest - threshold) * (seen - whole) / tl.maximum(most_spent, 1e-6)
+    ahead = tl.maximum(tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1, first_chunk)
+    return _walk_on(
+        state, t, ahead, fullest, exact_from, q, source, position, seen, end, num_keys, logit_scale, threshold, chunk,
+        ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def walk_again(
+    entering, q, source, position, whole, seen, end, num_keys, logit_scale, threshold, first_chunk,
+    chunk, exact_from, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """`walk_rows` with the exact algebra for the tiles seen − 1 to `exact_from`."""
+    state = walk_tiles(
+        initial_state(entering, ROWS, BH), q, source, seen - 1, seen - exact_from, position, num_keys, logit_scale,
+        tl.maximum(threshold, tile.DEAD), True, True, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+    )  # fmt: skip
+    fullest, short = fullest_stick(state[1], state[4], True, 0.0), tl.minimum(chunk, SUSPECTS)
+    return _walk_on(
+        state, exact_from - 1, short, fullest, exact_from, q, source, position, seen, end, num_keys, logit_scale,
+        threshold, short, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -243,10 +281,10 @@ def forward_kernel(
         o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
         num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
     )  # fmt: skip
-    state, stop, exact_from, fails = walk_rows(*walk, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
+    state, stop, exact_from, needed = walk_rows(*walk, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
     save_rows(state, stop, exact_from, *save, ROWS, H, BH)
-    if fails:
-        state, stop, exact_from, _ = walk_rows(*walk, True, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
+    while needed < exact_from:
+        state, stop, exact_from, needed = walk_again(*walk, needed, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
         save_rows(state, stop, exact_from, *save, ROWS, H, BH)
 
 

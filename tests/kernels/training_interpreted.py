@@ -69,6 +69,10 @@ CASES = {
     "near scaled": Case([250], "near", heads=(2, 1), rest=False, scaled=True, skip_below=2**-12),
     "near, not skipped": Case([250], "near", rest=False),
     "near and far": Case([250], "near and far", rest=False, skip_below=2**-12),
+    # Every other row leaves the range at one tile in the middle. The others walk on.
+    "between": Case([700], "between", rest=False, skip_below=2**-12),
+    "between scaled": Case([700], "between", rest=False, scaled=True, skip_below=2**-12),
+    "between, not skipped": Case([700], "between", rest=False),
     # 16 keys spend 108 bits: more than the range, unless sticks may be skipped.
     "far, in range": Case([250], "far, in range", rest=False, skip_below=2**-12),
     "far, in range, scaled": Case([250], "far, in range", rest=False, scaled=True, skip_below=2**-12),
@@ -118,6 +122,10 @@ def tensors(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
         q[::2, :, 0], q[::2, :, 1] = 4.0, 0.0
         if case.logits == "near and far":
             k[10:30, :, 1] = 24.0
+    elif case.logits == "between":
+        q, k = q / 10, k / 10
+        q[..., 0], q[..., 1], k[..., 0], k[..., 1] = 0.0, 1.0, -8.0, -24.0
+        q[::2, :, 0], q[::2, :, 1], k[400:420, :, 0] = 4.0, 0.0, 16.0
     elif case.logits in ("far, in range", "far, in range, log_rest"):
         q, k = q / 10, k / 10
         q[..., 1], k[..., 1], k[16:32, :, 1] = 1.0, -24.0, 18.8
