@@ -267,15 +267,15 @@ def factors(w, after, rest, scale, EXACT: tl.constexpr, WIDE: tl.constexpr):
     """Returns p of each chain: its weights are t p. rest [ROWS, 4]: log2 of the stick left after the nearer lanes.
 
     scale: a power of two by which p is multiplied, or None. Added to `rest`, it would change how `rest` is rounded.
-    WIDE: the results are float32. If 16 keys spend 64 bits, their logarithm is off by 2^-19, and so would be the weight of the
-    nearest one. Division is off by 2^-23.
+    WIDE: the results are float32. If a chain spends 64 bits, its logarithm is off by 2^-16 on a GPU, and so would be the weight
+    of its nearest key. Division is off by 2^-23.
     """
     p = ()
-    if WIDE and not EXACT:
-        if len(w) == 2:
-            p = (exp2(rest) * reciprocal(1.0 + ((w[1] * w[0] + w[1]) + w[0])),)
-        else:
-            p = (exp2(rest) * reciprocal(1.0 + w[0]),)
+    if WIDE:
+        chains = w if EXACT or len(w) == 1 else ((w[1] * w[0] + w[1]) + w[0],)
+        for n in tl.static_range(len(after)):
+            nearer = after[n] - log2_1p(chains[n]) if EXACT else 0.0
+            p = p + (exp2(rest - nearer) * reciprocal(1.0 + chains[n]),)
     else:
         for n in tl.static_range(len(after)):
             p = p + (exp2(rest - after[n]),)
