@@ -157,7 +157,10 @@ def load_rows(ptr, token, token_stride, head, head_stride, row_ok, dims, H: tl.c
 
 @triton.jit
 def products(q, k, source, t, key, num_keys, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
-    """Returns q kᵀ [ROWS, KEYS] for tile t. q: from `load_rows`; k and the other arguments: those of `load_tiles`."""
+    """Returns q kᵀ [ROWS, KEYS] for tile t. In float32, forward and dq get the same bits.
+
+    q: from `load_rows`; k and the other arguments: those of `load_tiles`.
+    """
     k_ptr, _, _, _, sk_t, sk_n, _, _, k_start, kv_head = source
     if k_ptr.dtype.element_ty == tl.float32:
         rows = k_ptr + ((k_start + t * KEYS).to(tl.int64) * sk_t + kv_head * sk_n) + key[:, None] * sk_t

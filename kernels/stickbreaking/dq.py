@@ -27,7 +27,9 @@ def _dq_tiles(
         key = blocks.each_round(column_key, t, H)
         k, v = blocks.load_tiles(source, t, key, num_keys, dims, MASKED, KEYS, H, BH)
         live = t >= row_tile
-        products, scale = tile.scale_live(tile.dot(q, tl.trans(k)), live, logit_scale, SKIPS)
+        # In float32, what is added to the carry must have the bits of what forward has subtracted.
+        products = blocks.products(q, k, source, t, key, num_keys, KEYS, H, BH)
+        products, scale = tile.scale_live(products, live, logit_scale, SKIPS)
         u, t_, w, after, spent = tile.spend(products, scale, position - t * KEYS, MASKED, EXACT, ROWS)
         nearer, total = tile.lane_sums(spent, True)
         carry += tl.where(t > row_tile, total, 0.0)
@@ -122,7 +124,7 @@ def dq_kernel(
     in_rows = row_ok[:, None] & (dims < H)[None, :]
     token = (q_start + row).to(tl.int64)
     out = (token[:, None] * num_heads + head) * H + dims[None, :]
-    q = tl.load(q_ptr + token[:, None] * sq_t + head * sq_n + dims[None, :], mask=in_rows, other=0.0)
+    q = blocks.load_rows(q_ptr, token, sq_t, head, sq_n, row_ok, dims, H)
     do = tl.load(do_ptr + token[:, None] * so_t + head * so_n + dims[None, :], mask=in_rows, other=0.0)
     saved = head.to(tl.int64) * num_tokens + token
     carry = tl.load(row_carry_ptr + saved, mask=row_ok, other=0.0)

@@ -22,7 +22,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.kernels.interpreted import patch_language_once
 
-# name: (query lengths, key lengths, offsets, heads, key heads, head dim, standard deviation of q, bytes of scratch a row)
+# name: (query lengths, key lengths, offsets, heads, key heads, head dim, standard deviation of q or a kind of
+# `accuracy.KINDS`, bytes of scratch a row)
 CASES = {
     "plain": ([130], None, None, 2, 1, 16, 1.0, 512),
     "huge": ([100], None, None, 1, 1, 16, 30.0, 512),
@@ -33,7 +34,10 @@ CASES = {
     "offset": ([20, 10], [70, 65], [50, 70], 1, 1, 16, 1.0, 512),
     # More dims than backward takes on a GPU; forward loads them in slices.
     "wide": ([70], None, None, 1, 1, 72, 1.0, 512),
+    # Tiles spend 200 bits and more, and more dims than forward loads at once are multiplied.
+    "in range": ([130], None, None, 1, 1, 64, "in range", 512),
 }
+PRECISE = ("huge", "in range")
 
 
 def starts(lengths):
@@ -62,7 +66,9 @@ def run(name, dtype):
             (num_tokens, num_heads),
         )
     )
-    if std < 0:
+    if isinstance(std, str):
+        q, k = accuracy.logits(std, q, k)
+    elif std < 0:
         q, k = std * q.abs() / head_dim, k.abs()
     else:
         q = q * std
@@ -274,7 +280,8 @@ if __name__ == "__main__":
         for name in CASES:
             print(json.dumps({"case": f"{name}-{dtype}"} | run(name, dtype)), flush=True)
         with logarithms_of_a_gpu():
-            print(json.dumps({"case": "huge, as on a GPU"} | run("huge", dtype)), flush=True)
+            for name in PRECISE:
+                print(json.dumps({"case": f"{name}, precise"} | run(name, dtype)), flush=True)
         print(json.dumps({"case": f"skip-{dtype}"} | run_skip(dtype)), flush=True)
     for name, case in DECODES.items():
         print(json.dumps({"case": f"{name}-{dtype}"} | run_decode(case, dtype)), flush=True)

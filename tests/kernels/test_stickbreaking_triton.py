@@ -16,7 +16,7 @@ from triton.compiler import CompiledKernel
 
 from tests.kernels.interpreted import run_interpreted
 from tests.kernels.stickbreaking_hopper import shuffles_reach_their_lanes
-from tests.kernels.stickbreaking_interpreted import DECODES
+from tests.kernels.stickbreaking_interpreted import DECODES, PRECISE
 
 CASES = [f"{name}-torch.float32" for name in ("plain", "huge", "low", "one", "packed", "slices", "offset", "wide")]
 CASES += [f"{name}-torch.{dtype}" for name in DECODES for dtype in ("float16", "float32")]
@@ -40,8 +40,9 @@ def test_matches_float64(interpreted, case):
         assert error <= budget(torch_error, magnitude, case) + skipped, (name, error, torch_error, magnitude)
 
 
-def test_float32_keeps_its_digits_with_the_logarithms_of_a_gpu(interpreted):
-    for name, (error, torch_error, magnitude) in interpreted["huge, as on a GPU"].items():
+@pytest.mark.parametrize("case", PRECISE)
+def test_float32_keeps_its_digits_with_the_logarithms_of_a_gpu(interpreted, case):
+    for name, (error, torch_error, magnitude) in interpreted[f"{case}, precise"].items():
         assert error <= 2 * torch_error + 4e-6 * max(magnitude, 1.0), (name, error, torch_error, magnitude)
 
 
