@@ -155,7 +155,7 @@ def kernels() -> list[Job]:
 
 
 def trained() -> list[Job]:
-    """Returns what needs a model that has learnt: stick-breaking at 162m, SSMax from a softmax model, another text."""
+    """Returns what needs a model that has learnt: stick-breaking at 162m, SSMax from a softmax model, 8M tokens of 1b."""
     train = (
         'python launch/pretrain.py config=162m_sb run_dir="$WORK/162m_sb" data.path="$WORK/all4096" data.length=4096 '
         "data.one_document=true model.vocab_size=50304 train.batch_size=16 train.microbatch=16 train.max_steps=1550 "
@@ -168,8 +168,11 @@ def trained() -> list[Job]:
     return [
         Job("ssmax_your_model", "docs/guide/ssmax_your_model.md", mine, 8.2, gib=40.0),
         Job("trained", "docs/results/attention_speed.md", (train, *both), 8.0, after=("all4096",)),
-        run_file("1b_sb", 125, 2.9, "tech4096", "_tech"),
-        run_file("1b_softmax", 125, 3.3, "tech4096", "_tech"),
+        *(
+            run_file(config, 125, minutes, data, suffix)
+            for data, suffix in (("rows4096", "_8m"), ("tech4096", "_tech"))
+            for config, minutes in (("1b_sb", 2.6), ("1b_softmax", 3.0))
+        ),
     ]
 
 

@@ -152,7 +152,7 @@ def _walk_on(
         lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
         ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
         fullest = left
-    needed = end
+    needed = end  # if nothing is skipped: spent rows would leave the range again and again
     if SKIPS:
         # At least twice as many tiles as before, so that a block does not start again at each of them.
         needed = tl.maximum(tl.minimum(suspect + 1, seen - 2 * (seen - exact_from)), end)

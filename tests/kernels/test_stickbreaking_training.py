@@ -27,7 +27,8 @@ def budget(torch_error, magnitude, scaled, terms=0.0):
     return (3 if scaled else 2) * torch_error + 2e-7 + 1e-5 * magnitude + 2**-22 * terms
 
 
-# How many tiles the row blocks of each head compute with the exact algebra: none, the diagonal and one more, or all.
+# How many tiles the row blocks of each head compute with the exact algebra: none, the diagonal and one more, as many as are
+# needed farther away, or all.
 EXACT_TILES = {
     "far": [[0, 2, 3, 4]],
     "some rows": [[0, 0, 0, 0], [0, 0, 3, 0]],
