@@ -74,21 +74,20 @@ def resources(compiled: CompiledKernel) -> Resources:
 
 
 def _spills_in_loops(sass: str) -> tuple[int, ...]:
-    """A loop is what a branch to an earlier address encloses."""
+    """A loop is what a branch to an earlier address encloses, unless it leads back from code out of line that awaits a load."""
     code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", sass)]
     loops = []
-    for address, text in code:
+    for i, (address, text) in enumerate(code):
         target = re.search(r"BRA.*0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < address:
+        awaits = i >= 2 and "TRYWAIT" in code[i - 2][1] and "BRA" in code[i - 1][1]
+        if target and int(target[1], 16) < address and not awaits:
             body = [line for at, line in code if int(target[1], 16) <= at <= address]
             if any(re.search("HG?MMA", line) for line in body):
                 spills = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body)
                 loops.append((int(target[1], 16), address, spills))
-    # A loop around another one runs once per run of tiles and may spill; the inner one runs once per tile. A branch back into
-    # another loop from behind it ends code out of line, which waits for a load.
+    # A loop around another one runs once per run of tiles and may spill; the inner one runs once per tile.
     return tuple(
         spills
         for first, last, spills in loops
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b, _ in loops)
-        and not any(a < first <= b < last for a, b, _ in loops)
     )
