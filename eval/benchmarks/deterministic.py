@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from eval.checkpoint.command import sentences, write
+from eval.checkpoint.gpus import visible_gpus
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from ssscale.launcher import LAUNCHER
@@ -320,7 +321,7 @@ def main(argv: list[str]) -> int:
     import torch  # it takes seconds, and --help needs none of it
 
     here = torch.cuda.device_count()
-    gpus = [str(i) for i in range(min(options.get("gpus", 2), here))]
+    gpus = visible_gpus()[: min(options.get("gpus", 2), here)]
     if options.get("gpus", 0) > here:
         raise UserError(f"gpus={options['gpus']}: this machine has {here}; processes=2 runs two ranks on its CPU")
     configs = options["configs"].split(",")

@@ -62,6 +62,21 @@ def test_one_bit_of_a_weight_or_state_changes_its_digest(tmp_path: Path) -> None
     assert (weights == plain[0], states == plain[1]) == (True, False)
 
 
+def test_runs_take_gpus_that_are_visible(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[str]] = []
+
+    def run_all(runner: Runner, jobs: list[Any], at_once: int, alone: bool) -> dict[Any, Found]:
+        taken.append(runner.gpus)
+        return dict.fromkeys(jobs, Found("w", "s", (1.0,)))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,1")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(deterministic, "run_all", run_all)
+    assert main([f"data={corpus}", "configs=tiny_ssmax", "cost=false", f"folder={tmp_path}"]) == 0
+    assert taken == [["5", "3"]]
+
+
 def test_no_run_is_given_a_key_twice() -> None:
     options = {"folder": "runs", "data": "data", "rows": 4, "microbatch": 2, "steps": 40}
     runner = Runner(options, ["train.keep=3", "train.seed=5"], [])
