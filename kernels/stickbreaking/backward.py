@@ -21,7 +21,7 @@ from .dq import dq_kernel
 from .forward import LOG2_E, constants, forward_config, parts
 from .launching import cdiv, launch_kernel
 from .scales import rest_maxima
-from .settings import GROUP_BYTES, Config, head_group, last_contiguous, launch
+from .settings import GROUP_BYTES, Config, grid, head_group, last_contiguous, launch
 
 # Scratch takes 8 bytes per query, head and key tile. Slices keep it, and the float32 sums of dK and dV that several slices
 # need, under this many bytes per row of the whole.
@@ -186,11 +186,11 @@ def _launch_dq(
     """Runs phase one on the row blocks first … last − 1."""
     q, k, v, grad_o, *others, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
+    programs, *placed = grid(last - first, num_sequences, q.shape[1], heads)
     numbers = (
-        q.shape[0], k.shape[0], q.shape[1], heads, num_sequences, first, last, block_stop.shape[1], scratch.num_tiles,
+        q.shape[0], k.shape[0], q.shape[1], *placed, num_sequences, first, last, block_stop.shape[1], scratch.num_tiles,
         scratch.sums.shape[3], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
     )  # fmt: skip
-    programs = cdiv(last - first, num_sequences) * num_sequences * q.shape[1]
     tensors = (q, k, v, *described, grad_o, *others, block_stop, scratch.sums, *layout)
     launch_kernel(dq_kernel, programs, tensors, numbers, constants | options, follows)
 
@@ -202,10 +202,10 @@ def _launch_dkv(
     """Runs phase two on all key tiles, for the rows of the row blocks first … last − 1."""
     q, k, v, grad_o, _, _, block_stop = tensors
     num_sequences = layout[0].shape[0] - 1
+    programs, *placed = grid(scratch.num_key_slots, num_sequences, k.shape[1], heads)
     numbers = (
-        q.shape[0], k.shape[0], k.shape[1], heads, num_sequences, first, last, scratch.num_key_slots, block_stop.shape[1],
+        q.shape[0], k.shape[0], k.shape[1], *placed, num_sequences, first, last, scratch.num_key_slots, block_stop.shape[1],
         scratch.num_tiles, scratch.sums.shape[3], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
     )  # fmt: skip
-    programs = cdiv(scratch.num_key_slots, num_sequences) * num_sequences * k.shape[1]
     constants = constants | {"MAX_BLOCKS": scratch.max_blocks} | options
     launch_kernel(dkv_kernel, programs, (*tensors, scratch.sums, scratch.live, *layout), numbers, constants, True)

@@ -40,22 +40,20 @@ def locate(cu_seqlens, slot, num_sequences, ROWS: tl.constexpr):
 
 
 @triton.jit
-def assign(program, num_heads, head_group, num_slots):
-    """Returns the head and place of a program, slot by slot for `head_group` heads, then for the next ones."""
-    first = program // (head_group * num_slots) * head_group
-    inside = program - first * num_slots
-    width = tl.minimum(head_group, num_heads - first)
-    return first + inside % width, inside // width
+def assign(heads_beside, num_sequences, slots_each, LAST_FIRST: tl.constexpr):
+    """Returns the head and slot of this program. Both may be beyond the last one (`settings.grid`).
 
-
-@triton.jit
-def slot_at(place, num_slots, num_sequences, LAST_FIRST: tl.constexpr):
-    """Returns the slot at a place. For equally long sequences, the last (or first) blocks of all come first."""
-    blocks = tl.cdiv(num_slots, num_sequences)
-    block = place // num_sequences
+    `heads_beside` heads take turns. Each takes the first block of all sequences, then the second one, and so on; with
+    LAST_FIRST, from the last one on. Sequences count as equally long, with `slots_each` blocks.
+    """
+    program = tl.program_id(0)
+    place = (program.to(tl.uint32) // heads_beside.to(tl.uint32)).to(tl.int32)
+    head = tl.program_id(1) * heads_beside + (program - place * heads_beside)
+    block = (place.to(tl.uint32) // num_sequences.to(tl.uint32)).to(tl.int32)
+    sequence = place - block * num_sequences
     if LAST_FIRST:
-        block = blocks - 1 - block
-    return (place % num_sequences) * blocks + block
+        block = slots_each - 1 - block
+    return head, sequence * slots_each + block
 
 
 @triton.jit

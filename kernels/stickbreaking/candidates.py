@@ -45,13 +45,13 @@ class Settings(NamedTuple):
 
 CANDIDATES = {
     64: Candidates(
-        [Config(64, 64, 4, 3, 160), Config(64, 64, 4, 3, 168)],
+        [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 160)],
         [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3)],
         [Config(64, 64, 4, 3), Config(64, 64, 4, 4)],
     ),
     128: Candidates(
         [Config(128, 64, 8, s) for s in (3, 4)],
-        [Config(128, 64, 8, 3), Config(128, 64, 8, 2)],
+        [Config(128, 64, 8, 3)],
         [Config(128, 64, 8, 2)],
     ),
     32: Candidates(

@@ -135,17 +135,16 @@ def _row_strides(sq_t, sq_n, so_t, so_n, H: tl.constexpr, ROW_STRIDE: tl.constex
 @triton.jit(do_not_specialize=COUNTS)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, block_stop_ptr, scratch_ptr, list_ptr, cu_q_ptr, cu_k_ptr, offset_ptr,
-    maxima_ptr, rest_max_ptr, num_tokens, num_keys_total, num_kv_heads, head_group, num_sequences, first_slot, last_slot,
-    num_key_slots, num_stop_slots, num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    maxima_ptr, rest_max_ptr, num_tokens, num_keys_total, num_kv_heads, heads_beside, slots_each, num_sequences,
+    first_slot, last_slot, num_key_slots, num_stop_slots, num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n,
+    so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, KV_GROUP: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, ROW_STRIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
-    places = tl.cdiv(num_key_slots, num_sequences) * num_sequences
-    kv_head, place = blocks.assign(tl.program_id(0), num_kv_heads, head_group, places)
-    slot = blocks.slot_at(place, num_key_slots, num_sequences, False)
-    if slot >= num_key_slots:
+    kv_head, slot = blocks.assign(heads_beside, num_sequences, slots_each, False)
+    if (kv_head >= num_kv_heads) | (slot >= num_key_slots):
         return
     sequence, t = blocks.locate(cu_k_ptr, slot, num_sequences, KEYS)
     q_start, q_len, k_start, k_len, offset = blocks.lengths(
@@ -174,8 +173,7 @@ def dkv_kernel(
         scale *= tl.exp2(-dz_shift - q_shift)
         dv_scale = tl.exp2(-weight_shift - do_shift)
     # Blocks are counted from the first block of the slice, so that they fit the scratch of one slice.
-    base = row_first // ROWS
-    first_head = kv_head * KV_GROUP
+    base, first_head = row_first // ROWS, kv_head * KV_GROUP
     first64 = (q_start + base * ROWS).to(tl.int64)
     scratch_step = tl.full([], 2, tl.int64) * scratch_rows
     scratch_head = scratch_step * num_tiles
@@ -191,8 +189,20 @@ def dkv_kernel(
         first_head, base, first, whole_from, end, q_len, num_stop_slots,
         ROWS, KEYS, H, BH, KV_GROUP, MAX_BLOCKS, HOIST, PARTS, SKIPS, HAS_REST,
     )  # fmt: skip
-    out = (token[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
+    out, in_keys = _results(t, k_start, k_len, kv_head, num_kv_heads, KEYS, H, BH)
     _store((dk_ptr + out, dv_ptr + out), (dk * scale, dv * dv_scale), in_keys, visited, ADD)
+
+
+@triton.jit
+def _results(t, k_start, k_len, kv_head, num_kv_heads, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr):
+    """Returns the places of a tile's results, and which exist."""
+    if BH == 64:  # over more dims, loops would spill
+        # The compiler does not know that this adds 0. So it keeps no places in registers during the walk.
+        t += tl.program_id(0) >> 30
+    key = t * KEYS + tile.key_of_column(KEYS)
+    dims = tl.arange(0, BH)
+    out = ((k_start + key).to(tl.int64)[:, None] * num_kv_heads + kv_head) * H + dims[None, :]
+    return out, (key < k_len)[:, None] & (dims < H)[None, :]
 
 
 @triton.jit

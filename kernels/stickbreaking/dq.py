@@ -97,17 +97,15 @@ def _to_half(q, do, q_half_ptr, do_half_ptr, rows, mask, q_shift, do_shift, BH: 
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, do_ptr, q_half_ptr, do_half_ptr, d_rest_ptr, dq_ptr, d_rest_in_ptr,
     row_carry_ptr, row_tile_ptr, block_stop_ptr, scratch_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, rest_max_ptr,
-    num_tokens, num_keys_total, num_heads, head_group, num_sequences, first_slot, last_slot, num_stop_slots, num_tiles,
-    scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
+    num_tokens, num_keys_total, num_heads, heads_beside, slots_each, num_sequences, first_slot, last_slot, num_stop_slots,
+    num_tiles, scratch_rows, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, so_t, so_n, scale, logit_scale,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
     HAS_REST: tl.constexpr, HALF: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
-    places = tl.cdiv(last_slot - first_slot, num_sequences) * num_sequences
-    head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
-    slice_slot = blocks.slot_at(place, last_slot - first_slot, num_sequences, True)
-    if first_slot + slice_slot >= last_slot:
+    head, slice_slot = blocks.assign(heads_beside, num_sequences, slots_each, True)
+    if (head >= num_heads) | (first_slot + slice_slot >= last_slot):
         return
     sequence, block = blocks.locate(cu_q_ptr, first_slot + slice_slot, num_sequences, ROWS)
     q_start, q_len, k_start, k_len, offset = blocks.lengths(
@@ -147,5 +145,10 @@ def dq_kernel(
     dq, behind = _walk(
         state, walk, stop, whole, exact_from, seen, ROWS, KEYS, H, BH, HALF, HOIST, PARTS, SKIPS, HAS_REST
     )
-    tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows)
+    # The compiler does not know that this adds 0. So it keeps no addresses of results in registers during the walk.
+    row = (block + (tl.program_id(0) >> 30)) * ROWS + tl.arange(0, ROWS)
+    row_ok = row < q_len
+    token = (q_start + row).to(tl.int64)
+    out = (token[:, None] * num_heads + head) * H + dims[None, :]
+    tl.store(dq_ptr + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=row_ok[:, None] & (dims < H)[None, :])
     tl.store(d_rest_in_ptr + token * num_heads + head, tl.max(behind, 1) * tl.exp2(-dz_shift), mask=row_ok)

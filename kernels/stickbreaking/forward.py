@@ -14,8 +14,8 @@ from torch import Tensor
 from . import blocks, half, tile
 from .descriptors import descriptors
 from .kept import aux_shapes, carry_dtype
-from .launching import begin, cdiv, launch_kernel
-from .settings import COUNTS, GROUP_BYTES, Config, head_group, last_contiguous, launch, log2_threshold
+from .launching import begin, launch_kernel
+from .settings import COUNTS, GROUP_BYTES, Config, grid, head_group, last_contiguous, launch, log2_threshold
 
 LOG2_E = 1.4426950408889634
 # Where a chunk of tiles leaves the range, so many of its tiles are taken to be the ones, and chunks are as short from then on.
@@ -29,7 +29,7 @@ def forward_config(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Config
         # Both parts of the operands of wider tiles would not fit the registers.
         return Config(64, 64 if head_dim <= 32 else 32, 4, 1)
     if head_dim <= 64:
-        return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 160)
+        return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 168)
     return Config(128, 64, 8, 3)
 
 
@@ -235,34 +235,28 @@ def save_rows(
     blocks.save_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact_from, ROWS)
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def forward_kernel(
+@triton.jit
+def _run(
+    needed, sequence, block, head,
     q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr,
-    block_stop_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
-    num_tokens, num_keys_total, num_heads, head_group, num_sequences, num_slots, num_stop_slots, max_queries, max_keys,
-    sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, EARLY: tl.constexpr,
+    block_stop_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, num_tokens, num_keys_total, num_heads, num_stop_slots,
+    max_queries, max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
+    AGAIN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY)
-    places = tl.cdiv(num_slots, num_sequences) * num_sequences
-    head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
-    slot = blocks.slot_at(place, num_slots, num_sequences, True)
-    if slot >= num_slots:
-        return
-    sequence, block = blocks.locate(cu_q_ptr, slot, num_sequences, ROWS)
+    """Walks and saves a row block, AGAIN with the exact algebra as far as `needed`.
+
+    Returns from which tile on the exact algebra was taken, and from which on it has to be taken.
+    """
     q_start, q_len, k_start, k_len, offset = blocks.lengths(
         cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET
     )
-    if (block < 0) | (block * ROWS >= q_len):
-        return
     position, whole, seen = blocks.visible(block, q_len, k_len, offset, ROWS, KEYS)
     row = block * ROWS + tl.arange(0, ROWS)
-    dims = tl.arange(0, BH)
     row_ok = row < q_len
     token = (q_start + row).to(tl.int64)
-    q = blocks.load_rows(q_ptr, token, sq_t, head, sq_n, row_ok, dims, H)
-    if HALF:
+    q = blocks.load_rows(q_ptr, token, sq_t, head, sq_n, row_ok, tl.arange(0, BH), H)
+    if HALF and not AGAIN:
         half.enter(maxima_ptr, sequence, half.Q, q)
     entering = tl.zeros([ROWS], tl.float32)
     if HAS_REST:
@@ -277,15 +271,49 @@ def forward_kernel(
     walk = (
         entering, q, source, position, whole, seen, 0, k_len, logit_scale, threshold, first_chunk, chunk,
     )  # fmt: skip
-    save = (
-        o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block, token, row_ok,
-        num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
-    )  # fmt: skip
-    state, stop, exact_from, needed = walk_rows(*walk, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
-    save_rows(state, stop, exact_from, *save, ROWS, H, BH)
-    while needed < exact_from:
+    if AGAIN:
         state, stop, exact_from, needed = walk_again(*walk, needed, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
-        save_rows(state, stop, exact_from, *save, ROWS, H, BH)
+    else:
+        state, stop, exact_from, needed = walk_rows(*walk, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
+    save_rows(
+        state, stop, exact_from, o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head,
+        block, token, row_ok, num_tokens, num_heads, q_len, num_stop_slots, threshold, scale, ROWS, H, BH,
+    )  # fmt: skip
+    return exact_from, needed
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr,
+    block_stop_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr,
+    num_tokens, num_keys_total, num_heads, heads_beside, slots_each, num_sequences, num_slots, num_stop_slots, max_queries,
+    max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    head, slot = blocks.assign(heads_beside, num_sequences, slots_each, True)
+    if (head >= num_heads) | (slot >= num_slots):
+        return
+    sequence, block = blocks.locate(cu_q_ptr, slot, num_sequences, ROWS)
+    _, q_len = blocks.bounds(cu_q_ptr, sequence, num_tokens)
+    if (block < 0) | (block * ROWS >= q_len):
+        return
+    given = (
+        q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, o_ptr, log_rest_in_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr,
+        block_stop_ptr, cu_q_ptr, cu_k_ptr, offset_ptr, maxima_ptr, num_tokens, num_keys_total, num_heads, num_stop_slots,
+        max_queries, max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
+    )  # fmt: skip
+    exact_from, needed = _run(
+        0, sequence, block, head, *given, False, H, BH, ROWS, KEYS, KV_GROUP, HAS_OFFSET, HAS_REST, HALF, PARTS, SKIPS
+    )  # fmt: skip
+    while needed < exact_from:
+        # The compiler does not know that this is 0. So nothing that a second walk needs is in registers during the first one.
+        zero = needed >> 30
+        exact_from, needed = _run(
+            needed, sequence + zero, block + zero, head + zero, *given,
+            True, H, BH, ROWS, KEYS, KV_GROUP, HAS_OFFSET, HAS_REST, HALF, PARTS, SKIPS,
+        )  # fmt: skip
 
 
 def parts(q: Tensor, convert: bool) -> int:
@@ -347,13 +375,13 @@ def forward(
         q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
         row_tile, block_stop, cu_q, cu_k, q_offsets, maxima if convert else None,
     )  # fmt: skip
+    programs, *placed = grid(num_slots, num_sequences, num_heads, head_group(k, group, group_bytes))
     numbers = (
-        num_tokens, k.shape[0], num_heads, head_group(k, group, group_bytes), num_sequences, num_slots, stops[1],
+        num_tokens, k.shape[0], num_heads, *placed, num_sequences, num_slots, stops[1],
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         first_chunk, chunk, scale * LOG2_E, log2_threshold(skip_below),
     )  # fmt: skip
     all_constants = constants(q, config, group, convert, skip_below) | launch(config)
     all_constants |= {"HAS_OFFSET": q_offsets is not None, "HAS_REST": log_rest_in is not None}
-    programs = cdiv(num_slots, num_sequences) * num_sequences * num_heads
     launch_kernel(forward_kernel, programs, tensors, numbers, all_constants, follows=convert)
     return o, log_rest, row_carry, row_tile, block_stop, maxima

@@ -63,7 +63,10 @@ def shifts(maxima_ptr, sequence, BH: tl.constexpr):
 def largest(x):
     """Returns the bits of the largest finite |x| of a tile as float32. The order of non-negative floats is theirs."""
     x = tl.abs(x.to(tl.float32))
-    return tl.max(tl.where(x < float("inf"), x, 0.0)).to(tl.int32, bitcast=True)
+    found = tl.max(x)
+    if not found < float("inf"):
+        found = tl.max(tl.where(x < float("inf"), x, 0.0))
+    return found.to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -54,13 +54,13 @@ def _decisive(x: Any) -> Any:
 
 def launch_kernel(
     kernel: Any,
-    programs: int,
+    programs: int | tuple[int, int],
     tensors: Sequence[Any],
     numbers: Sequence[Any],
     constants: Mapping[str, Any],
     follows: bool,
 ) -> None:
-    """kernel[(programs,)](*tensors, *numbers, **constants, EARLY=...).
+    """kernel[programs](*tensors, *numbers, **constants, EARLY=...).
 
     tensors: also TMA descriptors and None, but the first is a tensor. All are on the current device. numbers: each always
         of the same type.
@@ -69,6 +69,7 @@ def launch_kernel(
 
     EARLY, the kernel's last argument, is whether the device can launch kernels before others have ended.
     """
+    grid = programs if isinstance(programs, tuple) else (programs, 1)
     early = starts_early(tensors[0].device)
     constants = {**constants, "EARLY": early}
     if early and follows:
@@ -77,9 +78,9 @@ def launch_kernel(
     found = _remembered.get(key)
     if found is not None:
         compiled, last = found
-        compiled[programs, 1, 1](*tensors, *numbers, *last)
+        compiled[*grid, 1](*tensors, *numbers, *last)
         return
-    compiled = kernel[(programs,)](*tensors, *numbers, **constants)
+    compiled = kernel[grid](*tensors, *numbers, **constants)
     if compiled is not None:  # as Triton's interpreter returns
         if len(_remembered) >= MOST:
             _remembered.clear()

@@ -74,11 +74,10 @@ CANDIDATES = {
     "3 stages, twice the splits": Candidate(config=Config(16, 64, 1, 3), splits=2.0),
 }
 PREFILLS = {
-    "2 stages": Config(64, 64, 4, 2, 160),
-    "4 stages": Config(64, 64, 4, 4, 160),
+    "2 stages": Config(64, 64, 4, 2, 168),
+    "4 stages": Config(64, 64, 4, 4, 168),
     "no limit of registers": Config(64, 64, 4, 3),
     "128 rows, 8 warps": Config(128, 64, 8, 3),
-    "128 rows, 8 warps, 128 registers": Config(128, 64, 8, 3, 128),
 }
 Row = dict[str, Any]
 Results = tuple[Tensor, Tensor]

@@ -8,7 +8,8 @@ from .paged_walk import walk_rows
 
 # Counts vary between batches. Triton must not compile again when one of them is 1 or a multiple of 16.
 COUNTS = (
-    "num_tokens", "num_heads", "num_kv_heads", "num_sequences", "num_slots", "num_splits", "max_blocks", "head_group",
+    "num_tokens", "num_heads", "num_kv_heads", "num_sequences", "num_slots", "num_splits", "max_blocks",
+    "heads_beside", "slots_each",
     "split_queries", "first_chunk", "chunk", "st_b",
 )  # fmt: skip
 
@@ -58,17 +59,15 @@ def shares(q_len, num_keys, offset, num_splits, KEYS: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTS)
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, o_ptr, log_rest_ptr, cu_q_ptr, seq_lens_ptr,
-    num_tokens, num_heads, num_sequences, num_slots, max_blocks, head_group, split_queries, first_chunk, chunk,
+    num_tokens, num_heads, num_sequences, num_slots, max_blocks, heads_beside, slots_each, split_queries, first_chunk, chunk,
     sq_t, sq_n, sc_n, st_b, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BS: tl.constexpr,
     BLOCK: tl.constexpr, SLOT: tl.constexpr,
     BESIDE: tl.constexpr, KV_GROUP: tl.constexpr, REMAINDER: tl.constexpr,
 ):  # fmt: skip
     """ROWS queries of one head. Leaves sequences of up to `split_queries` queries to split_kernel."""
-    places = tl.cdiv(num_slots, num_sequences) * num_sequences
-    head, place = blocks.assign(tl.program_id(0), num_heads, head_group, places)
-    slot = blocks.slot_at(place, num_slots, num_sequences, True)
-    if slot >= num_slots:
+    head, slot = blocks.assign(heads_beside, num_sequences, slots_each, True)
+    if (head >= num_heads) | (slot >= num_slots):
         return
     sequence, block = blocks.locate(cu_q_ptr, slot, num_sequences, ROWS)
     q_start, q_len, num_keys, offset = lengths(cu_q_ptr, seq_lens_ptr, sequence, num_tokens, max_blocks, BS)

@@ -13,7 +13,7 @@ from . import decode
 from .forward import LOG2_E, forward_config
 from .launching import starts_early
 from .paged_kernels import merge_kernel, prefill_kernel, split_kernel
-from .settings import GROUP_BYTES, Config, last_contiguous, launch, log2_threshold
+from .settings import GROUP_BYTES, Config, grid, last_contiguous, launch, log2_threshold
 
 MULTIPROCESSORS = 132
 # Splits that the merge loads at once, and its warps.
@@ -139,9 +139,10 @@ def _prefill(
     # As `forward.head_group`: the heads side by side in the grid read about as much as the L2 cache holds.
     key_bytes = 2 * max(1, max_keys) * head_dim * q.element_size()
     heads = num_heads // k_cache.shape[2] * max(1, GROUP_BYTES // key_bytes)
-    prefill_kernel[(triton.cdiv(num_slots, num_sequences) * num_sequences * num_heads,)](
+    programs, *placed = grid(num_slots, num_sequences, num_heads, heads)
+    prefill_kernel[programs](
         q, k_cache, v_cache, block_table, o, log_rest, cu_q, seq_lens,
-        num_tokens, num_heads, num_sequences, num_slots, block_table.shape[1], heads, split_queries,
+        num_tokens, num_heads, num_sequences, num_slots, block_table.shape[1], *placed, split_queries,
         FIRST_CHUNK, PREFILL_CHUNK, q.stride(0), q.stride(1),
         logit_scale=logit_scale, threshold=threshold, REMAINDER=remainder,
         **_strides(k_cache, block_table), **shape_constants(q, k_cache, v_cache, config), **launch(config),

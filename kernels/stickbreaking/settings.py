@@ -7,7 +7,7 @@ from torch import Tensor
 
 # Counts vary between batches. Triton must not compile again when one of them is 1 or a multiple of 16.
 COUNTS = (
-    "num_tokens", "num_keys_total", "num_heads", "num_kv_heads", "head_group",
+    "num_tokens", "num_keys_total", "num_heads", "num_kv_heads", "heads_beside", "slots_each",
     "num_sequences", "num_slots", "num_stop_slots", "num_key_slots", "num_tiles", "first_slot",
     "last_slot", "max_queries", "max_keys", "first_chunk", "chunk",
 )  # fmt: skip
@@ -40,6 +40,20 @@ def head_group(walked: Tensor, heads_each: int, group_bytes: int = GROUP_BYTES) 
     """Returns how many heads run side by side: as many as read at most `group_bytes` of two tensors like `walked`."""
     tokens, _, head_dim = walked.shape
     return heads_each * max(1, group_bytes // (2 * tokens * head_dim * walked.element_size()))
+
+
+class Grid(NamedTuple):
+    """Programs for the blocks of all heads, and what `blocks.assign` needs to find theirs."""
+
+    programs: tuple[int, int]
+    heads_beside: int
+    slots_each: int
+
+
+def grid(num_slots: int, num_sequences: int, num_heads: int, heads_beside: int) -> Grid:
+    """heads_beside: as from `head_group`. Programs beyond the last slot or head fill up sequences and groups of heads."""
+    heads_beside, slots_each = min(heads_beside, num_heads), -(-num_slots // num_sequences)
+    return Grid((slots_each * num_sequences * heads_beside, -(-num_heads // heads_beside)), heads_beside, slots_each)
 
 
 def last_contiguous(x: Tensor) -> Tensor:
