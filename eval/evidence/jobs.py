@@ -301,6 +301,17 @@ def steps() -> list[Job]:
     ]
 
 
+def fp8_loss(recipe: str, seed: int) -> tuple[str, ...]:
+    """Trains 162m_ssmax on 131M tokens with a recipe of `train.fp8`."""
+    run = (
+        'python launch/pretrain.py config=162m_ssmax data.path="$WORK/rows1024" run_dir="$HERE/run" '
+        f"train.fp8={recipe} train.seed={seed} data.shuffle_seed={seed} train.batch_size=64 train.microbatch=64 "
+        "train.max_steps=2000 train.eval_every=500 train.save_every=0 train.observe_every=0 "
+        "train.stages.0.schedule.warmup_tokens=6553600"
+    )
+    return run, 'rm -rf "$HERE/run/checkpoints"'
+
+
 def options() -> list[Job]:
     """Returns what options cost and bring: determinism, fp8, Muon, ZeRO-3."""
     bits = 'python -m eval.benchmarks.deterministic gpus=2 data="$WORK/rows1024" folder="$HERE/runs"'
@@ -320,6 +331,18 @@ def options() -> list[Job]:
         'python launch/benchmark.py data="$WORK/rows1024" data.length=1024 microbatch=64 accumulation=1 steps=60 '
         'plain=false out="$HERE/muon.json" configs=50m_softmax,50m_softmax+optimizer.name=muon',
     )
+    losses = (
+        Job(
+            f"fp8_loss_{recipe}_{seed}",
+            "docs/results/options.md",
+            fp8_loss(recipe, seed),
+            5.2,
+            gib=65.0,
+            after=("rows1024",),
+        )
+        for seed in (0, 1)
+        for recipe in ("none", "rowwise_bf16_dw", "tensorwise")
+    )
     zero = tuple(
         parallel(
             "zero",
@@ -330,8 +353,9 @@ def options() -> list[Job]:
     )
     return [
         Job("zero", "docs/results/several_gpus.md", all_of(*zero, parts("zero/*")), 3.8, gpus=2, after=("rows4096",)),
-        Job("deterministic", "train.deterministic", (bits, clean), 11.0, gpus=2, after=("rows1024",)),
+        Job("deterministic", "docs/results/options.md", (bits, clean), 11.0, gpus=2, after=("rows1024",)),
         Job("fp8", "train.fp8", fp8, 15.0, after=("rows4096",)),
+        *losses,
         Job("muon", "optimizer.name=muon", muon, 8.0, after=("rows1024",)),
     ]
 
