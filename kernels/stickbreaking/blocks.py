@@ -103,16 +103,6 @@ def visible(block, q_len, k_len, offset, ROWS: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
-def token_strides(sk_t, sv_t, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr):
-    """Returns the strides between tokens: the compile-time ones unless they are 0. Loads then have constant distances."""
-    if K_STRIDE > 0:
-        strides = (K_STRIDE, V_STRIDE)
-    else:
-        strides = (sk_t, sv_t)
-    return strides
-
-
-@triton.jit
 def load_tiles(
     source, t, key, num_keys, dims, MASKED: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip

@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 CANDIDATES = {
     64: Candidates(
-        [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 128, tma=False)],
+        [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 160)],
         [Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3)],
         [Config(64, 64, 4, 3), Config(64, 64, 4, 4)],
     ),

@@ -243,7 +243,6 @@ def _run(
     max_queries, max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
     AGAIN: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Walks and saves a row block, AGAIN with the exact algebra as far as `needed`.
 
@@ -264,8 +263,7 @@ def _run(
         entering = tl.load(log_rest_in_ptr + token * num_heads + head, mask=row_ok, other=0.0).to(tl.float32)
     # Rows after the sequence's end must not delay the exit.
     entering = tl.where(row_ok, entering * tile.LOG2_E, -1e30).to(row_carry_ptr.dtype.element_ty)
-    steps = blocks.token_strides(sk_t, sv_t, K_STRIDE, V_STRIDE)
-    source = (k_ptr, v_ptr, k_descriptor, v_descriptor, steps[0], sk_n, steps[1], sv_n, k_start, head // KV_GROUP)
+    source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
     # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
     scale = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), 1.0)
     if HALF:
@@ -291,8 +289,7 @@ def forward_kernel(
     num_tokens, num_keys_total, num_heads, heads_beside, slots_each, num_sequences, num_slots, num_stop_slots, max_queries,
     max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr, EARLY: tl.constexpr,
+    HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     head, slot = blocks.assign(heads_beside, num_sequences, slots_each, True)
@@ -308,15 +305,14 @@ def forward_kernel(
         max_queries, max_keys, sq_t, sq_n, sk_t, sk_n, sv_t, sv_n, first_chunk, chunk, logit_scale, threshold,
     )  # fmt: skip
     exact_from, needed = _run(
-        0, sequence, block, head, *given,
-        False, H, BH, ROWS, KEYS, KV_GROUP, HAS_OFFSET, HAS_REST, HALF, PARTS, SKIPS, K_STRIDE, V_STRIDE,
+        0, sequence, block, head, *given, False, H, BH, ROWS, KEYS, KV_GROUP, HAS_OFFSET, HAS_REST, HALF, PARTS, SKIPS
     )  # fmt: skip
     while needed < exact_from:
         # The compiler does not know that this is 0. So nothing that a second walk needs is in registers during the first one.
         zero = needed >> 30
         exact_from, needed = _run(
             needed, sequence + zero, block + zero, head + zero, *given,
-            True, H, BH, ROWS, KEYS, KV_GROUP, HAS_OFFSET, HAS_REST, HALF, PARTS, SKIPS, K_STRIDE, V_STRIDE,
+            True, H, BH, ROWS, KEYS, KV_GROUP, HAS_OFFSET, HAS_REST, HALF, PARTS, SKIPS,
         )  # fmt: skip
 
 
@@ -375,9 +371,8 @@ def forward(
     if num_tokens == 0:
         return o, log_rest, row_carry, row_tile, block_stop, maxima
     num_slots = num_tokens // config.row_block + num_sequences
-    described = descriptors(k, v, tma and config.tma)
     tensors = (
-        q, k, v, *described, o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
+        q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
         row_tile, block_stop, cu_q, cu_k, q_offsets, maxima if convert else None,
     )  # fmt: skip
     programs, *placed = grid(num_slots, num_sequences, num_heads, head_group(k, group, group_bytes))
@@ -388,6 +383,5 @@ def forward(
     )  # fmt: skip
     all_constants = constants(q, config, group, convert, skip_below) | launch(config)
     all_constants |= {"HAS_OFFSET": q_offsets is not None, "HAS_REST": log_rest_in is not None}
-    all_constants |= {"K_STRIDE": 0 if config.tma else k.stride(0), "V_STRIDE": 0 if config.tma else v.stride(0)}
     launch_kernel(forward_kernel, programs, tensors, numbers, all_constants, follows=convert)
     return o, log_rest, row_carry, row_tile, block_stop, maxima

@@ -18,8 +18,7 @@ GROUP_BYTES = 48 << 20
 class Config(NamedTuple):
     """Launch settings of one kernel.
 
-    Forward and backward share key_block, because backward takes over carries at its multiples. tma: whether forward loads whole
-    tiles through TMA, whose barriers take shared memory, or from pointers at compile-time strides.
+    Forward and backward share key_block, because backward takes over carries at its multiples.
     """
 
     row_block: int
@@ -27,7 +26,6 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    tma: bool = True
 
 
 def log2_threshold(skip_below: float) -> float:

@@ -67,9 +67,7 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
     if constants["MAX_BLOCKS"] == 0:
         constants["list_ptr"] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    if which == "forward":
-        constants |= dict.fromkeys(("K_STRIDE", "V_STRIDE"), 0 if config.tma else 24 * head_dim)
-    if head_dim != constants["BH"] or not (tma and config.tma):
+    if head_dim != constants["BH"] or not tma:
         constants |= {"k_descriptor": None, "v_descriptor": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: argument_type(name, operands, which, head_dim) for name in kernel.arg_names if name not in constants}

@@ -134,17 +134,13 @@ def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
     check_compiled(which, config, head_dim, operands, SPILLS.get((which, head_dim), 0))
 
 
-# A candidate with so few registers that a fourth program fits.
-SPILLS_TIMED = {("forward", 64): 12}
 TIMED = [(d, which, c) for d, found in CANDIDATES.items() for which in found._fields for c in getattr(found, which)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "which", "config"), TIMED)
 def test_candidate_compiles_for_hopper_without_spilling_off_the_diagonal(head_dim, which, config):
-    check_compiled(
-        which, config, head_dim, "scaled", max(4, *(x.get((which, head_dim), 0) for x in (SPILLS, SPILLS_TIMED)))
-    )
+    check_compiled(which, config, head_dim, "scaled", max(4, SPILLS.get((which, head_dim), 0)))
 
 
 @pytest.mark.parametrize("head_dim", CANDIDATES)
@@ -180,6 +176,5 @@ def test_tma_serves_whole_aligned_tiles_and_pointers_all_others():
 
 def test_tma_and_pointers_give_the_same_bits(interpreted):
     assert interpreted["tma and pointers"]["same_bits"]
-    assert interpreted["tma and pointers"]["constant_strides"]
     assert interpreted["tma and pointers"]["described"] > 0
     assert not interpreted["keys in another order"]["same_bits"]  # a planted mistake

@@ -119,8 +119,7 @@ def test_float32_compiles_for_hopper_without_spilling(which, head_dim):
     config = forward_config(head_dim, torch.float32)
     absent = ("log_rest_in_ptr", "d_rest_ptr", "q_half_ptr", "do_half_ptr")
     constants = {"HAS_REST": False, **dict.fromkeys(absent), "HOIST": 0, "SKIPS": False}
-    constants |= dict.fromkeys(("K_STRIDE", "V_STRIDE", "ROW_STRIDE"), 0)
-    constants |= {"DQ_ROWS": config.row_block, "MAX_BLOCKS": 64, "ADD": False}
+    constants |= {"ROW_STRIDE": 0, "DQ_ROWS": config.row_block, "MAX_BLOCKS": 64, "ADD": False}
     found = resources(compiled(kernel, config, head_dim, "float32", **constants))
     assert found.wgmma > 0, "the dots miss wgmma"
     assert not any(found.spills_in_loops), found
