@@ -4,19 +4,17 @@ For each run file and layout, one run trains all steps. Another one is killed (S
 `kill` and started again with the same command, which continues from the save before. SHA-256 of all weights and of all
 states of the optimizer in both last checkpoints must be equal, and so must all losses. The layouts are one process and,
 with two GPUs or `processes=2`, tensor and data parallelism over two ranks (TP2 and DP2), both also with exchanges by copy
-engines (TP2_copies, with validations, and DP2_copies). `at_once` of these runs share the GPUs. At the end, each run file
-trains once with and once without the option, one run per GPU, for the cost.
+engines (TP2_copies, with validations, and DP2_copies). `at_once` of these runs share the GPUs. docs/results/options.md has what
+the option costs, by launch/benchmark.py.
 
-The command prints two tables and writes FOLDER/results.json. Its exit code is 1 if anything differs.
+The command prints a table and writes FOLDER/results.json. Its exit code is 1 if anything differs.
 """
 
 import hashlib
+import itertools
 import json
-import math
 import os
-import queue
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -60,7 +58,6 @@ COMMAND = Command(
         Option("rows", int, "rows per step", default=32, at_least=1),
         Option("microbatch", int, "rows per microbatch of a rank", default=8, at_least=1),
         Option("at_once", int, "runs at the same time (on GPUs 9, else 1)", at_least=1),
-        Option("cost", bool, "measure the cost", default=True),
         Option("folder", str, "folder of the runs, their output and the result", default="runs/deterministic"),
     ),
     keys=EVERY_KEY,
@@ -94,7 +91,6 @@ class Job(NamedTuple):
     layout: Layout
     name: str
     kill_after: int = 0
-    deterministic: bool = True
 
 
 class Found(NamedTuple):
@@ -106,7 +102,6 @@ class Found(NamedTuple):
     weights: str = ""
     states: str = ""
     losses: tuple[float, ...] = ()
-    seconds: float = math.nan  # per step, median of the second half
     killed: int = 0
     resumed: int = 0
     error: str = ""
@@ -144,7 +139,7 @@ class Runner:
             "config": job.config,
             "data.path": options["data"],
             "run_dir": self.folder / job.name,
-            "train.deterministic": str(job.deterministic).lower(),
+            "train.deterministic": "true",
             "train.batch_size": options["rows"],
             "train.microbatch": options["microbatch"],
             "train.max_steps": options["steps"],
@@ -186,18 +181,14 @@ class Runner:
             if not saves:
                 raise UserError(f"{job.name}: no checkpoint was saved before the kill: give a later kill=")
             resumed = step_of(saves[-1])
-        save_every = steps if job.deterministic else 0
-        if self.start(job, save_every, gpus).wait():
+        if self.start(job, steps, gpus).wait():
             raise UserError(f"{job.name} failed: {self._end(job)}")
         records = [record for record in read_metrics(run_dir / "metrics.jsonl") if "loss" in record]
-        tokens = self.options["rows"] * load_config([f"config={job.config}", *self.keys]).data.length
-        rates = [record["tokens_per_second"] for record in records[len(records) // 2 :]]
-        saves = list_checkpoints(run_dir / "checkpoints")
-        weights, states = digests(saves[-1]) if saves else ("", "")
+        weights, states = digests(list_checkpoints(run_dir / "checkpoints")[-1])
         shutil.rmtree(run_dir)
         print(f"# {job.name}: {time.perf_counter() - began:.0f} s", flush=True)
         losses = tuple(record["loss"] for record in records)
-        return Found(weights, states, losses, tokens / statistics.median(rates), killed, resumed)
+        return Found(weights, states, losses, killed, resumed)
 
     def _kill(self, process: "subprocess.Popen[bytes]", job: Job) -> int:
         """Kills all processes of a run after its step `kill_after`. Returns the last step that was seen."""
@@ -231,24 +222,17 @@ def jobs_of(configs: list[str], layouts: list[Layout], kill: int) -> list[Job]:
     return found
 
 
-def run_all(runner: Runner, jobs: list[Job], at_once: int, alone: bool) -> dict[Job, Found]:
-    """Runs `at_once` jobs at the same time. alone: each waits for a GPU of its own, else all of one rank take turns."""
-    free: queue.Queue[str] = queue.Queue()
-    for gpu in runner.gpus:
-        free.put(gpu)
+def run_all(runner: Runner, jobs: list[Job], at_once: int) -> dict[Job, Found]:
+    """Runs `at_once` jobs at the same time. Those of one rank take turns on the GPUs."""
+    turns = itertools.cycle(runner.gpus)
+    places = {job: [next(turns)] if runner.gpus and job.layout.ranks == 1 else runner.gpus for job in jobs}
 
     def run(job: Job) -> Found:
-        gpu = free.get() if runner.gpus and job.layout.ranks == 1 else None
-        if gpu is not None and not alone:
-            free.put(gpu)  # the next job takes the other GPU
         try:
-            return runner.run(job, runner.gpus if gpu is None else [gpu])
+            return runner.run(job, places[job])
         except UserError as error:
             print(f"# {error}", flush=True)
             return Found(error=str(error))
-        finally:
-            if gpu is not None and alone:
-                free.put(gpu)
 
     with ThreadPoolExecutor(at_once) as pool:
         return dict(zip(jobs, pool.map(run, jobs), strict=True))
@@ -271,7 +255,7 @@ def compared(found: dict[Job, Found], configs: list[str], layouts: list[Layout])
     return records
 
 
-def show(records: list[dict[str, Any]], costs: list[dict[str, Any]]) -> None:
+def show(records: list[dict[str, Any]]) -> None:
     print("| run file | layout | killed after | resumed from | weights | states | losses | SHA-256 of the weights |")
     print("|---|---|---|---|---|---|---|---|")
     for record in records:
@@ -279,27 +263,6 @@ def show(records: list[dict[str, Any]], costs: list[dict[str, Any]]) -> None:
         differ = "failed" if record["error"] else "DIFFER"
         cells += ["equal" if record[f"{what}_equal"] else differ for what in COMPARED]
         print("| " + " | ".join(map(str, [*cells, record["weights"][0][:16]])) + " |")
-    if costs:
-        print("\n| run file | ms per step | with train.deterministic | cost |\n|---|---|---|---|")
-    for cost in costs:
-        times = f"{1e3 * cost['seconds']:.1f} | {1e3 * cost['seconds_deterministic']:.1f}"
-        print(f"| {cost['config']} | {times} | {cost['cost_percent']:+.1f} % |")
-
-
-def measure_costs(runner: Runner, configs: list[str]) -> list[dict[str, Any]]:
-    ways = {False: "plain", True: "deterministic"}
-    jobs = [Job(config, LAYOUTS["one"], f"{config}_{ways[way]}", 0, way) for config in configs for way in ways]
-    found = run_all(runner, jobs, len(runner.gpus) or 1, alone=True)
-    seconds = {(job.config, job.deterministic): result.seconds for job, result in found.items()}
-    return [
-        {
-            "config": config,
-            "seconds": seconds[config, False],
-            "seconds_deterministic": seconds[config, True],
-            "cost_percent": 100 * (seconds[config, True] / seconds[config, False] - 1),
-        }
-        for config in configs
-    ]
 
 
 def chosen_layouts(options: dict[str, Any], ranks: int) -> list[Layout]:
@@ -338,12 +301,11 @@ def main(argv: list[str]) -> int:
     runner = Runner(options, keys, gpus)
     runner.folder.mkdir(parents=True, exist_ok=True)
     at_once = options.get("at_once", 9 if gpus else 1)
-    records = compared(run_all(runner, jobs_of(configs, layouts, kill), at_once, alone=False), configs, layouts)
-    costs = measure_costs(runner, configs) if options["cost"] else []
-    show(records, costs)
+    records = compared(run_all(runner, jobs_of(configs, layouts, kill), at_once), configs, layouts)
+    show(records)
     device = torch.cuda.get_device_name(0) if gpus else "CPU"
     settings = {key: options[key] for key in ("steps", "rows", "microbatch")} | {"kill": kill, "keys": keys}
-    result = {"device": device, "torch": torch.__version__} | settings | {"runs": records, "costs": costs}
+    result = {"device": device, "torch": torch.__version__} | settings | {"runs": records}
     write(runner.folder / "results.json", json.loads(json.dumps(result)), indent=1)
     equal = all(record[f"{what}_equal"] for record in records for what in COMPARED)
     return 0 if equal else 1

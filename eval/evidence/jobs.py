@@ -316,6 +316,11 @@ def options() -> list[Job]:
     """Returns what options cost and bring: determinism, fp8, Muon, ZeRO-3."""
     bits = 'python -m eval.benchmarks.deterministic gpus=2 data="$WORK/rows1024" folder="$HERE/runs"'
     clean = 'find "$HERE/runs" -name checkpoints -type d -prune -exec rm -rf {} +'
+    pairs = ",".join(f"162m_{core},162m_{core}+train.deterministic=true" for core in ("softmax", "ssmax", "sb"))
+    cost = (
+        'python launch/benchmark.py data="$WORK/rows1024" microbatch=64 accumulation=1 steps=50 last=30 plain=false '
+        f'out="$HERE/cost.json" configs={pairs}'
+    )
     bars = (
         f'python launch/benchmark.py data="$WORK/rows4096" {VOCABULARY} accumulation=16 steps=8 plain=false '
         "train.stages.0.schedule.kind=constant train.stages.0.schedule.lr=3e-4 train.stages.0.schedule.warmup_tokens=160000 "
@@ -353,7 +358,8 @@ def options() -> list[Job]:
     )
     return [
         Job("zero", "docs/results/several_gpus.md", all_of(*zero, parts("zero/*")), 3.8, gpus=2, after=("rows4096",)),
-        Job("deterministic", "docs/results/options.md", (bits, clean), 11.0, gpus=2, after=("rows1024",)),
+        Job("deterministic", "docs/results/options.md", (bits, clean), 8.0, gpus=2, after=("rows1024",)),
+        Job("deterministic_cost", "docs/results/options.md", (cost,), 4.5, after=("rows1024",)),
         Job("fp8", "train.fp8", fp8, 15.0, after=("rows4096",)),
         *losses,
         Job("muon", "optimizer.name=muon", muon, 8.0, after=("rows1024",)),
