@@ -19,9 +19,15 @@ from ssscale.validate_graphs import records_blocks
 
 MASTER_BYTES = 4  # per fp32 master weight
 FP8_COPIES = 2  # bytes per weight of fp8 layers: W and Wᵀ (ssscale/parallel/fp8.py)
-# Bf16 time of a block's four products, forward and backward, by that in fp8 with the casts: measured on an H100 with 16,384
-# tokens at the sizes of 1b (3b: 1.13 and, with dW in bf16, 1.19). `rowwise` was not measured, so that no gain is assumed.
-FP8_GAIN = {Fp8.none: 1.0, Fp8.tensorwise: 1.13, Fp8.rowwise: 1.0, Fp8.rowwise_bf16_dw: 1.13}
+# Bf16 time of a block's four products, forward and backward, by that in fp8 with the casts, at the widths of 1b and 3b: from
+# the measured tokens/s (docs/results/options.md). `rowwise` was not measured, so that no gain is assumed.
+FP8_WIDTHS = (1536, 2304)
+FP8_GAIN = {
+    Fp8.none: (1.0, 1.0),
+    Fp8.tensorwise: (1.10, 1.455),
+    Fp8.rowwise: (1.0, 1.0),
+    Fp8.rowwise_bf16_dw: (1.30, 1.455),
+}
 PRODUCTS_SHARE = 0.54  # of a step in bf16 that is matrix products, with those of the head
 COPY_SLOTS = 2 * 2**25  # bytes per rank that a rank's two slots of the exchange take (ssscale/parallel/copies.py)
 REDUCE_BUCKET = 500_000_000  # gradient elements that DeepSpeed's ZeRO 2 and 3 collect before they reduce them
@@ -86,8 +92,9 @@ def estimate(config: Config, gpus: int, mfu: float, peak: float = PEAK_FLOPS, pe
 def fp8_speedup(config: Config) -> float:
     """Returns the predicted tokens/s with `train.fp8` by those in bf16: 1 / (1 − p · b · (1 − 1 / gain)).
 
-    p: `PRODUCTS_SHARE`. b: share of the matrices, the head's included, whose products run in fp8. 1 without compiled blocks:
-    their casts cost at least what the products save.
+    p: `PRODUCTS_SHARE`. b: share of the matrices, the head's included, whose products run in fp8. gain: `FP8_GAIN`, in a
+    straight line between the two widths, and beyond them as at the nearer one. 1 without compiled blocks: their casts cost
+    at least what the products save.
     """
     model = config.model
     if config.compiled() is Compile.none:
@@ -95,7 +102,9 @@ def fp8_speedup(config: Config) -> float:
     matrices = parameters_by_part(model, config.data.length)["matrices"]
     in_fp8 = matrices * len(config.train.fp8_blocks(model.num_layers)) / model.num_layers
     share = in_fp8 / (matrices + model.vocab_size * model.hidden_size)
-    return 1 / (1 - PRODUCTS_SHARE * share * (1 - 1 / FP8_GAIN[config.train.fp8]))
+    (narrow, wide), (least, most) = FP8_WIDTHS, FP8_GAIN[config.train.fp8]
+    gain = least + (most - least) * min(max((model.hidden_size - narrow) / (wide - narrow), 0.0), 1.0)
+    return 1 / (1 - PRODUCTS_SHARE * share * (1 - 1 / gain))
 
 
 def shard_ranks(config: Config, gpus: int, per_node: int | None = None) -> int:
@@ -226,7 +235,8 @@ def activation_bytes_per_token(config: Config) -> float:
     none:      L · w·(4D + (N + 2K)·H + N·H + 3F): inputs and outputs of both norms; q, k, v as one matrix; the output of
                the mixer; gate, up and their product. Also what the mixer keeps besides (`Mixer.kept_bytes`), w·F per layer
                without torch.compile, and with `qk_norm` w·(N + 2K)·H + 4·(N + K): q, k and v before the norms of q and
-               k, and the inverse roots of these norms.
+               k, and the inverse roots of these norms. A compiled block in fp8 `tensorwise` keeps w·(2D + F) less: it computes
+               the inputs of three products again, as their casts do (measured on 1b and 3b).
     selective: L · w·(2D + (2N + 2K)·H + 2F): the input of the block, matrix products and the output of the mixer. Also
                what the mixer of each layer keeps besides, w·D per layer (the last product) without torch.compile, and one
                block of `none`.
@@ -262,7 +272,9 @@ def activation_bytes_per_token(config: Config) -> float:
         block += w * f
     ends = w * d + (gathered / 2 or w * d)  # the last norm's input and output
     if config.train.recompute is Recompute.none:
-        return model.num_layers * block + sum(mixed) + ends
+        again_in_fp8 = config.train.fp8 is Fp8.tensorwise and config.compiled() is not Compile.none and not gathered
+        casts = len(config.train.fp8_blocks(model.num_layers)) * w * (2 * d + f) if again_in_fp8 else 0.0
+        return model.num_layers * block - casts + sum(mixed) + ends
     kept = w * d
     if config.train.recompute is Recompute.selective:
         products = 3 if config.compiled() is Compile.none else 2

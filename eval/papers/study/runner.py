@@ -211,7 +211,8 @@ class Runner:
         running.log = file.open("a", encoding="utf-8")
         running.step, running.began, running.together, running.done = step, time.monotonic(), len(busy) + 1, 0.0
         running.process = self.start(step.command, environment, running.log)
-        self.say(f"{running.job.label}: {step.name} on GPU {running.gpu.name}")
+        where = f"GPU {running.gpu.name}" if running.gpu.name else "the CPU"
+        self.say(f"{running.job.label}: {step.name} on {where}")
 
     def _collect(self) -> None:
         """Take note of the steps that have ended."""
