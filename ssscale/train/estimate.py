@@ -235,8 +235,8 @@ def activation_bytes_per_token(config: Config) -> float:
     none:      L · w·(4D + (N + 2K)·H + N·H + 3F): inputs and outputs of both norms; q, k, v as one matrix; the output of
                the mixer; gate, up and their product. Also what the mixer keeps besides (`Mixer.kept_bytes`), w·F per layer
                without torch.compile, and with `qk_norm` w·(N + 2K)·H + 4·(N + K): q, k and v before the norms of q and
-               k, and the inverse roots of these norms. A compiled block in fp8 `tensorwise` keeps w·(2D + F) less: it computes
-               the inputs of three products again, as their casts do (measured on 1b and 3b).
+               k, and the inverse roots of these norms. A compiled block in fp8 `tensorwise` keeps w·(2D + F) less, by the
+               measured peaks of 1b and 3b: as much as the inputs of three of its products.
     selective: L · w·(2D + (2N + 2K)·H + 2F): the input of the block, matrix products and the output of the mixer. Also
                what the mixer of each layer keeps besides, w·D per layer (the last product) without torch.compile, and one
                block of `none`.
@@ -272,9 +272,9 @@ def activation_bytes_per_token(config: Config) -> float:
         block += w * f
     ends = w * d + (gathered / 2 or w * d)  # the last norm's input and output
     if config.train.recompute is Recompute.none:
-        again_in_fp8 = config.train.fp8 is Fp8.tensorwise and config.compiled() is not Compile.none and not gathered
-        casts = len(config.train.fp8_blocks(model.num_layers)) * w * (2 * d + f) if again_in_fp8 else 0.0
-        return model.num_layers * block - casts + sum(mixed) + ends
+        tensorwise = config.train.fp8 is Fp8.tensorwise and config.compiled() is not Compile.none and not gathered
+        fewer = len(config.train.fp8_blocks(model.num_layers)) * w * (2 * d + f) if tensorwise else 0.0
+        return model.num_layers * block - fewer + sum(mixed) + ends
     kept = w * d
     if config.train.recompute is Recompute.selective:
         products = 3 if config.compiled() is Compile.none else 2

@@ -66,7 +66,6 @@ def compiled(which: str, config: Config, head_dim: int, operands: str, tma: bool
         constants["maxima_ptr"] = None
     if constants["MAX_BLOCKS"] == 0:
         constants["list_ptr"] = None
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     if head_dim != constants["BH"] or not tma:
         constants |= {"k_descriptor": None, "v_descriptor": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

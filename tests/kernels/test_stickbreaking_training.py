@@ -110,12 +110,12 @@ SLOW = [
 ]
 
 
-# Where the cap that lets a third program fit takes registers from the diagonal and from the exact algebra.
-SPILLS = {("forward", 64, "float16"): 1, ("dq", 64): 4, ("dkv", 32): 9, ("dkv", 128): 2}
+# By kernel, head dim and operands: the first with Triton 3.6.0, the others with 3.7.1.
+SPILLS = {("forward", 64, "float16"): 1, ("dkv", 128, "scaled"): 2, ("dkv", 128, "log_rest"): 2}
 
 
-def check_compiled(which: str, config: Config, head_dim: int, operands: str, on_diagonal: int = 0) -> None:
-    """on_diagonal: accesses to spilled registers that the masked loop and that of the exact algebra may have together."""
+def check_compiled(which: str, config: Config, head_dim: int, operands: str) -> None:
+    """`SPILLS`: accesses to spilled registers that the masked loop and that of the exact algebra may have together."""
     program = compiled(which, config, head_dim, operands)
     assert shuffles_reach_their_lanes(program.asm["ttgir"])
     found = resources(program)
@@ -123,7 +123,7 @@ def check_compiled(which: str, config: Config, head_dim: int, operands: str, on_
     copies = program.asm["ptx"].count("cp.async.bulk.tensor") + found.async_copies
     assert copies > 0 or config.num_stages == 1, "the loads are not pipelined"
     assert min(found.spills_in_loops) == 0, found
-    assert sum(found.spills_in_loops) <= on_diagonal, found
+    assert sum(found.spills_in_loops) <= SPILLS.get((which, head_dim, operands), 0), found
 
 
 @pytest.mark.parametrize(("operands", "head_dim"), [("scaled", 32), ("scaled", 64), ("scaled", 128), *SLOW])
@@ -131,8 +131,7 @@ def check_compiled(which: str, config: Config, head_dim: int, operands: str, on_
 def test_compiles_for_hopper_without_spilling(which, head_dim, operands):
     parts = 2 if operands == "float16" else 1
     config = forward_config(head_dim) if which == "forward" else getattr(backward_config(head_dim, parts), which)
-    allowed = SPILLS.get((which, head_dim, operands), SPILLS.get((which, head_dim), 0))
-    check_compiled(which, config, head_dim, operands, allowed)
+    check_compiled(which, config, head_dim, operands)
 
 
 TIMED = [(d, which, c) for d, found in CANDIDATES.items() for which in found._fields for c in getattr(found, which)]
@@ -140,8 +139,8 @@ TIMED = [(d, which, c) for d, found in CANDIDATES.items() for which in found._fi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "which", "config"), TIMED)
-def test_candidate_compiles_for_hopper_without_spilling_off_the_diagonal(head_dim, which, config):
-    check_compiled(which, config, head_dim, "scaled", max(4, SPILLS.get((which, head_dim), 0)))
+def test_candidate_compiles_for_hopper_without_spilling(head_dim, which, config):
+    check_compiled(which, config, head_dim, "scaled")
 
 
 @pytest.mark.parametrize("head_dim", CANDIDATES)
