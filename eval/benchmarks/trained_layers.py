@@ -77,6 +77,18 @@ def capture(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayout
     return layers
 
 
+def separate(tokens: Tensor, length: int) -> tuple[Tensor, PackedLayout]:
+    """Return the labels and the layout of sequences of `length` tokens, [rows · length], each one document."""
+    labels = tokens.roll(-1)
+    labels[length - 1 :: length] = -100
+    return labels, PackedLayout.from_lengths([length] * (len(tokens) // length)).to(tokens.device)
+
+
+def scale_of(model: Decoder, layers: list[list[Tensor]]) -> float:
+    """Return the factor of the logits. layers: from `capture`."""
+    return layers_of(model)[0].scale or layers[0][0].shape[-1] ** -0.5
+
+
 class Tiles(NamedTuple):
     """Shares of tiles of ROWS queries × KEYS keys.
 
@@ -201,14 +213,11 @@ def measure(layer: list[Tensor], length: int, scale: float) -> dict[str, Times]:
 
 def report(model: Decoder, tokens: Tensor, length: int) -> None:
     """Print all measurements at one length. tokens: [rows · length] int64."""
-    device = model.groups.device
-    tokens = tokens.to(device)
-    layout = PackedLayout.from_lengths([length] * (len(tokens) // length)).to(device)
-    labels = tokens.roll(-1)
-    labels[length - 1 :: length] = -100
+    tokens = tokens.to(model.groups.device)
+    labels, layout = separate(tokens, length)
     layers = capture(model, tokens, labels, layout)
     shape = "×".join(map(str, (len(tokens) // length, layers[0][0].shape[1], length, layers[0][0].shape[2])))
-    scale = layers_of(model)[0].scale or layers[0][0].shape[-1] ** -0.5
+    scale = scale_of(model, layers)
     print(f"\n{shape} (batch, heads, length, head dim), {layers[0][0].dtype}, ms forward / backward")
     rows = []
     for number, layer in enumerate(layers):

@@ -163,6 +163,7 @@ MODULES = (
     "eval.benchmarks.forward_skipping",
     "eval.benchmarks.one_tensor_rank",
     "eval.benchmarks.suite_tokens",
+    "eval.benchmarks.stickbreaking_before",
     "eval.benchmarks.stickbreaking_trained",
     "eval.evidence",
     "eval.papers.long_context",

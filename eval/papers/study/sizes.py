@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Training:
     """Rows of `length` tokens. A step has `rows` rows, a forward pass `microbatch`.
 
-    tokens: of a whole training. rate_tokens: of a training that tries a learning rate. warmup: share of the tokens.
+    tokens: of a whole training. rate_tokens: of a training that tries a learning rate. warmup: share of the whole.
     speed: tokens per second alone on one H200, for the declared minutes.
     """
 

@@ -47,6 +47,8 @@ def train(
     """Trains a model. The seed chooses the weights and the order of the rows, which all methods share.
 
     tokens, speed, data: in place of those of `form`. changes: further arguments. evals: validations. alone: see `Step`.
+    A shorter training than that of `form`, which tries a learning rate, warms up for as many tokens: with a quarter of them,
+    SSMax prefers half the learning rate (docs/log/2026-11-28-warmup-of-tried-rates.md).
     """
     total = tokens or form.tokens
     step = form.rows * form.length
@@ -57,7 +59,7 @@ def train(
     stages = [
         f"0.tokens={first}",
         f"0.schedule.lr={rate:g}",
-        f"0.schedule.warmup_tokens={round(form.warmup * steps) * step}",
+        f"0.schedule.warmup_tokens={round(form.warmup * max(total, form.tokens) / step) * step}",
     ]
     if during:
         again = round(warmup * (total - first) / step) * step

@@ -323,11 +323,11 @@ def test_questions_of_ruler_do_not_train(files, eval_data, monkeypatch, capsys):
 
 
 def test_commands_of_the_full_size_are_ours(files, monkeypatch, capsys):
-    """Every training is a valid configuration. All methods of a study read the same rows."""
+    """Every training is a valid configuration. All methods of a study read the same rows, and warm up as tried rates do."""
     divide(files, monkeypatch)
     (files["root"] / "eval" / "piqa").mkdir(parents=True, exist_ok=True)
     (files["root"] / "eval" / "piqa" / "validation.jsonl").touch()
-    for name in ("ssmax", "positions", "why", "cores"):
+    for name, warmup in {"ssmax": 13_107_200, "positions": 6_553_600, "why": None, "cores": 13_107_200}.items():
         assert study(monkeypatch, files, name, "--size", "full", "--print", "--jobs", "*", "--seeds", "0,1") == 0
         tokens, trained = set(), 0
         for line in capsys.readouterr().out.splitlines():
@@ -339,6 +339,8 @@ def test_commands_of_the_full_size_are_ours(files, monkeypatch, capsys):
             trained += 1
             assert config.tokens_per_step == 131_072
             assert sum(stage.tokens for stage in config.train.stages) % 131_072 == 0
+            if "rate-" in config.folder or config.folder.endswith(("/softmax-s0", "/sb-s0")):
+                assert config.train.stages[0].schedule.warmup_tokens == (warmup or 6_553_600)
             if name == "ssmax" and "rate-" not in config.folder and config.train.max_steps is None:
                 tokens.add(sum(stage.tokens for stage in config.train.stages))
         assert trained >= (20 if name == "cores" else 30)
