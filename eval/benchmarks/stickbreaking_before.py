@@ -57,7 +57,7 @@ def earlier_results(before: Path, heads: list[list[Any]], scale: float) -> list[
         files = [Path(folder) / "given.pt", Path(folder) / "found.pt"]
         torch.save({"scale": scale, "heads": [[x.contiguous() for x in head] for head in heads]}, files[0])
         command = [sys.executable, "-c", EARLIER.format(package=package), *map(str, files)]
-        path = f"{before}:{os.environ.get('PYTHONPATH', '')}"
+        path = os.pathsep.join([str(before), *filter(None, [os.environ.get("PYTHONPATH")])])
         ran = subprocess.run(command, cwd=before, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
         if ran.returncode:
             raise UserError(
