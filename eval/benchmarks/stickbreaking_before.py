@@ -25,14 +25,16 @@ NAMES = ("o", "dq", "dk", "dv")
 # What runs in BEFORE. The kernels were a package `kernels` until they got a name of their own.
 EARLIER = """
 import sys, torch
+from safetensors.torch import load_file, save_file
 from {package}.stickbreaking import stickbreaking_attention
-given = torch.load(sys.argv[1])
-found = []
-for q, k, v, grad in given["heads"]:
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    o = stickbreaking_attention(*leaves, scale=given["scale"], skip_below=0.0)[0]
-    found.append([x.detach() for x in (o, *torch.autograd.grad(o, leaves, grad))])
-torch.save(found, sys.argv[2])
+given, found = load_file(sys.argv[1], device="{device}"), {{}}
+for i in range(len(given) // 4):
+    *leaves, grad = (given[f"{{i}}.{{j}}"] for j in range(4))
+    leaves = [x.requires_grad_() for x in leaves]
+    o = stickbreaking_attention(*leaves, scale={scale}, skip_below=0.0)[0]
+    results = (o, *torch.autograd.grad(o, leaves, grad))
+    found |= {{f"{{i}}.{{j}}": x.detach().contiguous() for j, x in enumerate(results)}}
+save_file(found, sys.argv[2])
 """
 
 
@@ -48,23 +50,26 @@ def heads_of(layer: list[Any]) -> list[list[Any]]:
 
 def earlier_results(before: Path, heads: list[list[Any]], scale: float) -> list[list[Any]]:
     """Return [o, dq, dk, dv] of every head, from the kernels of the checkout `before`. Raises UserError if they fail."""
-    import torch
+    from safetensors.torch import load_file, save_file
 
     package = "ssscale_kernels" if (before / "ssscale_kernels.py").is_file() else "kernels"
     if not (before / "kernels" / "stickbreaking").is_dir():
         raise UserError(f"{before} has no kernels/stickbreaking: make it with git worktree add")
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / "given.pt", Path(folder) / "found.pt"]
-        torch.save({"scale": scale, "heads": [[x.contiguous() for x in head] for head in heads]}, files[0])
-        command = [sys.executable, "-c", EARLIER.format(package=package), *map(str, files)]
+        files = [Path(folder) / name for name in ("given.safetensors", "found.safetensors")]
+        given = {f"{i}.{j}": x.detach().contiguous() for i, head in enumerate(heads) for j, x in enumerate(head)}
+        save_file(given, files[0])
+        device = str(heads[0][0].device)
+        program = EARLIER.format(package=package, device=device, scale=scale)
+        command = [sys.executable, "-c", program, *map(str, files)]
         path = os.pathsep.join([str(before), *filter(None, [os.environ.get("PYTHONPATH")])])
         ran = subprocess.run(command, cwd=before, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
         if ran.returncode:
             raise UserError(
                 f"the kernels of {before} failed: {(ran.stderr.strip().splitlines() or ['no message'])[-1]}"
             )
-        found: list[list[Any]] = torch.load(files[1])
-        return found
+        found = load_file(files[1], device=device)
+        return [[found[f"{i}.{j}"] for j in range(len(NAMES))] for i in range(len(heads))]
 
 
 def replaying(results: list[list[Any]]) -> Callable[..., tuple[Any, None]]:
