@@ -38,16 +38,6 @@ save_file(found, sys.argv[2])
 """
 
 
-def heads_of(layer: list[Any]) -> list[list[Any]]:
-    """Return [q, k, v, dO] of the first query head of every key head, as `trained_layers.worst_error` takes them."""
-    q, k, v, grad = layer
-    group = q.shape[1] // k.shape[1]
-    return [
-        [q[:, h : h + 1], k[:, h // group, None], v[:, h // group, None], grad[:, h : h + 1]]
-        for h in range(0, q.shape[1], group)
-    ]
-
-
 def earlier_results(before: Path, heads: list[list[Any]], scale: float) -> list[list[Any]]:
     """Return [o, dq, dk, dv] of every head, from the kernels of the checkout `before`. Raises UserError if they fail."""
     from safetensors.torch import load_file, save_file
@@ -116,7 +106,7 @@ def main() -> None:
 
     from ssscale_kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 
-    from eval.benchmarks.trained_layers import capture, held_out, scale_of, separate, worst_error
+    from eval.benchmarks.trained_layers import capture, heads_of, held_out, scale_of, separate, worst_error
     from ssscale.data.stream import PackedData
     from ssscale.parallel.groups import initialize
     from ssscale.train.build import load_for_inference

@@ -146,17 +146,24 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1), None
 
 
+def heads_of(layer: list[Tensor]) -> list[list[Tensor]]:
+    """Return [q, k, v, dO] of the first query head of every key head."""
+    q, k, v, grad = layer
+    group = q.shape[1] // k.shape[1]
+    return [
+        [q[:, h : h + 1], k[:, h // group, None], v[:, h // group, None], grad[:, h : h + 1]]
+        for h in range(0, q.shape[1], group)
+    ]
+
+
 def worst_error(function: Kernel, reference: Kernel, layer: list[Tensor], length: int, scale: float) -> str:
     """Format error ratios for o, dq, dk and dv on the first sequence, as the largest over the heads.
 
     A ratio is the error of `function` over that of `reference` with inputs and outputs in the same dtype. Errors are
     measured against `reference` in float64, as the largest error and as the root mean square.
     """
-    q, k, v, grad = (x[:length] for x in layer)
-    group = q.shape[1] // k.shape[1]
     worst = torch.zeros(4, 2)
-    for head in range(0, q.shape[1], group):
-        part = [q[:, head : head + 1], k[:, head // group, None], v[:, head // group, None], grad[:, head : head + 1]]
+    for part in heads_of([x[:length] for x in layer]):
 
         def run(function: Kernel, dtype: torch.dtype, part: list[Tensor]) -> list[Tensor]:
             leaves = [x.to(dtype).requires_grad_() for x in part[:3]]
@@ -168,7 +175,7 @@ def worst_error(function: Kernel, reference: Kernel, layer: list[Tensor], length
             torch.stack(
                 [torch.stack([(a - e).abs().max(), (a - e).square().mean().sqrt()]) for a, e in zip(found, exact)]
             )
-            for found in (run(function, q.dtype, part), run(reference, q.dtype, part))
+            for found in (run(function, layer[0].dtype, part), run(reference, layer[0].dtype, part))
         )
         worst = worst.maximum((ours / plain.clamp(min=1e-300)).cpu())
     return ", ".join(f"{name} {a:.2f} / {b:.2f}" for name, (a, b) in zip(("o", "dq", "dk", "dv"), worst.tolist()))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from ssscale_kernels.stickbreaking import stickbreaking_attention, stickbreaking_reference
 
-from eval.benchmarks.stickbreaking_before import earlier_results, heads_of, replaying, table
-from eval.benchmarks.trained_layers import worst_error
+from eval.benchmarks.stickbreaking_before import earlier_results, replaying, table
+from eval.benchmarks.trained_layers import heads_of, worst_error
 from ssscale.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
