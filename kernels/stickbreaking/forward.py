@@ -14,7 +14,7 @@ from torch import Tensor
 from . import blocks, half, tile
 from .descriptors import descriptors
 from .kept import aux_shapes, carry_dtype
-from .launching import begin_beside, launch_kernel
+from .launching import begin, launch_kernel
 from .settings import COUNTS, GROUP_BYTES, Config, grid, head_group, last_contiguous, launch, log2_threshold
 
 LOG2_E = 1.4426950408889634
@@ -267,9 +267,7 @@ def _run(
     # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
     scale = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), 1.0)
     if HALF:
-        # Heads beside the first ones are converted later (`half.values`).
-        which = tl.where(tl.program_id(1) == 0, half.V, half.LATER_V)
-        scale *= tl.exp2(-half.conversion_exponent(maxima_ptr, sequence, which) - half.FORWARD_SHIFT)
+        scale *= tl.exp2(-half.conversion_exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
     walk = (
         entering, q, source, position, whole, seen, 0, k_len, logit_scale, threshold, first_chunk, chunk,
     )  # fmt: skip
@@ -293,7 +291,7 @@ def forward_kernel(
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KV_GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
     HAS_REST: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin_beside(EARLY)
+    begin(EARLY)
     head, slot = blocks.assign(heads_beside, num_sequences, slots_each, True)
     if (head >= num_heads) | (slot >= num_slots):
         return
@@ -363,21 +361,21 @@ def forward(
     log_rest = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
     row_carry, row_tile = q.new_empty(rows, dtype=carry_dtype(q.dtype)), q.new_empty(tiles, dtype=torch.int32)
-    if num_tokens == 0:
-        return o, log_rest, row_carry, row_tile, q.new_zeros(stops, dtype=torch.int32), half.new_maxima(cu_k, convert)
-    num_slots = num_tokens // config.row_block + num_sequences
-    programs, *placed = grid(num_slots, num_sequences, num_heads, head_group(k, group, group_bytes))
     # Spare slots are never written, and operator checks compare every element, so they start as zeros.
-    if convert:
+    if convert and num_tokens > 0:
         block_stop = q.new_empty(stops, dtype=torch.int32)
-        v, maxima = half.values(v, cu_k, block_stop, placed[0] // group)
+        v, maxima = half.values(v, cu_k, block_stop)
     else:
         block_stop = q.new_zeros(stops, dtype=torch.int32)
-        maxima = half.new_maxima(cu_k, False)
+        maxima = half.new_maxima(cu_k, convert)
+    if num_tokens == 0:
+        return o, log_rest, row_carry, row_tile, block_stop, maxima
+    num_slots = num_tokens // config.row_block + num_sequences
     tensors = (
         q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
         row_tile, block_stop, cu_q, cu_k, q_offsets, maxima if convert else None,
     )  # fmt: skip
+    programs, *placed = grid(num_slots, num_sequences, num_heads, head_group(k, group, group_bytes))
     numbers = (
         num_tokens, k.shape[0], num_heads, *placed, num_sequences, num_slots, stops[1],
         max_queries or num_tokens, max_keys, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],

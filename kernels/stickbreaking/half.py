@@ -6,15 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import blocks
-from .launching import begin, begin_after, cdiv, launch_kernel, starts_early
+from .launching import begin, cdiv, launch_kernel
 
 # With this power, forward's weights are normal numbers down to 2^-22.
 FORWARD_SHIFT = tl.constexpr(8.0)
 # Columns of `maxima`.
 Q, K, V, DO = (tl.constexpr(i) for i in range(4))
-# Forward has no maxima of K and DO. There, V has those of the first heads of v, and these columns have those of the later
-# ones (see `values`), and how many programs have converted their part of these.
-LATER_V, ARRIVED = K, DO
 
 
 # k and v are converted with 2^USUAL before their maxima are known. This is kept for sequences whose maximum then lies in
@@ -43,9 +40,9 @@ def _conversion_exponent(bits):
 
 
 @triton.jit
-def conversion_exponent(maxima_ptr, sequence, which):
-    """Returns the exponent e of the scale 2^e with which the sequence's K, V or LATER_V were converted."""
-    return _conversion_exponent(tl.load(maxima_ptr + sequence * 4 + which)).to(tl.float32)
+def conversion_exponent(maxima_ptr, sequence, WHICH: tl.constexpr):
+    """Returns the exponent e of the scale 2^e with which `convert` has converted the sequence's K or V."""
+    return _conversion_exponent(tl.load(maxima_ptr + sequence * 4 + WHICH)).to(tl.float32)
 
 
 @triton.jit
@@ -89,37 +86,36 @@ def scaled(x, shift):
 def load_rows(
     x_ptr,  # [num_tokens, num_heads, H], with strides sx_t, sx_n and 1
     cu_ptr,
-    part,
+    program,
     num_tokens,
     num_heads,
     num_sequences,
     sx_t,
     sx_n,
-    half_t,
     H: tl.constexpr,
     BH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Returns a part's sequence, its ROWS tokens of one head, their places in fp16 (tokens are half_t apart), and which exist."""
-    sequence, block = blocks.locate(cu_ptr, part // num_heads, num_sequences, ROWS)
-    head = part % num_heads
+    """Returns a program's sequence, its ROWS tokens of one head, their places in contiguous memory, and which exist."""
+    sequence, block = blocks.locate(cu_ptr, program // num_heads, num_sequences, ROWS)
+    head = program % num_heads
     start, length = blocks.bounds(cu_ptr, sequence, num_tokens)
     row = block * ROWS + tl.arange(0, ROWS)
     token = (start + row).to(tl.int64)
     dims = tl.arange(0, BH)
     inside = ((row >= 0) & (row < length))[:, None] & (dims < H)[None, :]
     x = tl.load(x_ptr + token[:, None] * sx_t + head * sx_n + dims[None, :], mask=inside, other=0.0)
-    return sequence, x, token[:, None] * half_t + head * H + dims[None, :], inside
+    return sequence, x, (token[:, None] * num_heads + head) * H + dims[None, :], inside
 
 
-COUNTS = ("num_x", "num_x_heads", "num_y", "num_y_heads", "num_sequences", "num_shares", "x_parts", "num_zeros")
+COUNTS = ("num_x", "num_x_heads", "num_y", "num_y_heads", "num_sequences", "num_shares", "x_programs", "num_zeros")
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def convert_kernel(
     x_ptr,  # k or v [num_x, num_x_heads, H]
-    half_ptr,  # the same, with strides half_t, H and 1
-    x_max_ptr,  # [x_parts]
+    half_ptr,  # [num_x, num_x_heads, H]
+    x_max_ptr,  # [x_programs]
     y_ptr,  # dO [num_y, num_y_heads, H] or None
     y_max_ptr,
     zeros_ptr,  # [num_zeros] or None
@@ -130,13 +126,12 @@ def convert_kernel(
     num_y,
     num_y_heads,
     num_sequences,
-    x_parts,
+    x_programs,
     num_zeros,
     sx_t,
     sx_n,
     sy_t,
     sy_n,
-    half_t,
     H: tl.constexpr,
     BH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -144,18 +139,18 @@ def convert_kernel(
 ):
     """Converts x with the usual scale, finds the largest |x| and |y| of each program, and fills zeros_ptr with zeros."""
     begin(EARLY)
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(0)
     if zeros_ptr is not None:
-        for first in range(program * ROWS, num_zeros, programs * ROWS):
+        for first in range(program * ROWS, num_zeros, x_programs * ROWS):
             spare = first + tl.arange(0, ROWS)
             tl.store(zeros_ptr + spare, tl.zeros([ROWS], tl.int32), mask=spare < num_zeros)
-    if program < x_parts:
-        x = load_rows(x_ptr, cu_x_ptr, program, num_x, num_x_heads, num_sequences, sx_t, sx_n, half_t, H, BH, ROWS)
+    if program < x_programs:
+        x = load_rows(x_ptr, cu_x_ptr, program, num_x, num_x_heads, num_sequences, sx_t, sx_n, H, BH, ROWS)
         tl.store(half_ptr + x[2], (x[1].to(tl.float32) * 2**USUAL).to(tl.float16), mask=x[3])
         tl.store(x_max_ptr + program, largest(x[1]))
     elif y_ptr is not None:
-        place = program - x_parts
-        y = load_rows(y_ptr, cu_y_ptr, place, num_y, num_y_heads, num_sequences, sy_t, sy_n, 0, H, BH, ROWS)
+        place = program - x_programs
+        y = load_rows(y_ptr, cu_y_ptr, place, num_y, num_y_heads, num_sequences, sy_t, sy_n, H, BH, ROWS)
         tl.store(y_max_ptr + place, largest(y[1]))
 
 
@@ -195,7 +190,6 @@ def settle_kernel(
     num_shares,
     sx_t,
     sx_n,
-    half_t,
     H: tl.constexpr,
     BH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -213,72 +207,26 @@ def settle_kernel(
         row = maxima_ptr + sequence * 4
         if saved_ptr is None:
             tl.store(row + Q, 0)
-            tl.store(row + LATER_V, 0)
+            tl.store(row + K, 0)
             tl.store(row + V, x_max)
-            tl.store(row + ARRIVED, 0)
+            tl.store(row + DO, 0)
         else:
             y_first, y_last = _slots(cu_y_ptr, sequence, num_y, num_sequences, ROWS)
-            saved = saved_ptr + sequence * 4
-            tl.store(row + Q, tl.load(saved + Q))
+            tl.store(row + Q, tl.load(saved_ptr + sequence * 4 + Q))
             tl.store(row + K, x_max)
-            tl.store(row + V, tl.maximum(tl.load(saved + V), tl.load(saved + LATER_V)))
+            tl.store(row + V, tl.load(saved_ptr + sequence * 4 + V))
             tl.store(row + DO, _maximum(y_max_ptr, y_first * num_y_heads, y_last * num_y_heads))
     power = _conversion_exponent(x_max)
     if (power != USUAL) & (x_max > 0):
-        for part in range(first * num_x_heads + share, last * num_x_heads, num_shares):
+        for program in range(first * num_x_heads + share, last * num_x_heads, num_shares):
             _, x, places, inside = load_rows(
-                x_ptr, cu_x_ptr, part, num_x, num_x_heads, num_sequences, sx_t, sx_n, half_t, H, BH, ROWS
-            )
-            tl.store(half_ptr + places, scaled(x, power.to(tl.float32)), mask=inside)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def convert_later_kernel(
-    x_ptr,  # the later heads of v: as for `convert_kernel`
-    half_ptr,
-    maxima_ptr,  # [num_sequences, 4]; columns LATER_V and ARRIVED are zeros
-    cu_x_ptr,
-    num_x,
-    num_x_heads,
-    num_sequences,
-    x_parts,
-    sx_t,
-    sx_n,
-    half_t,
-    H: tl.constexpr,
-    BH: tl.constexpr,
-    ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Does what `convert_kernel` and `settle_kernel` do, beside the kernel that is launched next.
-
-    Its programs wait for one another, so all of them must fit the device at the same time.
-    """
-    begin_after(EARLY)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    for part in range(program, x_parts, programs):
-        sequence, x, places, inside = load_rows(
-            x_ptr, cu_x_ptr, part, num_x, num_x_heads, num_sequences, sx_t, sx_n, half_t, H, BH, ROWS
-        )
-        tl.store(half_ptr + places, (x.to(tl.float32) * 2**USUAL).to(tl.float16), mask=inside)
-        enter(maxima_ptr, sequence, LATER_V, x)
-    arrived = tl.atomic_add(maxima_ptr + ARRIVED, 1, sem="acq_rel") + 1
-    while arrived < programs:
-        arrived = tl.atomic_add(maxima_ptr + ARRIVED, 0, sem="acquire")
-    for part in range(program, x_parts, programs):
-        sequence, _ = blocks.locate(cu_x_ptr, part // num_x_heads, num_sequences, ROWS)
-        x_max = tl.load(maxima_ptr + sequence * 4 + LATER_V, volatile=True)
-        power = _conversion_exponent(x_max)
-        if (power != USUAL) & (x_max > 0):
-            _, x, places, inside = load_rows(
-                x_ptr, cu_x_ptr, part, num_x, num_x_heads, num_sequences, sx_t, sx_n, half_t, H, BH, ROWS
+                x_ptr, cu_x_ptr, program, num_x, num_x_heads, num_sequences, sx_t, sx_n, H, BH, ROWS
             )
             tl.store(half_ptr + places, scaled(x, power.to(tl.float32)), mask=inside)
 
 
 ROWS = 64
 PROGRAMS = 256  # of settle_kernel, about
-BESIDE = 264  # programs of convert_later_kernel: two per multiprocessor of an H100
 
 
 def converts(q: Tensor) -> bool:
@@ -295,56 +243,43 @@ def shape_constants(head_dim: int) -> dict[str, int]:
     return {"H": head_dim, "BH": max(16, triton.next_power_of_2(head_dim)), "ROWS": ROWS}
 
 
-def _parts(x: Tensor, num_sequences: int) -> int:
+def _programs(x: Tensor, num_sequences: int) -> int:
     return (x.shape[0] // ROWS + num_sequences) * x.shape[1]
 
 
 def _convert(
     x: Tensor,
-    out: Tensor,
-    maxima: Tensor,
     cu_x: Tensor,
     y: Tensor | None,
     cu_y: Tensor,
     saved: Tensor | None,
     zeros: Tensor | None,
-) -> None:
-    """Writes x in fp16 to `out`, and the maxima of all sequences: those of x and y, and others from `saved`.
+) -> tuple[Tensor, Tensor]:
+    """Returns x in fp16, contiguous, and the maxima of all sequences: those of x and y, and others from `saved`.
 
     In one pass over x and y, and a second launch that usually ends at once.
     """
     sequences, head_dim = cu_x.shape[0] - 1, x.shape[2]
-    x_parts, y_parts = _parts(x, sequences), 0 if y is None else _parts(y, sequences)
-    found = torch.empty(x_parts + y_parts, dtype=torch.int32, device=x.device)
-    x_max, y_max = found[:x_parts], found[x_parts:]
+    x_programs, y_programs = _programs(x, sequences), 0 if y is None else _programs(y, sequences)
+    found = torch.empty(x_programs + y_programs, dtype=torch.int32, device=x.device)
+    x_max, y_max = found[:x_programs], found[x_programs:]
+    maxima = torch.empty((sequences, 4), dtype=torch.int32, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float16, device=x.device)
     counts = (*x.shape[:2], *(x if y is None else y).shape[:2], sequences)
-    strides_x, strides_y = x.stride()[:2], (x if y is None else y).stride()[:2]
-    constants, half_t = shape_constants(head_dim), out.stride(0)
-    numbers = (*counts, x_parts, 0 if zeros is None else zeros.numel(), *strides_x, *strides_y, half_t)
+    strides_y = x.stride()[:2] if y is None else y.stride()[:2]
+    strides_x, constants = x.stride()[:2], shape_constants(head_dim)
+    numbers = (*counts, x_programs, 0 if zeros is None else zeros.numel(), *strides_x, *strides_y)
     tensors = (x, out, x_max, y, y_max, zeros, cu_x, cu_y)
-    launch_kernel(convert_kernel, x_parts + y_parts, tensors, numbers, constants, False)
+    launch_kernel(convert_kernel, x_programs + y_programs, tensors, numbers, constants, False)
     shares = cdiv(PROGRAMS, sequences)
     tensors = (x, out, x_max, y_max, saved, maxima, cu_x, cu_y)
-    launch_kernel(settle_kernel, sequences * shares, tensors, (*counts, shares, *strides_x, half_t), constants, True)
-
-
-def values(v: Tensor, cu_k: Tensor, zeros: Tensor, first_heads: int) -> tuple[Tensor, Tensor]:
-    """Returns v [S, K, H] in fp16 for forward, and maxima with those of v. Fills `zeros`, int32, with zeros on the way.
-
-    The `first_heads` heads come first, and forward starts with them while the later ones are converted (`begin_beside`).
-    """
-    out = torch.empty(v.shape, dtype=torch.float16, device=v.device)
-    sequences = cu_k.shape[0] - 1
-    maxima = torch.empty((sequences, 4), dtype=torch.int32, device=v.device)
-    _convert(v[:, :first_heads], out[:, :first_heads], maxima, cu_k, None, cu_k, None, zeros)
-    if first_heads < v.shape[1]:
-        later, later_out = v[:, first_heads:], out[:, first_heads:]
-        parts = _parts(later, sequences)
-        numbers = (*later.shape[:2], sequences, parts, *later.stride()[:2], out.stride(0))
-        programs = min(parts, BESIDE) if starts_early(v.device) else 1
-        tensors, constants = (later, later_out, maxima, cu_k), shape_constants(v.shape[2])
-        launch_kernel(convert_later_kernel, programs, tensors, numbers, constants, True)
+    launch_kernel(settle_kernel, sequences * shares, tensors, (*counts, shares, *strides_x), constants, True)
     return out, maxima
+
+
+def values(v: Tensor, cu_k: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns v [S, K, H] in fp16 for forward, and maxima with those of v. Fills `zeros`, int32, with zeros on the way."""
+    return _convert(v, cu_k, None, cu_k, None, zeros)
 
 
 def operands(maxima: Tensor, k: Tensor, grad_o: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -353,6 +288,4 @@ def operands(maxima: Tensor, k: Tensor, grad_o: Tensor, cu_q: Tensor, cu_k: Tens
     v stays bf16: phase one uses it only for dO·v, which is exact in bf16, and phase two reads it once and converts it
     then. Phase one also stores q and dO in fp16 for phase two.
     """
-    out, maxima_of_all = torch.empty(k.shape, dtype=torch.float16, device=k.device), torch.empty_like(maxima)
-    _convert(k, out, maxima_of_all, cu_k, grad_o, cu_q, maxima, None)
-    return out, maxima_of_all
+    return _convert(k, cu_k, grad_o, cu_q, maxima, None)

@@ -45,26 +45,6 @@ def begin(EARLY: tl.constexpr) -> None:
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
-def begin_after(EARLY: tl.constexpr) -> None:
-    """`begin`, but the next kernel may start only when all that were launched before this one have ended."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def begin_beside(EARLY: tl.constexpr) -> None:
-    """`begin` for a grid of two dimensions. If it has several rows, the first one does not wait.
-
-    This row runs beside the kernel that was launched before, needs nothing of it, and that kernel calls `begin_after`.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        if (tl.program_id(1) > 0) | (tl.num_programs(1) == 1):
-            tl.extra.cuda.gdc_wait()
-
-
 def _decisive(x: Any) -> Any:
     """Returns what decides about the compiled kernel: of a tensor, its dtype and whether its address is a multiple of 16."""
     if isinstance(x, Tensor):

@@ -29,7 +29,7 @@ def rest_maxima_kernel(
     NUM_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     sequence, rest, _, _ = half.load_rows(
-        rest_ptr, cu_q_ptr, tl.program_id(0), num_tokens, 1, num_sequences, NUM_HEADS, 0, 0, NUM_HEADS, PADDED_HEADS, ROWS
+        rest_ptr, cu_q_ptr, tl.program_id(0), num_tokens, 1, num_sequences, NUM_HEADS, 0, NUM_HEADS, PADDED_HEADS, ROWS
     )
     half.enter(rest_max_ptr, sequence, half.DO, rest)
 

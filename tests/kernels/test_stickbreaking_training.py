@@ -78,13 +78,6 @@ def test_conversion_finds_maxima_and_scales_all_sequences_into_the_range_of_floa
     assert found["zeros"] == 0
 
 
-def test_groups_of_heads_are_converted_in_turn(interpreted):
-    found = interpreted["groups of heads"]
-    assert all(found["same_bits"]) and len(found["same_bits"]) == 5, found
-    assert all(found["largest"]), found
-    assert found["converted_apart"]  # the values of both groups need different scales
-
-
 def test_gradients_scale_with_those_of_the_results_bit_for_bit(interpreted):
     for name, (same_bits, share) in interpreted["gradients scale"].items():
         assert same_bits, name

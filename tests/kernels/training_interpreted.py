@@ -18,7 +18,6 @@ from ssscale_kernels.stickbreaking import descriptors, half, tile
 from ssscale_kernels.stickbreaking import forward as forward_module
 from ssscale_kernels.stickbreaking.backward import backward
 from ssscale_kernels.stickbreaking.forward import forward, forward_config
-from ssscale_kernels.stickbreaking.settings import GROUP_BYTES
 
 from tests.kernels.interpreted import patch_language_once
 from tests.kernels.stickbreaking_interpreted import differentiate, report, starts
@@ -37,7 +36,6 @@ class Case(NamedTuple):
     scaled: bool = False
     scratch: int = 512  # bytes per row
     skip_below: float = 0.0
-    in_turn: bool = False  # one group of heads after the other, and values of the later ones are much larger
 
 
 CASES = {
@@ -47,7 +45,6 @@ CASES = {
     "wide": Case([70], head_dim=72),
     "dim 128": Case([129], head_dim=128, scaled=True, rest=False),
     "scaled": Case([70, 0, 65, 1], head_dim=24, heads=(2, 1), scaled=True, rest=False),
-    "heads in turn": Case([70, 0, 65], head_dim=24, heads=(4, 2), scaled=True, rest=False, in_turn=True),
     "low": Case([100], "low"),
     "one-hot": Case([140], "one-hot", rest=False, scaled=True),
     "huge": Case([140], "huge", heads=(2, 1)),
@@ -84,8 +81,8 @@ CASES = {
     "far, in range, log_rest": Case([250], "far, in range, log_rest", scaled=True, skip_below=2**-12),
 }
 GROUPS = {
-    "layouts": list(CASES)[:9],
-    "range": list(CASES)[9:],
+    "layouts": list(CASES)[:8],
+    "range": list(CASES)[8:],
 }
 
 
@@ -140,8 +137,6 @@ def tensors(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
     if case.scaled:
         sizes = torch.tensor([0.01 if i % 2 else 30.0 for i in range(len(case.lengths))])
         v, grad_o = 10 * v, sizes.repeat_interleave(torch.tensor(case.lengths))[:, None, None] * grad_o
-    if case.in_turn:
-        v[:, 1:] *= 100
     entering = -torch.rand(num_tokens, case.heads[0], generator=generator) * case.rest
     grad_rest = torch.randn(num_tokens, case.heads[0], generator=generator) * case.rest
     if case.logits == "far, in range, log_rest":
@@ -159,7 +154,6 @@ def run(case: Case):
     scale = case.head_dim**-0.5
     o, rest, *saved = forward(
         q, k, v, cu_q, cu_k, offsets, entering if case.rest else None, max(keys), scale, case.skip_below, convert=case.scaled,
-        group_bytes=1 if case.in_turn else GROUP_BYTES,
     )  # fmt: skip
     grads = backward(
         grad_o, grad_rest if case.rest else None, q, k, v, cu_q, cu_k, offsets, *saved, max(case.lengths), max(keys),
@@ -219,7 +213,7 @@ def convert():
     k[3, 0, 0], k[4, 1, 1] = float("inf"), float("nan")
     padded = torch.cat([k, k], 2)[..., :20]
     zeros = torch.full((5, 7), 9, dtype=torch.int32)
-    v_half, of_v = half.values(padded, cu, zeros, 3)
+    v_half, of_v = half.values(padded, cu, zeros)
     of_v[:, half.Q.value] = 5
     k_half, of_all = half.operands(of_v, padded, grad_o.half(), cu, cu)
     found = []
@@ -242,26 +236,6 @@ def convert():
             }
         )
     return {"sequences": found, "zeros": zeros.abs().max().item()}
-
-
-def heads_in_turn(case: Case):
-    """Whether forward gives the heads of either group the bits that it gives them alone, and which maxima backward finds."""
-    q, k, v, grad_o, _, _ = tensors(case)
-    cu, length = starts(case.lengths), max(case.lengths)
-
-    def results(queries: slice, keys: slice):
-        given = q[:, queries], k[:, keys], v[:, keys], cu, cu, None, None, length, 0.2, 0.0
-        return forward(*given, convert=True, group_bytes=1)
-
-    both, first, later = results(slice(4), slice(2)), results(slice(2), slice(1)), results(slice(2, 4), slice(1, 2))
-    in_turn = [
-        torch.equal(x, torch.cat([y, z], heads))
-        for x, y, z, heads in zip(both[:5], first, later, (1, 1, 0, 0, 0), strict=False)
-    ]
-    _, of_all = half.operands(both[5], k, grad_o, cu, cu)
-    of_each = torch.maximum(first[5], later[5])
-    largest = [torch.equal(of_all[:, i], of_each[:, i]) for i in (half.Q.value, half.V.value)]
-    return {"same_bits": in_turn, "largest": largest, "converted_apart": not torch.equal(first[5], later[5])}
 
 
 def scale_gradients(case: Case):
@@ -306,7 +280,6 @@ if __name__ == "__main__":
         tiles = Case([1, 140], heads=(2, 1))
         print(json.dumps({"case": "tma and pointers"} | compare_loads(tiles)), flush=True)
         print(json.dumps({"case": "conversion"} | convert()), flush=True)
-        print(json.dumps({"case": "groups of heads"} | heads_in_turn(CASES["heads in turn"])), flush=True)
         scaled = Case([70, 1, 65], scaled=True, heads=(2, 1))
         print(json.dumps({"case": "gradients scale"} | scale_gradients(scaled)), flush=True)
         with patch.object(tile, "_mask", own_key_seen):
