@@ -10,7 +10,8 @@ NAME is ssmax, positions, why, mqrar (eval/papers/study/studies.py has their job
 `python -m eval.papers.study.split`. Every job trains, measures and writes OUT/NAME/JOB-sSEED.json. A file that exists
 is not made again. The order is:
 
-1. --jobs 'rate-*' tries three learning rates per method on validation documents, and writes OUT/NAME/rates/*.json.
+1. --jobs 'rate-*' tries three learning rates per method on validation documents, and writes OUT/NAME/rates/*.json. Where
+   the best is at the edge of these, the same command tries the next one beyond it, two more at most.
 2. --choose writes the best to OUT/NAME/rates.json. State and commit it. Without it no job that reads test documents
    starts. A learning rate that is on file stays.
 3. The jobs without rate-, which are the default.
@@ -46,7 +47,7 @@ from eval.papers.study.rates import choose
 from eval.papers.study.runner import ROOT, Runner
 from eval.papers.study.schedule import plan
 from eval.papers.study.sizes import SIZES, Size
-from eval.papers.study.studies import STUDIES, Study
+from eval.papers.study.studies import STUDIES, Study, most_rates
 from ssscale.errors import UserError
 from ssscale.train.files import refusal
 
@@ -65,6 +66,12 @@ def select(jobs: list[Job], patterns: str | None) -> list[Job]:
             raise UserError(f"--jobs: there is no job {pattern}; use {names}")
         found += [job for job in some if job not in found]
     return found
+
+
+def rates_before(jobs: list[Job], every: list[Job]) -> list[Job]:
+    """Return the jobs that try the learning rates which others lack."""
+    lacking = {job.method for job in jobs if job.rate is not None and math.isnan(job.rate)}
+    return [job for job in every if job.name.startswith("rate-") and job.method in lacking and job not in jobs]
 
 
 def commit_here() -> str:
@@ -162,7 +169,7 @@ def study(options: argparse.Namespace) -> int:
     """Do what the options say. Returns the exit code."""
     out, name = options.out.resolve(), options.name
     if options.choose:
-        print(*choose(out / name), sep="\n")
+        print(*choose(out / name, most_rates(name, SIZES[options.size])), sep="\n")
         return 0
     if options.report is not None:
         from eval.papers.study.report import report
@@ -171,10 +178,13 @@ def study(options: argparse.Namespace) -> int:
         return 0
     check_numbers(options)
     place, size, seeds = place_of(options), size_of(options), whole_numbers(options.seeds, "--seeds", 0)
-    every = EVERY[name](Study(name, place, size), seeds)
-    jobs = select(every, options.jobs)
-    lacking = {job.method for job in jobs if job.rate is not None and math.isnan(job.rate)}
-    rates = [job for job in every if job.name.startswith("rate-") and job.method in lacking and job not in jobs]
+
+    def wanted() -> tuple[list[Job], list[Job]]:
+        every = EVERY[name](Study(name, place, size), seeds)
+        jobs = select(every, options.jobs)
+        return jobs, rates_before(jobs, every)
+
+    jobs, rates = wanted()
     if options.plan is not None:
         print(plan([*rates, *jobs], options.plan, options.per_gpu))
         return 0
@@ -197,11 +207,11 @@ def study(options: argparse.Namespace) -> int:
         limits = {"deadline": options.deadline - passed, "pause": options.pause - passed, "slower": options.slower}
         return Runner(place, some, gpus, commit, options.per_gpu, keep_models=options.keep_models, **limits).run()
 
-    if options.rates and rates:
+    while options.rates and any(not job.has_result(place) for job in rates):
         if code := run(rates):
             return code
-        print(*choose(out / name), sep="\n", flush=True)
-        jobs = select(EVERY[name](Study(name, place, size), seeds), options.jobs)
+        print(*choose(out / name, most_rates(name, size)), sep="\n", flush=True)
+        jobs, rates = wanted()
     of = Study(name, place, size)
     for job in jobs:
         of.check(job)

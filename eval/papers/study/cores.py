@@ -26,11 +26,7 @@ def cores(study: Study, seeds: list[int]) -> list[Job]:
     """Return the jobs of all cores: learning rates, then one core after the other."""
     size = study.size
     form, keys = size.cores.form, size.cores.keys
-    jobs = [
-        study.rate_job(core, config, form, rate, *keys, gib=WIDE_GIB)
-        for core, config in CORES.items()
-        for rate in size.rates
-    ]
+    jobs = [job for core, config in CORES.items() for job in study.rate_jobs(core, config, form, *keys, gib=WIDE_GIB)]
     return jobs + [job for seed in seeds for core in CORES for job in _jobs(study, core, seed)]
 
 

@@ -2,9 +2,11 @@
 
     rates.json: {"METHOD": {"rate": 0.001, "losses": {"0.0005": 3.1, "0.001": 3.0, "0.002": 3.2}}, ...}
 
-A loss of null is a training whose loss stayed NaN.
+A loss of null is a training whose loss stayed NaN. Where the best rate is at the edge of those tried, the next one beyond it
+(twice or half of it) is tried first.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,33 @@ def tried(folder: Path) -> dict[str, dict[float, float | None]]:
     return found
 
 
-def choose(folder: Path) -> list[str]:
+def beyond(losses: dict[float, float | None], most: int) -> float | None:
+    """Return the learning rate to try next, because the best is at the edge of those tried, or None.
+
+    most: rates to try in all. Of so many the best is taken, also at the edge.
+    """
+    finite = {rate: loss for rate, loss in losses.items() if loss is not None}
+    if not FEWEST <= len(losses) < most or not finite:
+        return None
+    best = min(finite, key=lambda rate: finite[rate])
+    if best == max(losses):
+        return 2 * best
+    return best / 2 if best == min(losses) else None
+
+
+def to_try(folder: Path, method: str, first: Sequence[float], most: int) -> list[float]:
+    """Return the learning rates of a method: `first`, those tried beyond them, and the next one if none is chosen yet."""
+    losses = tried(folder).get(method, {})
+    found = [*first, *(rate for rate in losses if rate not in first)]
+    further = None if method in chosen(folder) else beyond(losses, most)
+    return found if further is None else [*found, further]
+
+
+def choose(folder: Path, most: int = FEWEST) -> list[str]:
     """Write rates.json from the rate jobs. Returns one sentence per method.
 
-    A choice that is on file stays, because tests may have used it. Raises UserError without any tried rate.
+    most: as for `beyond`. A choice that is on file stays, because tests may have used it. Raises UserError without any
+    tried rate.
     """
     before = read_json(folder / FILE) if (folder / FILE).is_file() else {}
     result: dict[str, Any] = dict(before)
@@ -44,6 +69,10 @@ def choose(folder: Path) -> list[str]:
         finite = {rate: loss for rate, loss in losses.items() if loss is not None}
         if len(losses) < FEWEST or not finite:
             lines.append(f"{method}: not chosen, {len(losses)} of {FEWEST} rates are tried, {len(finite)} have a loss")
+            continue
+        further = None if method in before else beyond(losses, most)
+        if further is not None:
+            lines.append(f"{method}: not chosen, the best is at the edge: --jobs 'rate-*' tries {further:g} next")
             continue
         best = min(finite, key=lambda rate: finite[rate])
         kept = float(before[method]["rate"]) if method in before else best

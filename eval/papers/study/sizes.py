@@ -74,13 +74,15 @@ class Cores:
 class Size:
     """keys: arguments of every training. widths: arguments that double the width, with heads as wide as before.
 
-    rates: learning rates to try. lengths: context lengths of the position study.
+    rates: learning rates to try. further: how many more at most, while the best is at the edge of those tried.
+    lengths: context lengths of the position study.
     """
 
     keys: tuple[str, ...] = ()
     widths: tuple[str, ...] = ("model.hidden_size=1024", "model.ffn_hidden_size=2816", "model.num_heads=32")
     heads: str = "model.num_heads=8"
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
+    further: int = 2
     eval_rows: int = 1024
     ssmax: Training = Training(1024, 128, 64, 209_715_200, 52_428_800, 1 / 16, 0.9e6)
     positions: Training = Training(2048, 64, 32, 78_643_200, 26_214_400, 1 / 12, 0.85e6)
@@ -113,6 +115,7 @@ TINY = Size(
     ),
     widths=("model.hidden_size=64", "model.num_heads=4"),
     heads="model.num_heads=1",
+    further=0,
     eval_rows=4,
     ssmax=Training(64, 4, 4, 4 * 64 * 16, 4 * 64 * 4, 1 / 16, 1e4),
     positions=Training(64, 4, 4, 4 * 64 * 8, 4 * 64 * 4, 1 / 8, 1e4),

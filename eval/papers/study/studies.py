@@ -20,7 +20,7 @@ from typing import Any
 
 from eval.papers.study import measure, steps
 from eval.papers.study.jobs import READ_GIB, TRAIN_GIB, Job, Place, Step
-from eval.papers.study.rates import FILE, chosen
+from eval.papers.study.rates import FEWEST, FILE, chosen, to_try
 from eval.papers.study.sizes import Size, Training
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
@@ -33,6 +33,11 @@ VARIED = ("tokens", "width", "heads", "books")
 CORES = ("softmax", "stickbreaking")
 FROM_SOFTMAX = ("ssmax_after", "ssmax_during")  # which have softmax's learning rate
 SPEEDS = {"fire": 8e4}  # FIRE reads its bias from a table, ten times slower than the others
+
+
+def most_rates(study: str, size: Size) -> int:
+    """Return how many learning rates of a method are tried at most. MQRAR tries all of its own in one job."""
+    return FEWEST + (0 if study == "mqrar" else size.further)
 
 
 class Study:
@@ -70,7 +75,12 @@ class Study:
     ) -> Job:
         return Job(self.name, name, seed, tuple(every), gib, rest.pop("file", self.file(name, seed)), measured, **rest)
 
-    def rate_job(
+    def rate_jobs(self, method: str, config: str, form: Training, *changes: str, gib: float = TRAIN_GIB) -> list[Job]:
+        """One job per learning rate that is to be tried."""
+        rates = to_try(self.rates_folder, method, self.size.rates, most_rates(self.name, self.size))
+        return [self._rate_job(method, config, form, rate, *changes, gib=gib) for rate in rates]
+
+    def _rate_job(
         self, method: str, config: str, form: Training, rate: float, *changes: str, gib: float = TRAIN_GIB
     ) -> Job:
         """Trains a short time at one learning rate and keeps the validation loss. No test set is read."""
@@ -109,9 +119,9 @@ def _rate(run: Path, method: str, rate: float) -> dict[str, Any]:
 
 def ssmax(study: Study, seeds: list[int]) -> list[Job]:
     """The jobs of arXiv:2501.19399."""
-    size, form = study.size, study.size.ssmax
+    form = study.size.ssmax
     methods = [method for method in SSMAX if method not in FROM_SOFTMAX]
-    jobs = [study.rate_job(m, f"50m_{m}", form, rate) for m in methods for rate in size.rates]
+    jobs = [job for method in methods for job in study.rate_jobs(method, f"50m_{method}", form)]
     return jobs + [_ssmax_job(study, method, seed) for seed in seeds for method in SSMAX]
 
 
@@ -167,11 +177,7 @@ def _rest(form: Training) -> tuple[int, int, float]:
 
 def positions(study: Study, seeds: list[int]) -> list[Job]:
     """The jobs of arXiv:2410.17980, Figure 5."""
-    jobs = [
-        study.rate_job(method, f"50m_{method}", _form(study, method), rate)
-        for method in POSITIONS
-        for rate in study.size.rates
-    ]
+    jobs = [job for method in POSITIONS for job in study.rate_jobs(method, f"50m_{method}", _form(study, method))]
     return jobs + [_positions_job(study, method, method, seed) for seed in seeds for method in POSITIONS]
 
 

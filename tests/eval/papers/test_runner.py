@@ -17,7 +17,7 @@ import pytest
 from eval.checkpoint.gpus import Gpu, gpus_here
 from eval.papers.study import runner
 from eval.papers.study.jobs import Job, Place, Step
-from eval.papers.study.rates import choose
+from eval.papers.study.rates import beyond, choose, to_try
 from eval.papers.study.runner import ROOT, Program, Runner
 from eval.papers.study.schedule import Work, duration, minutes_of, plan, shared, slowdown, stays
 from ssscale.errors import UserError
@@ -286,6 +286,38 @@ def test_a_choice_needs_three_rates_and_stays(tmp_path):
     assert found["sb"] == {"rate": 0.001, "losses": {"0.0005": 3.5, "0.001": 3.0, "0.002": None}}
     tried("0.004", 2.0)
     assert choose(tmp_path) == ["sb: 0.001, which stays although 0.004 is best now"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "further"),
+    [
+        ({5e-4: 4.0, 1e-3: 3.0, 2e-3: 3.5}, None),
+        ({5e-4: 4.0, 1e-3: 3.5, 2e-3: 3.0}, 4e-3),
+        ({5e-4: 3.0, 1e-3: 3.5, 2e-3: 4.0}, 2.5e-4),
+        ({5e-4: 4.0, 1e-3: 3.5, 2e-3: None}, None),
+        ({5e-4: 3.0, 1e-3: None, 2e-3: None}, 2.5e-4),
+        ({5e-4: None, 1e-3: None, 2e-3: None}, None),
+        ({5e-4: 4.0, 2e-3: 3.0}, None),
+        ({5e-4: 5.0, 1e-3: 4.0, 2e-3: 3.0, 4e-3: 2.0}, 8e-3),
+        ({5e-4: 5.0, 1e-3: 4.0, 2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.0}, None),
+    ],
+)
+def test_a_rate_beyond_the_edge_is_tried_before_the_choice(tmp_path, losses, further):
+    first = (5e-4, 1e-3, 2e-3)
+    (tmp_path / "rates").mkdir()
+    for rate, loss in losses.items():
+        result = {"method": "sb", "losses": {f"{rate:g}": loss}}
+        (tmp_path / "rates" / f"sb-{rate:g}.json").write_text(json.dumps(result))
+    assert beyond(losses, 5) == further
+    tries = {*first, *losses} | ({further} if further else set())
+    assert set(to_try(tmp_path, "sb", first, 5)) == tries
+    said = choose(tmp_path, 5)[0]
+    chosen = further is None and len(losses) >= 3 and any(losses.values())
+    assert ("not chosen" in said) != chosen
+    assert ("next" in said) == (further is not None)
+    assert further is None or said.endswith(f"tries {further:g} next")
+    if chosen:
+        assert set(to_try(tmp_path, "sb", first, 9)) == {*first, *losses}  # what is on file stays
 
 
 def test_programs_get_their_gpu(tmp_path):
