@@ -2,13 +2,14 @@
 
     python -m eval.papers.study NAME --text TEXT [--questions FILE,...] [--wikitext FILE] [--jobs PATTERN,...]
         [--seeds 0,1,2] [--out FOLDER] [--deadline SECONDS] [--pause SECONDS]
+    python -m eval.papers.study ssmax,positions,why,mqrar --rates --text TEXT --questions FILE,... --wikitext FILE
     python -m eval.papers.study cores --text TEXT --questions FILE,... --eval-data FOLDER --rates [...]
     python -m eval.papers.study NAME --choose [--out FOLDER]
     python -m eval.papers.study NAME --report [FOLDER] [--out FOLDER]
 
-NAME is ssmax, positions, why, mqrar (eval/papers/study/studies.py has their jobs) or cores (cores.py). TEXT is made by
-`python -m eval.papers.study.split`. Every job trains, measures and writes OUT/NAME/JOB-sSEED.json. A file that exists
-is not made again. The order is:
+NAME is ssmax, positions, why, mqrar (eval/papers/study/studies.py has their jobs) or cores (cores.py), or several of them,
+whose jobs then share the GPUs. TEXT is made by `python -m eval.papers.study.split`. Every job trains, measures and writes
+OUT/NAME/JOB-sSEED.json. A file that exists is not made again. The order is:
 
 1. --jobs 'rate-*' tries three learning rates per method on validation documents, and writes OUT/NAME/rates/*.json. Where
    the best is at the edge of these, the same command tries the next one beyond it, two more at most.
@@ -17,7 +18,8 @@ is not made again. The order is:
 3. The jobs without rate-, which are the default.
 4. --report draws the figures and writes the claims with their verdicts as FOLDER/NAME.md.
 
---rates takes the first two steps for the jobs that lack a learning rate, and then the third.
+--rates takes the first two steps for the jobs that lack a learning rate, and then the third. --jobs takes names as
+--print shows them, also without study or seed.
 
 Jobs share the GPUs of the machine, up to --per-gpu on each. --print only prints their commands. --plan MINUTES prints
 which jobs fit into which stay of so many minutes on one GPU.
@@ -29,8 +31,6 @@ continues. Where a command may take 600 s and a machine is held for 1,800 s, cal
 """
 
 import argparse
-import fnmatch
-import math
 import os
 import subprocess
 import sys
@@ -40,38 +40,13 @@ from pathlib import Path
 
 from eval.checkpoint.command import Parser, sentences, whole_numbers
 from eval.checkpoint.gpus import gpus_here
-from eval.papers.study.cores import check_files as check_cores
-from eval.papers.study.cores import cores
 from eval.papers.study.jobs import Job, Place
-from eval.papers.study.rates import choose
 from eval.papers.study.runner import ROOT, Runner
 from eval.papers.study.schedule import plan
+from eval.papers.study.selection import EVERY, Selection, check_files, choose_rates, names_of
 from eval.papers.study.sizes import SIZES, Size
-from eval.papers.study.studies import STUDIES, Study, most_rates
 from ssscale.errors import UserError
 from ssscale.train.files import refusal
-
-EVERY = STUDIES | {"cores": cores}
-
-
-def select(jobs: list[Job], patterns: str | None) -> list[Job]:
-    """Return the jobs that a pattern matches, by name or by name and seed. Raises UserError if a pattern matches none."""
-    if patterns is None:
-        return [job for job in jobs if not job.name.startswith("rate-")]
-    found = []
-    for pattern in patterns.split(","):
-        some = [job for job in jobs if fnmatch.fnmatch(job.name, pattern) or fnmatch.fnmatch(job.label, pattern)]
-        if not some:
-            names = " ".join(dict.fromkeys(job.name for job in jobs))
-            raise UserError(f"--jobs: there is no job {pattern}; use {names}")
-        found += [job for job in some if job not in found]
-    return found
-
-
-def rates_before(jobs: list[Job], every: list[Job]) -> list[Job]:
-    """Return the jobs that try the learning rates which others lack."""
-    lacking = {job.method for job in jobs if job.rate is not None and math.isnan(job.rate)}
-    return [job for job in every if job.name.startswith("rate-") and job.method in lacking and job not in jobs]
 
 
 def commit_here() -> str:
@@ -85,25 +60,11 @@ def commit_here() -> str:
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
-def check_files(study: str, place: Place) -> None:
-    """Raise UserError for files that the jobs need and that are missing."""
-    if study == "mqrar":
-        return
-    needed = [place.text / name for name in ("split.json", "tokenizer.json")]
-    needed += [*place.questions, *([place.wikitext] if place.wikitext else [])]
-    if missing := [file for file in needed if not file.is_file()]:
-        raise UserError(f"there is no file {missing[0]}")
-    if study == "ssmax" and not place.questions:
-        raise UserError("--questions is needed: files in SQuAD's form for fine-tuning")
-    if study == "cores":
-        check_cores(place)
-
-
 def parser() -> argparse.ArgumentParser:
     found = Parser(
         "python -m eval.papers.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("name", choices=EVERY, metavar="NAME", help=", ".join(EVERY))
+    found.add_argument("names", metavar="NAME", help=f"{', '.join(EVERY)}, or several with commas between")
     found.add_argument("--text", type=Path, default=Path("data/study"), help="folder of eval.papers.study.split")
     found.add_argument("--questions", help="comma-separated files in SQuAD's form")
     found.add_argument("--eval-data", type=Path, help="folder of the tasks' data, for cores")
@@ -111,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rates", action="store_true", help="first try and choose the learning rates that are lacking")
     found.add_argument("--wikitext", type=Path, help="Wikitext's articles as .jsonl, for positions and why")
     found.add_argument("--jobs", help="comma-separated names, also with * and with the seed as in ssmax-s0")
-    found.add_argument("--seeds", default="0")
+    found.add_argument("--seeds", help="of all jobs; default: 0, and for ssmax also 1 and 2 of three methods")
     found.add_argument("--out", type=Path, default=Path("docs/results/papers/raw"))
     found.add_argument("--work", type=Path, default=Path("runs/study"), help="folder of models, data and logs")
     found.add_argument("--size", choices=SIZES, default="full", help="tiny: for tests")
@@ -151,7 +112,7 @@ def size_of(options: argparse.Namespace) -> Size:
     if options.tokens is None:
         return size
     form = size.cores.form
-    if options.name != "cores" or options.tokens < form.rows * form.length:
+    if "cores" not in options.names or options.tokens < form.rows * form.length:
         raise UserError(f"--tokens is for cores, and at least the {form.rows * form.length:,} of a step")
     return replace(size, cores=replace(size.cores, form=replace(form, tokens=options.tokens)))
 
@@ -161,30 +122,42 @@ def place_of(options: argparse.Namespace) -> Place:
     questions = tuple(Path(file).resolve() for file in options.questions.split(",")) if options.questions else ()
     wikitext, eval_data = (path.resolve() if path else None for path in (options.wikitext, options.eval_data))
     place = Place(options.text.resolve(), options.work.resolve(), options.out.resolve(), questions, wikitext, eval_data)
-    check_files(options.name, place)
+    for name in options.names:
+        check_files(name, place)
     return place
+
+
+def check_writable(folders: list[tuple[str, Path]]) -> None:
+    """Raise UserError if a folder of an option cannot be written."""
+    for option, folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        if reason := refusal(folder):
+            raise UserError(f"{option}: {folder} cannot be written ({reason})")
+
+
+def without_jobs(options: argparse.Namespace, out: Path) -> list[str] | None:
+    """Return what --choose or --report prints, or None without either."""
+    if options.choose:
+        return choose_rates(options.names, out, SIZES[options.size])
+    if options.report is None:
+        return None
+    from eval.papers.study.report import report
+
+    return [str(file) for name in options.names for file in report(name, out, options.report)]
 
 
 def study(options: argparse.Namespace) -> int:
     """Do what the options say. Returns the exit code."""
-    out, name = options.out.resolve(), options.name
-    if options.choose:
-        print(*choose(out / name, most_rates(name, SIZES[options.size])), sep="\n")
-        return 0
-    if options.report is not None:
-        from eval.papers.study.report import report
-
-        print(*report(name, out, options.report), sep="\n")
+    out, options.names = options.out.resolve(), names_of(options.names)
+    if (lines := without_jobs(options, out)) is not None:
+        print(*lines, sep="\n")
         return 0
     check_numbers(options)
-    place, size, seeds = place_of(options), size_of(options), whole_numbers(options.seeds, "--seeds", 0)
-
-    def wanted() -> tuple[list[Job], list[Job]]:
-        every = EVERY[name](Study(name, place, size), seeds)
-        jobs = select(every, options.jobs)
-        return jobs, rates_before(jobs, every)
-
-    jobs, rates = wanted()
+    place, size = place_of(options), size_of(options)
+    seeds = None if options.seeds is None else whole_numbers(options.seeds, "--seeds", 0)
+    selection = Selection(options.names, place, size, seeds, options.jobs)
+    jobs = selection.jobs()
+    rates = selection.rates(jobs)
     if options.plan is not None:
         print(plan([*rates, *jobs], options.plan, options.per_gpu))
         return 0
@@ -195,10 +168,7 @@ def study(options: argparse.Namespace) -> int:
     gpus = gpus_here(options.gpus)
     if gpus[0].name is None and options.size == "full":
         raise UserError("this machine has no GPU, and the smallest of these models takes hours on a CPU")
-    for option, folder in (("--out", out / name), ("--work", place.work)):
-        folder.mkdir(parents=True, exist_ok=True)
-        if reason := refusal(folder):
-            raise UserError(f"{option}: {folder} cannot be written ({reason})")
+    check_writable([*(("--out", out / name) for name in options.names), ("--work", place.work)])
     commit = options.commit or os.environ.get("STUDY_COMMIT") or commit_here()
     began = time.monotonic()
 
@@ -210,11 +180,10 @@ def study(options: argparse.Namespace) -> int:
     while options.rates and any(not job.has_result(place) for job in rates):
         if code := run(rates):
             return code
-        print(*choose(out / name, most_rates(name, size)), sep="\n", flush=True)
-        jobs, rates = wanted()
-    of = Study(name, place, size)
-    for job in jobs:
-        of.check(job)
+        print(*choose_rates(list(dict.fromkeys(job.study for job in rates)), out, size), sep="\n", flush=True)
+        jobs = selection.jobs()
+        rates = selection.rates(jobs)
+    selection.check(jobs)
     return run(jobs)
 
 

@@ -117,7 +117,13 @@ class Job:
 
     @property
     def label(self) -> str:
-        return f"{self.name}-s{self.seed}"
+        return f"{self.study}/{self.name}-s{self.seed}"
+
+    @property
+    def names(self) -> list[str]:
+        """The names by which it can be selected."""
+        short = [self.name, f"{self.name}-s{self.seed}"]
+        return short + [f"{self.study}/{name}" for name in short]
 
     @property
     def left(self) -> list[Step]:
@@ -141,7 +147,7 @@ class Job:
             "job": self.name,
             "seed": self.seed,
             "rate": self.rate,
-            "text": text_key(place.text),
+            "text": None if self.study == "mqrar" else text_key(place.text),
             "commands": [place.plain(step.command) for step in self.steps],
         }
 

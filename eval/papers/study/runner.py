@@ -202,7 +202,7 @@ class Runner:
             return
         if busy and (step.alone or any(other.step and other.step.alone for other in busy)):
             return
-        file = self.place.work / "logs" / f"{running.job.study}-{running.job.label}-{step.name}.log"
+        file = self.place.work / "logs" / f"{running.job.label.replace('/', '-')}-{step.name}.log"
         file.parent.mkdir(parents=True, exist_ok=True)
         step.folder.mkdir(parents=True, exist_ok=True)
         # With several threads, torch's small copies wait for cores that other jobs use (docs/log/2026-11-24-cpu-threads.md).

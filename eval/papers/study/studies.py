@@ -27,12 +27,18 @@ from ssscale.json_object import read_json
 
 # ssmax_after follows softmax, whose model it takes.
 SSMAX = ("softmax", "ssmax_after", "ssmax", "ssmax_bias", "ssmax_fixed", "ssmax_during", "ssmax_pn")
+SEVERAL = ("softmax", "ssmax", "ssmax_bias")  # with three seeds
 POSITIONS = ("sb", "sb_rem", "rope", "alibi", "fire", "nope", "window512", "window1024", "rope_8k")
 WHY = ("sb", "alibi", "window512", "rope")
 VARIED = ("tokens", "width", "heads", "books")
 CORES = ("softmax", "stickbreaking")
 FROM_SOFTMAX = ("ssmax_after", "ssmax_during")  # which have softmax's learning rate
 SPEEDS = {"fire": 8e4}  # FIRE reads its bias from a table, ten times slower than the others
+
+
+def rates_of(study: str) -> str:
+    """Return the study that chooses the learning rates of `study`."""
+    return "positions" if study == "why" else study
 
 
 def most_rates(study: str, size: Size) -> int:
@@ -46,7 +52,7 @@ class Study:
     def __init__(self, name: str, place: Place, size: Size) -> None:
         self.name, self.place, self.size = name, place, size
         self.folder, self.work = place.out / name, place.work / name
-        self.rates_folder = place.out / ("positions" if name == "why" else name)
+        self.rates_folder = place.out / rates_of(name)
         self.rates = chosen(self.rates_folder)
 
     def rate(self, method: str) -> float:
@@ -73,6 +79,8 @@ class Study:
         gib: float = READ_GIB,
         **rest: Any,
     ) -> Job:
+        if rest.get("group"):
+            rest["group"] = f"{self.name}/{rest['group']}"
         return Job(self.name, name, seed, tuple(every), gib, rest.pop("file", self.file(name, seed)), measured, **rest)
 
     def rate_jobs(self, method: str, config: str, form: Training, *changes: str, gib: float = TRAIN_GIB) -> list[Job]:
@@ -117,12 +125,15 @@ def _rate(run: Path, method: str, rate: float) -> dict[str, Any]:
     return {"method": method, "losses": {f"{rate:g}": loss}, "training": found}
 
 
-def ssmax(study: Study, seeds: list[int]) -> list[Job]:
-    """The jobs of arXiv:2501.19399."""
+def ssmax(study: Study, seeds: list[int] | None) -> list[Job]:
+    """The jobs of arXiv:2501.19399. seeds: None for 0 of all and 1 and 2 of SEVERAL."""
     form = study.size.ssmax
     methods = [method for method in SSMAX if method not in FROM_SOFTMAX]
     jobs = [job for method in methods for job in study.rate_jobs(method, f"50m_{method}", form)]
-    return jobs + [_ssmax_job(study, method, seed) for seed in seeds for method in SSMAX]
+    wanted = [(method, seed) for seed in seeds or [0] for method in SSMAX]
+    if seeds is None:
+        wanted += [(method, seed) for seed in (1, 2) for method in SEVERAL]
+    return jobs + [_ssmax_job(study, method, seed) for method, seed in wanted]
 
 
 def _ssmax_job(study: Study, method: str, seed: int) -> Job:
@@ -175,10 +186,10 @@ def _rest(form: Training) -> tuple[int, int, float]:
     return form.tokens, form.rate_tokens, form.warmup
 
 
-def positions(study: Study, seeds: list[int]) -> list[Job]:
+def positions(study: Study, seeds: list[int] | None) -> list[Job]:
     """The jobs of arXiv:2410.17980, Figure 5."""
     jobs = [job for method in POSITIONS for job in study.rate_jobs(method, f"50m_{method}", _form(study, method))]
-    return jobs + [_positions_job(study, method, method, seed) for seed in seeds for method in POSITIONS]
+    return jobs + [_positions_job(study, method, method, seed) for seed in seeds or [0] for method in POSITIONS]
 
 
 def _positions_job(study: Study, name: str, method: str, seed: int, *changes: str, **training: Any) -> Job:
@@ -213,7 +224,7 @@ def _positions_job(study: Study, name: str, method: str, seed: int, *changes: st
     return study.job(name, seed, every, measured, rate=rate, method=method, reads_test=True)
 
 
-def why(study: Study, seeds: list[int]) -> list[Job]:
+def why(study: Study, seeds: list[int] | None) -> list[Job]:
     """One change at a time of the position study. Learning rates are those that `positions` has chosen."""
     size, form = study.size, study.size.positions
     varied: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -224,13 +235,13 @@ def why(study: Study, seeds: list[int]) -> list[Job]:
     }
     return [
         _positions_job(study, f"{method}+{kind}", method, seed, *varied[kind][0], **varied[kind][1])
-        for seed in seeds
+        for seed in seeds or [0]
         for kind in VARIED
         for method in WHY
     ]
 
 
-def mqrar(study: Study, seeds: list[int]) -> list[Job]:
+def mqrar(study: Study, seeds: list[int] | None) -> list[Job]:
     """The jobs of arXiv:2410.17980, Section 5.1."""
     size = study.size.mqrar
     jobs = []
@@ -238,7 +249,7 @@ def mqrar(study: Study, seeds: list[int]) -> list[Job]:
         few = ["--plain", "--batch", str(size.rate_batch), "--steps", str(size.rate_steps)]
         few += ["--test-every", str(max(1, size.rate_steps // 12)), "--minutes", "60"]
         jobs.append(_recall_job(study, f"rate-{core}", core, size.pairs[0], 0, few, 4.0, rates=True))
-    for seed in seeds:
+    for seed in seeds or [0]:
         for pairs in size.pairs:
             for core in CORES:
                 rate = study.rate(core)
@@ -260,7 +271,8 @@ def _recall_job(
     size, run = study.size.mqrar, study.work / f"{name}-s{seed}"
     shape = [word for key in ("length", "keys", "values", "width") for word in (f"--{key}", str(getattr(size, key)))]
     command = ("-m", "eval.papers.mqrar", "curve", "--out", str(run), "--cores", core, "--pairs", str(pairs))
-    step = Step("train", (*command, "--seed", str(seed), *shape, *options), minutes, run)
+    # Alone, because the time until a run gives up is limited.
+    step = Step("train", (*command, "--seed", str(seed), *shape, *options), minutes, run, alone=True)
     result = run / f"{core}-{pairs:03d}.json"
 
     def measured() -> dict[str, Any]:
@@ -275,7 +287,7 @@ def _recall_job(
     return study.job(name, seed, [step], measured, 45.0, file=file, method=core)
 
 
-STUDIES: dict[str, Callable[[Study, list[int]], list[Job]]] = {
+STUDIES: dict[str, Callable[[Study, list[int] | None], list[Job]]] = {
     "ssmax": ssmax,
     "positions": positions,
     "why": why,

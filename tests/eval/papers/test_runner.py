@@ -91,7 +91,7 @@ def test_no_job_starts_that_would_end_too_late(place, capsys):
     found = Runner(place, jobs, [Gpu("0", 140.0)], deadline=9 * 60, start=Clocked)
     waiting = found._admit(list(jobs))
     assert [r.job.name for r in found.running] == ["a", "b"]
-    assert "c-s0: not started, 2.0 minutes would end too late" in capsys.readouterr().out
+    assert "ssmax/c-s0: not started, 2.0 minutes would end too late" in capsys.readouterr().out
     found.running[0].done = found.running[1].done = 4.5  # nearly done
     found._admit(waiting)
     assert [r.job.name for r in found.running] == ["a", "b", "c"]
@@ -151,7 +151,7 @@ def test_a_result_that_cannot_be_written_fails_its_job_only(place, capsys):
     jobs[0] = replace(jobs[0], file=place.work / "a" / "train.done" / "a-s0.json")
     assert Runner(place, jobs, [Gpu(None, float("inf"))]).run() == 1
     output = capsys.readouterr().out
-    assert "a-s0: failed: [Errno" in output
+    assert "ssmax/a-s0: failed: [Errno" in output
     assert json.loads(jobs[1].file.read_text())["value"] == "b"
 
 
@@ -163,9 +163,9 @@ def test_results_and_failures(place, capsys, monkeypatch):
     first = Runner(place, [good, bad], [Gpu(None, 1e9)], "abc1234")
     assert first.run() == 1
     said = capsys.readouterr().out
-    assert "b-s0: train failed with code 3" in said
+    assert "ssmax/b-s0: train failed with code 3" in said
     assert "no memory" in said
-    assert "a-s0: its model a is deleted" in said
+    assert "ssmax/a-s0: its model a is deleted" in said
     found = json.loads(good.file.read_text())
     assert (found["value"], found["commit"], found["device"]) == ("a", "abc1234", "one GPU")
     assert found["commands"] == ["python -c 'print(1)'"]
@@ -183,9 +183,9 @@ def test_a_pause_saves_and_the_same_command_continues(place, capsys):
     assert Runner(place, jobs, [Gpu(None, 1e9)], pause=1.5).run() == 75
     assert time.monotonic() - began < 30
     said = capsys.readouterr().out
-    assert "a-s0: train is stopped; the same command continues it" in said
-    assert "a-s0: train is saved" in said
-    assert "left for another call: a-s0 b-s0" in said
+    assert "ssmax/a-s0: train is stopped; the same command continues it" in said
+    assert "ssmax/a-s0: train is saved" in said
+    assert "left for another call: ssmax/a-s0 ssmax/b-s0" in said
     assert not any(place.out.rglob("*.json"))
 
     at = jobs[0].steps[0]
@@ -214,7 +214,7 @@ def test_what_does_not_end_is_killed_and_said(place, capsys, monkeypatch):
         assert Runner(place, jobs, [Gpu(None, 1e9)], pause=0.5).run() == 75
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert "a-s0: train does not end within 0 s: killed" in capsys.readouterr().out.replace("1 s", "0 s")
+    assert "ssmax/a-s0: train does not end within 0 s: killed" in capsys.readouterr().out.replace("1 s", "0 s")
 
 
 def test_a_signal_reaches_the_programs(place):
@@ -241,8 +241,8 @@ def test_plan(place):
     jobs = [job(place, n, step(place, n, "train", m)) for n, m in (("a", 13.0), ("b", 13.0), ("c", 14.0))]
     assert [[x.name for x in some] for some in stays(jobs, 20.0, 3)] == [["a", "b"], ["c"]]
     assert [[x.name for x in some] for some in stays(jobs, 20.0, 1)] == [["a"], ["b"], ["c"]]
-    assert "| 1 | 20 | a-s0 (train 13.0); b-s0 (train 13.0) |" in plan(jobs, 20.0, 3)
-    assert "| 3 | 14 **longer than a stay** | c-s0" in plan(jobs, 13.5, 1)
+    assert "| 1 | 20 | ssmax/a-s0 (train 13.0); ssmax/b-s0 (train 13.0) |" in plan(jobs, 20.0, 3)
+    assert "| 3 | 14 **longer than a stay** | ssmax/c-s0" in plan(jobs, 13.5, 1)
     later = [
         *jobs[:1],
         job(place, "d", step(place, "d", "train", 19.0)),

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import IO
@@ -13,11 +12,9 @@ from typing import IO
 import pytest
 
 from data_prep.__main__ import main as data_prep
-from eval.checkpoint.command import write
 from eval.checkpoint.documents import read_documents
 from eval.papers.study import __main__ as command
 from eval.papers.study import runner, split
-from eval.papers.study.sizes import SIZES
 from ssscale.config import load_config
 from ssscale.errors import UserError
 from tests.eval.conftest import make_documents
@@ -164,7 +161,7 @@ def test_ssmax(files, monkeypatch, capsys):
     file.write_text(json.dumps(rates | {"ssmax": rates["softmax"]}))
 
     SEEN.clear()
-    jobs = ["--jobs", "softmax,ssmax,ssmax_after"]
+    jobs = ["--jobs", "softmax-s0,ssmax/ssmax-s0,ssmax_after"]
     assert study(monkeypatch, files, "ssmax", *jobs) == 0
     trained = [words for words in SEEN if words[0] == "launch/pretrain.py" and "train.max_steps=0" not in words]
     assert [next(w for w in words if w.startswith("config=")) for words in trained] == [
@@ -323,29 +320,6 @@ def test_questions_of_ruler_do_not_train(files, eval_data, monkeypatch, capsys):
     assert study(monkeypatch, files, "cores", "--questions", squad) == 2
     assert "RULER's samples are made from" in capsys.readouterr().err
     squad.unlink()
-
-
-def test_rates_are_tried_beyond_the_edge_in_one_call(files, monkeypatch, capsys):
-    """The loss falls with the rate: two more are tried, one after the other, and then the last one is chosen."""
-    divide(files, monkeypatch)
-    ran = []
-
-    def run(some: runner.Runner) -> int:
-        ran.append([job.label for job in some.jobs if not job.has_result(some.place)])
-        for job in some.jobs:
-            result = {"method": job.method, "losses": {f"{job.rate:g}": 1 - (job.rate or 0)}}
-            write(job.file, result | job.identity(some.place))
-        return 0
-
-    monkeypatch.setattr(runner.Runner, "run", run)
-    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], further=2))
-    assert study(monkeypatch, files, "positions", "--rates", "--jobs", "nope") == 0
-    first, second, third, last = ran
-    assert first == [f"rate-nope-{rate}-s0" for rate in ("0.0005", "0.001", "0.002")]
-    assert (second, third, last) == (["rate-nope-0.004-s0"], ["rate-nope-0.008-s0"], ["nope-s0"])
-    said = capsys.readouterr().out
-    assert "nope: not chosen, the best is at the edge: --jobs 'rate-*' tries 0.004 next" in said
-    assert "nope: 0.008 (at the edge of those tried)" in said
 
 
 def test_commands_of_the_full_size_are_ours(files, monkeypatch, capsys):

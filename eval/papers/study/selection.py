@@ -1,0 +1,84 @@
+"""Which jobs a command asks for: those of one study, or of several in one queue."""
+
+import fnmatch
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.papers.study.cores import check_files as check_cores
+from eval.papers.study.cores import cores
+from eval.papers.study.jobs import Job, Place
+from eval.papers.study.rates import choose
+from eval.papers.study.schedule import tries_rates
+from eval.papers.study.sizes import Size
+from eval.papers.study.studies import STUDIES, Study, most_rates, rates_of
+from ssscale.errors import UserError
+
+EVERY = STUDIES | {"cores": cores}
+
+
+def names_of(text: str) -> list[str]:
+    """Return the studies of a comma-separated list. Raises UserError for others."""
+    names = list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in EVERY]:
+        raise UserError(f"there is no study {unknown[0] or 'without a name'}; use {', '.join(EVERY)}")
+    return names
+
+
+def check_files(study: str, place: Place) -> None:
+    """Raise UserError for files that the jobs need and that are missing."""
+    if study == "mqrar":
+        return
+    needed = [place.text / name for name in ("split.json", "tokenizer.json")]
+    needed += [*place.questions, *([place.wikitext] if place.wikitext else [])]
+    if missing := [file for file in needed if not file.is_file()]:
+        raise UserError(f"there is no file {missing[0]}")
+    if study == "ssmax" and not place.questions:
+        raise UserError("--questions is needed: files in SQuAD's form for fine-tuning")
+    if study == "cores":
+        check_cores(place)
+
+
+def choose_rates(names: list[str], out: Path, size: Size) -> list[str]:
+    """Choose the learning rates of studies from the results in `out`. Returns one sentence per method."""
+    of = dict.fromkeys(rates_of(name) for name in names)
+    return [line for name in of for line in choose(out / name, most_rates(name, size))]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The jobs of `names` that match a pattern, or those that try no learning rates. seeds: None for those of each study."""
+
+    names: list[str]
+    place: Place
+    size: Size
+    seeds: list[int] | None = None
+    patterns: str | None = None
+
+    def _of(self, name: str) -> list[Job]:
+        return EVERY[name](Study(name, self.place, self.size), self.seeds)
+
+    def jobs(self) -> list[Job]:
+        """Raise UserError if a pattern matches no job by its name, with or without its study and seed."""
+        every = [job for name in self.names for job in self._of(name)]
+        if self.patterns is None:
+            return [job for job in every if not tries_rates(job)]
+        found: list[Job] = []
+        for pattern in self.patterns.split(","):
+            some = [job for job in every if any(fnmatch.fnmatch(name, pattern) for name in job.names)]
+            if not some:
+                names = " ".join(dict.fromkeys(job.name for job in every))
+                raise UserError(f"--jobs: there is no job {pattern}; use {names}")
+            found += [job for job in some if job not in found]
+        return found
+
+    def rates(self, jobs: list[Job]) -> list[Job]:
+        """Return the jobs that try the learning rates which `jobs` lack."""
+        lacking = {(rates_of(job.study), job.method) for job in jobs if job.rate is not None and math.isnan(job.rate)}
+        every = [job for name in dict.fromkeys(map(rates_of, self.names)) for job in self._of(name)]
+        return [job for job in every if tries_rates(job) and (job.study, job.method) in lacking and job not in jobs]
+
+    def check(self, jobs: list[Job]) -> None:
+        """Raise UserError if a job lacks its learning rate."""
+        for job in jobs:
+            Study(job.study, self.place, self.size).check(job)

@@ -1,0 +1,88 @@
+"""Which learning rates and jobs a command of eval.papers.study means. No job runs: their results are written at once."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from eval.checkpoint.command import write
+from eval.papers.study import __main__ as command
+from eval.papers.study import runner
+from eval.papers.study.sizes import SIZES
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Calls the command with files that no job reads."""
+    places = {
+        "--text": "text",
+        "--out": "out",
+        "--work": "work",
+        "--questions": "squad.json",
+        "--wikitext": "articles.jsonl",
+    }
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "split.json").write_text(json.dumps({"sha256": "0"}))
+    for name in ("text/tokenizer.json", "text/test.books.jsonl.zst", "squad.json", "articles.jsonl"):
+        (tmp_path / name).touch()
+
+    def call(*words: str) -> int:
+        folders = [word for option, name in places.items() for word in (option, str(tmp_path / name))]
+        monkeypatch.setattr(sys, "argv", ["command", *words, *folders, "--size", "tiny"])
+        try:
+            command.main()
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    return call
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """What each call of the runner has to do. It writes results at once, with losses that fall as the rate rises."""
+    found: list[list[str]] = []
+
+    def run(some: runner.Runner) -> int:
+        found.append([job.label for job in some.jobs if not job.has_result(some.place)])
+        for job in some.jobs:
+            losses = {"1": 3.0, "2": 2.0, "3": 2.5, "4": 3.0} if job.rate is None else {f"{job.rate:g}": 1 - job.rate}
+            write(job.file, {"method": job.method, "losses": losses} | job.identity(some.place))
+        return 0
+
+    monkeypatch.setattr(runner.Runner, "run", run)
+    return found
+
+
+def test_rates_are_tried_beyond_the_edge_in_one_call(ran, study, monkeypatch, capsys):
+    """Two more are tried, one after the other, and then the last one is chosen."""
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], further=2))
+    assert study("positions", "--rates", "--jobs", "nope") == 0
+    first, second, third, last = ran
+    assert first == [f"positions/rate-nope-{rate}-s0" for rate in ("0.0005", "0.001", "0.002")]
+    assert (second, third) == (["positions/rate-nope-0.004-s0"], ["positions/rate-nope-0.008-s0"])
+    assert last == ["positions/nope-s0"]
+    said = capsys.readouterr().out
+    assert "nope: not chosen, the best is at the edge: --jobs 'rate-*' tries 0.004 next" in said
+    assert "nope: 0.008 (at the edge of those tried)" in said
+
+
+def test_one_command_runs_several_studies(ran, study, capsys):
+    """All learning rates come first, with those of `positions` for `why`; then all jobs in one queue, with all seeds."""
+    assert study("ssmax,why,mqrar", "--rates") == 0
+    rates, jobs = ran
+    of = {
+        name: [label for label in rates if label.startswith(f"{name}/rate-")]
+        for name in ("ssmax", "positions", "mqrar")
+    }
+    assert {name: len(some) for name, some in of.items()} == {"ssmax": 15, "positions": 12, "mqrar": 2}
+    assert sum(map(len, of.values())) == len(rates)
+    assert [label for label in jobs if "-s1" in label] == [f"ssmax/{m}-s1" for m in ("softmax", "ssmax", "ssmax_bias")]
+    assert len(jobs) == len(set(jobs)) == 13 + 16 + 4
+    assert "sb: 0.002 (at the edge of those tried)" in capsys.readouterr().out
+    ran.clear()
+    assert study("ssmax,why,mqrar", "--rates") == 0
+    assert ran == [[]]
+    assert study("ssmax,nope") == 2
+    assert "there is no study nope; use ssmax, positions, why, mqrar, cores" in capsys.readouterr().err
