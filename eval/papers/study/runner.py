@@ -169,10 +169,10 @@ class Runner:
             self._next_step(running)
         later = []
         for job in waiting:
-            gpu = min(self.gpus, key=lambda gpu: len(self._on(gpu)))
+            gpu = min(self.gpus, key=lambda gpu: (not self._goes_with(job, gpu), len(self._on(gpu))))
             there = self._on(gpu)
             fits = sum(_memory(some, gpu) for some in (job, *(other.job for other in there))) <= MEMORY * gpu.gib
-            if self.stopped or len(there) >= self.per_gpu or (there and not fits):
+            if self.stopped or len(there) >= self.per_gpu or (there and not fits) or not self._goes_with(job, gpu):
                 later.append(job)
             elif not (job.begun or self._in_time([job, *_mates(job, waiting)], there)):
                 later.append(job)
@@ -184,6 +184,11 @@ class Runner:
                 self.running.append(running)
                 self._next_step(running)
         return later
+
+    def _goes_with(self, job: Job, gpu: Gpu) -> bool:
+        """Whether a job can run beside those of a GPU. One that needs it alone to its end would only hold a place there."""
+        there = self._on(gpu)
+        return not there or not any(_alone(some) for some in (job, *(running.job for running in there)))
 
     def _in_time(self, jobs: list[Job], there: list[Running]) -> bool:
         """Whether jobs that measure one model, and those on the GPU, would end before the deadline."""
@@ -308,6 +313,11 @@ class Runner:
 
 def _memory(job: Job, gpu: Gpu) -> float:
     return job.gib + (job.share * gpu.gib if job.share else 0.0)
+
+
+def _alone(job: Job) -> bool:
+    """Whether all steps that are left need the GPU alone."""
+    return bool(job.left) and all(step.alone for step in job.left)
 
 
 def _mates(job: Job, waiting: Sequence[Job]) -> list[Job]:

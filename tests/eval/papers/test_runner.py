@@ -131,6 +131,21 @@ def test_a_step_that_needs_its_gpu_alone_gets_it(place):
     assert json.loads((place.work / "a" / "train.done").read_text())["jobs"] == 1
 
 
+def test_a_job_that_needs_its_gpu_to_the_end_waits_for_an_empty_one(place):
+    """It takes no place beside others, which would run alone then, and none is taken beside it."""
+    alone = [job(place, n, replace(step(place, n, "train", 5.0), alone=True)) for n in "ab"]
+    others = [job(place, n, step(place, n, "train", 5.0)) for n in "cdef"]
+    found = Runner(place, [others[0], *alone, *others[1:]], [Gpu("0", 140.0), Gpu("1", 140.0)], start=Clocked)
+    waiting = found._admit(found.jobs)
+    assert [(r.job.name, r.gpu.name) for r in found.running] == [("c", "0"), ("a", "1"), ("d", "0"), ("e", "0")]
+    assert [x.name for x in waiting] == ["b", "f"]
+    assert len(Clocked.all) == 4  # all of them run
+    Clocked.all[1].code = 0
+    found._collect()
+    assert found._admit(waiting) == [others[3]]
+    assert [(r.job.name, r.gpu.name) for r in found.running][-1] == ("b", "1")
+
+
 def test_the_jobs_of_a_model_start_in_one_stay(place, capsys):
     """None starts if not all would end in time. Once the model is there, the others start whatever the time."""
     jobs = one_model(place, "a")  # 10 + 2 · 2 / 1.3 + 1 minutes
