@@ -8,7 +8,6 @@ keep this scratch linear in the number of tokens.
 A row block takes the exact algebra of tile.py from the tile on that forward has recorded (blocks.py), and the fast one before.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,8 @@ import triton
 from torch import Tensor
 
 from . import half
-from .descriptors import descriptors, of_rows
+from .descriptors import descriptors
 from .dkv import dkv_kernel
-from .dkv_hopper import dkv_hopper_kernel
 from .dq import dq_kernel
 from .forward import LOG2_E, constants, forward_config, parts
 from .launching import cdiv, launch_kernel
@@ -62,15 +60,6 @@ def hoists_in(kernel: str, config: Config, head_dim: int, convert: bool) -> int:
     if config.max_registers is not None:
         return 1 if kernel == "dq" else 0
     return 2 if head_dim <= 64 or (convert and head_dim == 128) else 0
-
-
-ROWS = 64  # of a block of dkv_hopper.py
-
-
-@functools.cache
-def overlaps_backward(device: torch.device, head_dim: int) -> bool:
-    """Whether there is a form of phase two whose products run beside the algebra (dkv_hopper.py)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and head_dim == 64
 
 
 def walks_by_words(head_dim: int, convert: bool) -> bool:
@@ -129,7 +118,7 @@ def backward(
     q_offsets: Tensor | None, row_carry: Tensor, row_tile: Tensor, block_stop: Tensor, maxima: Tensor, max_queries: int,
     max_keys: int, scale: float, skip_below: float, config: BackwardConfig | None = None,
     scratch_bytes_per_row: int = SCRATCH_BYTES_PER_ROW, group_bytes: int = GROUP_BYTES, convert: bool | None = None,
-    tma: bool = True, overlap: bool = True,
+    tma: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs the backward kernels, in float32 for up to 64 dims. Returns dq, dk, dv and d_log_rest_in.
 
@@ -177,7 +166,7 @@ def backward(
         )  # fmt: skip
         _launch_dkv(
             (q_half, k_half, v, grad_o_half, dk, dv, block_stop), cu, scratch, first, last, scale,
-            head_group(q, 1, group_bytes // group), of_dkv | {"ADD": first > 0}, launch(config.dkv), overlap,
+            head_group(q, 1, group_bytes // group), of_dkv | {"ADD": first > 0}, launch(config.dkv),
         )  # fmt: skip
     return dq, dk.to(dq.dtype), dv.to(dq.dtype), d_rest_in
 
@@ -208,7 +197,7 @@ def _launch_dq(
 
 def _launch_dkv(
     tensors: Tensors, layout: Tensors, scratch: _Scratch, first: int, last: int, scale: float, heads: int,
-    constants: dict[str, Any], options: dict[str, int | None], overlap: bool,
+    constants: dict[str, Any], options: dict[str, int | None],
 ) -> None:  # fmt: skip
     """Runs phase two on all key tiles, for the rows of the row blocks first … last − 1."""
     q, k, v, grad_o, _, _, block_stop = tensors
@@ -218,12 +207,5 @@ def _launch_dkv(
         q.shape[0], k.shape[0], k.shape[1], *placed, num_sequences, first, last, scratch.num_key_slots, block_stop.shape[1],
         scratch.num_tiles, scratch.sums.shape[3], *_strides(q, k, v, grad_o), scale, scale * LOG2_E,
     )  # fmt: skip
-    if overlap and scratch.max_blocks == 0 and q.shape[0] >= ROWS and overlaps_backward(q.device, q.shape[2]):
-        names = ("H", "ROWS", "DQ_ROWS", "KV_GROUP", "HAS_OFFSET", "HAS_REST", "ADD", "SKIPS")
-        constants = {name: constants[name] for name in names} | {"STAGES": 3, "num_warps": 4, "maxnreg": 255}
-        described = (of_rows(q, ROWS), of_rows(grad_o, ROWS))
-        parts_of = (*tensors[:6], *described, block_stop, scratch.sums, *layout)
-        launch_kernel(dkv_hopper_kernel, programs, parts_of, numbers, constants, True)
-        return
     constants = constants | {"MAX_BLOCKS": scratch.max_blocks} | options
     launch_kernel(dkv_kernel, programs, (*tensors, scratch.sums, scratch.live, *layout), numbers, constants, True)

@@ -92,9 +92,10 @@ def lengths(
 
 
 @triton.jit
-def visible(block, row, q_len, k_len, offset, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Returns how many keys each row of a block sees, given its number, the number of tiles that all rows see as a whole, and
-    that of tiles that some row sees."""
+def visible(block, q_len, k_len, offset, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Returns how many keys each row of a block sees, the number of tiles that all rows see as a whole, and that of
+    tiles that some row sees."""
+    row = block * ROWS + tl.arange(0, ROWS)
     last_row = tl.minimum(block * ROWS + ROWS, q_len) - 1
     whole = tl.minimum(tl.maximum(offset + block * ROWS, 0), k_len) // KEYS
     seen = tl.cdiv(tl.minimum(tl.maximum(offset + last_row, 0), k_len), KEYS)
@@ -172,13 +173,12 @@ def save_stop(
     block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact_from, ROWS: tl.constexpr
 ):  # fmt: skip
     GRANULES: tl.constexpr = ROWS // STOP_ROWS
+    granule = block * GRANULES + tl.arange(0, GRANULES)
     # One store of 64 bits: with two, forward over 80 dims of float32 would spill.
     pairs = block_stop_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    pointer = pairs + head * num_stop_slots + first_granule(cu_q_ptr, sequence)
-    pair = (exact_from.to(tl.int64) << 32) + stop
-    for i in tl.static_range(GRANULES):
-        granule = block * GRANULES + i
-        tl.store(pointer + granule, pair, mask=granule * STOP_ROWS < q_len)
+    pointers = pairs + head * num_stop_slots + first_granule(cu_q_ptr, sequence) + granule
+    pair = ((tl.full([], 0, tl.int64) + exact_from) << 32) + stop
+    tl.store(pointers, tl.full([GRANULES], 0, tl.int64) + pair, mask=granule * STOP_ROWS < q_len)
 
 
 @triton.jit
@@ -250,12 +250,13 @@ def _union(bits, count, last, other_bits, other_count, other_last):
 
 
 @triton.jit
-def live_blocks(stops, place, head, start, end, t, q_len, num_stop_slots, EXACT: tl.constexpr, ROWS: tl.constexpr):
+def live_blocks(stops, head, start, end, t, q_len, num_stop_slots, EXACT: tl.constexpr, ROWS: tl.constexpr):
     """Returns which of the WORD row blocks from `start` on take the fast (or exact) algebra at tile t, as bits, how many they
     are, and the number after the last one that takes the exact algebra (0 if none does).
 
-    stops: block_stop_ptr, cu_q_ptr and the sequence. place: 0 to WORD − 1.
+    stops: block_stop_ptr, cu_q_ptr and the sequence.
     """
+    place = tl.arange(0, WORD)
     block = start + place
     stop, exact_from = load_stop(*stops, head, block, q_len, num_stop_slots, ROWS)
     live = (stop <= t) & (block < end)

@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import blocks, tile
-from .forward import LOG2_E, parts
+from .forward import LOG2_E, fullest_stick, initial_state, parts, walk_rows, walk_tiles
 from .settings import COUNTS, Config, last_contiguous, launch, log2_threshold
-from .walk import fullest_stick, initial_state, walk_rows, walk_tiles
 
 # Enough programs to fill 132 multiprocessors eight times. A split of fewer than MIN_KEYS keys is not worth its merge.
 TARGET_PROGRAMS = 1056
@@ -63,13 +62,10 @@ def split_kernel(
     first = tl.maximum(last - per_split, 0)
     whole = tl.maximum(tl.minimum(tl.minimum(tl.maximum(offset, 0), k_len) // KEYS, last), first)
     entering, position = tl.where(row_ok, 0.0, -1e30), tl.minimum(offset + row, k_len)
-    walk = (
-        initial_state(entering, ROWS, BH), entering, q, source, position, whole, last, first, k_len, logit_scale, threshold,
-        CHUNK, CHUNK,
-    )  # fmt: skip
+    walk = (entering, q, source, position, whole, last, first, k_len, logit_scale, threshold, CHUNK, CHUNK)
     out = (split.to(tl.int64) * num_tokens + token) * num_heads + head
     results = (o_ptr + out[:, None] * H + dims[None, :], rest_ptr + out, row_ok)
-    state, _stop, exact_from, needed = walk_rows(*walk, walk_tiles, ROWS, KEYS, H, BH, False, PARTS, False)
+    state, _stop, exact_from, needed = walk_rows(*walk, ROWS, KEYS, H, BH, False, PARTS, False)
     _save(state, *results, dims, H)
     if needed < exact_from:
         state = _walk_exactly(

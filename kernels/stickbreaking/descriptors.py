@@ -3,17 +3,13 @@
 One thread then loads a tile, and no thread computes addresses or holds them in registers.
 """
 
-from typing import Any
-
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia import hopper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 KEYS = 64  # of a tile
 
 
-def fits(x: Tensor) -> bool:
+def _fits(x: Tensor) -> bool:
     """Whether TMA can load tiles of x [T, K, H]: whole ones in 16 bits, of adjacent heads that are aligned to 16 bytes."""
     head_dim, step = x.shape[2], x.stride(0)
     power_of_two = head_dim & (head_dim - 1) == 0 and head_dim >= 16
@@ -28,32 +24,22 @@ def fits(x: Tensor) -> bool:
     )
 
 
-def _permuted(x: Tensor, gluon: bool) -> Any:
+def _permuted(x: Tensor) -> TensorDescriptor:
     """Describes tiles of 64 rows of x [T, K, H] that start anywhere, in the order of `tile.key_of_column`.
 
     Column 8j + 2c + e of a tile holds key 16c + 2j + e, so a tile has dimensions j, c, e and the head dim.
     """
-    rows, step, head_dim = x.shape[0], x.stride(0), x.shape[2]
-    shape = [rows - KEYS + 1, 8, 4, 2, x.shape[1] * head_dim]
-    strides, block = [step, 2 * step, 16 * step, step, 1], [1, 8, 4, 2, head_dim]
-    if gluon:
-        layout = gl.NVMMASharedLayout(min(128, 2 * head_dim), 16, 5)
-        return hopper.TensorDescriptor(x, shape, strides, block, layout)
-    return TensorDescriptor(x, shape, strides, block)
+    rows, step = x.shape[0], x.stride(0)
+    return TensorDescriptor(
+        x,
+        [rows - KEYS + 1, 8, 4, 2, x.shape[1] * x.shape[2]],
+        [step, 2 * step, 16 * step, step, 1],
+        [1, 8, 4, 2, x.shape[2]],
+    )
 
 
-def of_rows(x: Tensor, rows: int) -> hopper.TensorDescriptor:
-    """Describes blocks of `rows` tokens of one head of x [T, N, H], contiguous, for kernels in Gluon."""
-    tokens, heads, head_dim = x.shape
-    layout = gl.NVMMASharedLayout(min(128, 2 * head_dim), 16, 2)
-    return hopper.TensorDescriptor(x, [tokens, heads * head_dim], [heads * head_dim, 1], [rows, head_dim], layout)
-
-
-def descriptors(k: Tensor, v: Tensor, use: bool, gluon: bool = False) -> tuple[Any, Any]:
-    """Returns descriptors of k and v [T, K, H], or (None, None) where pointers must do, or if not `use`.
-
-    gluon: for kernels in Gluon, whose descriptors also give the layout in shared memory.
-    """
-    if use and fits(k) and fits(v):
-        return _permuted(k, gluon), _permuted(v, gluon)
+def descriptors(k: Tensor, v: Tensor, use: bool) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Returns descriptors of k and v [T, K, H], or (None, None) where pointers must do, or if not `use`."""
+    if use and _fits(k) and _fits(v):
+        return _permuted(k), _permuted(v)
     return None, None

@@ -56,7 +56,7 @@ def _add_products(
 
 
 @triton.jit
-def run_blocks(
+def _dkv_run(
     state, k, v, q_ptr, do_ptr, sq_t, sq_n, so_t, so_n, carry_ptr, behind_ptr, scratch_head, head, bits, first, last, t, offset,
     q_len, num_keys, logit_scale, MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     H: tl.constexpr, BH: tl.constexpr, HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
@@ -103,7 +103,7 @@ def run_blocks(
 
 
 @triton.jit
-def row_blocks(
+def _row_blocks(
     t, offset, q_len, k_len, cu_q_ptr, sequence, first_slot, last_slot,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DQ_ROWS: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +152,7 @@ def dkv_kernel(
     )
     if (t < 0) | (t * KEYS >= k_len) | (t >= num_tiles):
         return
-    row_first, first, whole_from, end, scratch_row = row_blocks(
+    row_first, first, whole_from, end, scratch_row = _row_blocks(
         t, offset, q_len, k_len, cu_q_ptr, sequence, first_slot, last_slot, ROWS, KEYS, DQ_ROWS, MAX_BLOCKS
     )  # fmt: skip
     if ADD & (first >= end):
@@ -220,7 +220,7 @@ def _store(pointers, tiles, mask, visited, ADD: tl.constexpr):
 @triton.jit
 def _partly_seen(
     state, exact, rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
-    RUN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """Walks the blocks that see part of the tile. Returns state, and `exact`, with bit 0 set if one takes the exact algebra."""
@@ -231,7 +231,7 @@ def _partly_seen(
             stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             exact |= (t >= exact_from).to(tl.int32)
             end_of_run = block - base + ((stop <= t) & (t < exact_from)).to(tl.int32)
-            state = RUN(
+            state = _dkv_run(
                 state, *rows, i, None, block - base, end_of_run, *keys, True, False,
                 ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
             )  # fmt: skip
@@ -239,36 +239,35 @@ def _partly_seen(
 
 
 @triton.jit
-def by_words(
-    state, rows, keys, stops, word, first_head, base, first, whole_from, end, q_len, num_stop_slots,
-    RUN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr,
+def _by_words(
+    state, rows, keys, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, KV_GROUP: tl.constexpr,
     HOIST: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
-    """Walks the live row blocks in the order of bits in words. word: the numbers of the bits. Returns state and how many row
-    blocks it may have visited."""
+    """Walks the live row blocks in the order of bits in words. Returns state and how many row blocks it may have visited."""
     state, exact = _partly_seen(
-        state, first - first, rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
-        RUN, ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS, HAS_REST,
+        state, tl.full([], 0, tl.int32), rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
+        ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS, HAS_REST,
     )  # fmt: skip
     visited = whole_from - first
     exact_end = tl.where(exact > 0, whole_from, first)
     for i in range(KV_GROUP):
         for start in range(whole_from, end, blocks.WORD):
             bits, count, last = blocks.live_blocks(
-                stops, word, first_head + i, start, end, keys[0], q_len, num_stop_slots, False, ROWS
+                stops, first_head + i, start, end, keys[0], q_len, num_stop_slots, False, ROWS
             )  # fmt: skip
             visited += count
             exact_end = tl.maximum(exact_end, last)
-            state = RUN(
+            state = _dkv_run(
                 state, *rows, i, bits, start - base, start - base + count, *keys, False, False,
                 ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
             )  # fmt: skip
     for i in range(KV_GROUP):
         for start in range(first, exact_end, blocks.WORD):
             bits, count, _ = blocks.live_blocks(
-                stops, word, first_head + i, start, end, keys[0], q_len, num_stop_slots, True, ROWS
+                stops, first_head + i, start, end, keys[0], q_len, num_stop_slots, True, ROWS
             )  # fmt: skip
-            state = RUN(
+            state = _dkv_run(
                 state, *rows, i, bits, start - base, start - base + count, *keys, True, True,
                 ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
             )  # fmt: skip
@@ -288,14 +287,14 @@ def _by_list(
     )
     state, exact = _partly_seen(
         state, exact, rows, keys, stops, first_head, base, first, whole_from, q_len, num_stop_slots,
-        run_blocks, ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS, HAS_REST,
+        ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS, HAS_REST,
     )  # fmt: skip
     tl.debug_barrier()
     for n in range(runs):
         start = tl.load(list_ptr + 2 * n)
         i = start // MAX_BLOCKS
         last = tl.load(list_ptr + 2 * n + 1) - i * MAX_BLOCKS
-        state = run_blocks(
+        state = _dkv_run(
             state, *rows, i, None, start % MAX_BLOCKS, last + 1, *keys, False, False,
             ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
         )  # fmt: skip
@@ -305,7 +304,7 @@ def _by_list(
         for block in range(first, exact_end):
             stop, exact_from = blocks.load_stop(*stops, first_head + i, block, q_len, num_stop_slots, ROWS)
             end_of_run = block - base + ((stop <= t) & (t >= exact_from)).to(tl.int32)
-            state = run_blocks(
+            state = _dkv_run(
                 state, *rows, i, None, block - base, end_of_run, *keys, True, True,
                 ROWS, KEYS, H, BH, HOIST, PARTS, SKIPS, HAS_REST,
             )  # fmt: skip
@@ -325,10 +324,9 @@ def _dkv_rows(
     zeros = tl.zeros([BH, KEYS] if KEYS == 32 else [KEYS, BH], tl.float32)
     state = (zeros, zeros)
     if MAX_BLOCKS == 0:
-        word = tl.arange(0, blocks.WORD)
-        state, visited = by_words(
-            state, rows, keys, stops, word, first_head, base, first, whole_from, end, q_len, num_stop_slots,
-            run_blocks, ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS, HAS_REST,
+        state, visited = _by_words(
+            state, rows, keys, stops, first_head, base, first, whole_from, end, q_len, num_stop_slots,
+            ROWS, KEYS, H, BH, KV_GROUP, HOIST, PARTS, SKIPS, HAS_REST,
         )  # fmt: skip
     else:
         list_ptr += list_number * (KV_GROUP * (MAX_BLOCKS + 2))

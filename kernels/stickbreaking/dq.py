@@ -114,9 +114,9 @@ def dq_kernel(
     k_len = tl.minimum(k_len, num_tiles * KEYS)
     if (block < 0) | (block * ROWS >= q_len):
         return
-    row = block * ROWS + tl.arange(0, ROWS)
-    position, whole, seen = blocks.visible(block, row, q_len, k_len, offset, ROWS, KEYS)
+    position, whole, seen = blocks.visible(block, q_len, k_len, offset, ROWS, KEYS)
     stop, exact_from = blocks.load_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, ROWS)
+    row = block * ROWS + tl.arange(0, ROWS)
     row_ok = row < q_len
     dims = tl.arange(0, BH)
     in_rows = row_ok[:, None] & (dims < H)[None, :]

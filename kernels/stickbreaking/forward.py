@@ -1,9 +1,10 @@
-"""The forward kernel and its launch: visits key tiles from the nearest to the farthest (walk.py).
+"""The forward kernel: visits key tiles from the nearest to the farthest, until every stick of a block is spent.
 
-forward_hopper.py has the form for Hopper.
+A block starts with the fast algebra. If 16 adjacent keys of one of its rows turn out to spend more than `tile.RANGE`, it
+starts again with the exact one. If sticks may be skipped, it is exact up to these keys and goes on with the fast one: a row
+that spends so much has no stick left afterwards, so it is seldom that keys farther away spend as much. On the diagonal, this is
+the rule for rows that attend to the nearest keys, so the diagonal and the tile after it are computed again at once.
 """
-
-import functools
 
 import torch
 import triton
@@ -11,14 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import blocks, half, tile
-from .descriptors import descriptors, fits
-from .forward_hopper import forward_hopper_kernel
+from .descriptors import descriptors
 from .kept import aux_shapes, carry_dtype
 from .launching import begin, launch_kernel
 from .settings import COUNTS, GROUP_BYTES, Config, grid, head_group, last_contiguous, launch, log2_threshold
-from .walk import initial_state, save_sticks, scale_of_results, walk_again, walk_rows, walk_tiles
 
 LOG2_E = 1.4426950408889634
+# Where a chunk of tiles leaves the range, so many of its tiles are taken to be the ones, and chunks are as short from then on.
+SUSPECTS = tl.constexpr(4)
+UNSPENT = tl.constexpr(1e30)  # what `fullest_stick` returns for blocks that need the exact algebra
 
 
 def forward_config(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Config:
@@ -31,15 +33,206 @@ def forward_config(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Config
     return Config(128, 64, 8, 3)
 
 
-def hopper_config(head_dim: int) -> Config:
-    """Returns launch settings of forward_hopper.py."""
-    return Config(64, 64, 4, 3, 128 if head_dim <= 32 else 168) if head_dim <= 64 else Config(128, 64, 8, 3)
+@triton.jit
+def walk_tiles(
+    state, q, source, first, count, position, num_keys, logit_scale, floor,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """Processes `count` tiles from tile `first` on, toward lower indices.
+
+    state: acc [ROWS, BH]; carry, row_carry, row_tile and worst [ROWS, 4], where worst is the most that 16 adjacent keys
+    have spent in the fast algebra.
+    """
+    acc, carry, row_carry, row_tile, worst = state
+    column_key = tile.key_of_column(KEYS)
+    dims = tl.arange(0, BH)
+    # Hoisted parts of float32 would fill the registers, and so would the addresses of a single warp.
+    WIDE: tl.constexpr = source[0].dtype.element_ty == tl.float32 or ROWS < 64
+    for step in tl.range(count, num_stages=1 if MASKED else None, disable_licm=WIDE):
+        t = first - step
+        if ROWS < 64:
+            column_key = blocks.each_round(column_key, step, H)
+        alive = carry > floor
+        row_carry = tl.where(alive, carry, row_carry)
+        row_tile = tl.where(alive, t, row_tile)
+        k, v = blocks.load_tiles(source, t, column_key, num_keys, dims, MASKED, KEYS, H, BH)
+        products = blocks.products(q, k, source, t, column_key, num_keys, KEYS, H, BH)
+        products, scale = tile.scale_live(products, alive, logit_scale, SKIPS)
+        _, t_, w, after, spent = tile.spend(products, scale, position - t * KEYS, MASKED, EXACT, ROWS)
+        if not EXACT:
+            worst = tl.maximum(worst, spent, propagate_nan=tl.PropagateNan.ALL)
+        nearer, total = tile.lane_sums(spent, True)
+        rest = carry.to(tl.float32) - nearer
+        if HALF:
+            rest += half.FORWARD_SHIFT
+        a = tile.weigh(t_, tile.factors(w, after, rest, None, EXACT, v.dtype == tl.float32), EXACT)
+        carry -= total
+        acc = tile.multiply(tile.put_together(a, ROWS), v, acc, False, PARTS)
+    return acc, carry, row_carry, row_tile, worst
 
 
-@functools.cache
-def overlaps(device: torch.device, head_dim: int) -> bool:
-    """Whether there is a form of forward whose products run beside the algebra (forward_hopper.py)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and head_dim in (32, 64, 128)
+@triton.jit
+def initial_state(entering, ROWS: tl.constexpr, BH: tl.constexpr):
+    acc = tl.zeros([ROWS, BH], tl.float32)
+    carry = tile.per_row(entering)
+    return acc, carry, carry, tl.full([ROWS, 4], blocks.NEVER, tl.int32), tl.zeros([ROWS, 4], tl.float32)
+
+
+@triton.jit
+def fullest_stick(carry, worst, EXACT: tl.constexpr, RANGE: tl.constexpr):
+    """Returns log2 of the largest rest of a row's stick, or UNSPENT if the rows need the exact algebra."""
+    if not EXACT:
+        carry = tl.where(worst < RANGE, carry, UNSPENT)
+    return tl.max(tl.max(carry, 1), 0).to(tl.float32)
+
+
+@triton.jit
+def _larger(x, y, other_x, other_y):
+    return tl.maximum(x, other_x), tl.maximum(y, other_y)
+
+
+@triton.jit
+def _after_diagonal(state, entering, RANGE: tl.constexpr):
+    """Returns what `fullest_stick` does, and log2 of the most that a stick has lost, in one reduction."""
+    carry, worst = state[1], state[4]
+    # A carry that is NaN counts as beyond the range: `_larger` ignores NaN on a GPU, but not under the interpreter.
+    left = tl.where((worst < RANGE) & (carry < UNSPENT), carry, UNSPENT).to(tl.float32)
+    spent = (tile.per_row(entering) - carry).to(tl.float32)
+    return tl.reduce(tl.reduce((left, spent), 1, _larger), 0, _larger)
+
+
+@triton.jit
+def _near_again(
+    state, again, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Walks the diagonal and the tile after it with the exact algebra, if `again`.
+
+    Returns the state, the next tile, and from which tile on the exact algebra was taken.
+    """
+    acc, carry, row_carry, row_tile, worst = initial_state(entering, ROWS, BH)
+    restarted = (
+        tl.where(again, acc, state[0]),
+        tl.where(again, carry, state[1]),
+        tl.where(again, row_carry, state[2]),
+        tl.where(again, row_tile, state[3]),
+        tl.where(again, worst, state[4]),
+    )
+    exact_from = tl.where(again, tl.maximum(whole - 1, end), seen)
+    state = walk_tiles(
+        restarted, q, source, seen - 1, seen - exact_from, position, num_keys, logit_scale, floor,
+        True, True, ROWS, KEYS, H, BH, HALF, PARTS, True,
+    )  # fmt: skip
+    return state, tl.minimum(whole, exact_from) - 1, exact_from
+
+
+@triton.jit
+def _walk_on(
+    state, t, ahead, fullest, exact_from, q, source, position, seen, end, num_keys, logit_scale, threshold, chunk,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
+    SKIPS: tl.constexpr,
+):  # fmt: skip
+    """Walks from tile t on with the fast algebra, `ahead` tiles at first. Returns what `walk_rows` does.
+
+    The exit is tested once per chunk, because Triton does not pipeline a loop with a test in every iteration. The next
+    chunk is as long as the fullest stick lasts at the rate of the last chunk.
+    """
+    RANGE: tl.constexpr = tile.RANGE_SKIPPING if SKIPS else tile.RANGE
+    suspect = t
+    while (t >= end) & (fullest >= threshold) & (fullest < UNSPENT):
+        count = tl.minimum(t + 1 - end, ahead)
+        suspect = t - tl.minimum(count, SUSPECTS)
+        state = walk_tiles(
+            state, q, source, t, count, position, num_keys, logit_scale, tl.maximum(threshold, tile.DEAD),
+            False, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+        )  # fmt: skip
+        t -= count
+        left = fullest_stick(state[1], state[4], False, RANGE)
+        lasts = (left - threshold) * count / tl.maximum(fullest - left, 1e-6)
+        ahead = tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1
+        fullest = left
+    needed = end  # if nothing is skipped: spent rows would leave the range again and again
+    if SKIPS:
+        # At least twice as many tiles as before, so that a block does not start again at each of them.
+        needed = tl.maximum(tl.minimum(suspect + 1, seen - 2 * (seen - exact_from)), end)
+    return state, t + 1, exact_from, tl.where(fullest == UNSPENT, needed, exact_from)
+
+
+@triton.jit
+def walk_rows(
+    entering, q, source, position, whole, seen, end, num_keys, logit_scale, threshold, first_chunk,
+    chunk, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """Walks the tiles seen − 1 to `end` of one row block. Returns the state of `walk_tiles`, the last tile that was visited,
+    from which tile on the exact algebra was taken, and from which on it has to be taken: a farther one if the fast one did not
+    hold.
+    """
+    RANGE: tl.constexpr = tile.RANGE_SKIPPING if SKIPS else tile.RANGE
+    floor = tl.maximum(threshold, tile.DEAD)
+    exact_from = seen
+    state = walk_tiles(
+        initial_state(entering, ROWS, BH), q, source, seen - 1, seen - whole, position, num_keys, logit_scale, floor,
+        True, False, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+    )  # fmt: skip
+    t = whole - 1
+    fullest, most_spent = _after_diagonal(state, entering, RANGE / 2 if SKIPS else RANGE)
+    if SKIPS:
+        again = fullest == UNSPENT
+        state, t, exact_from = _near_again(
+            state, again, entering, q, source, position, whole, seen, end, num_keys, logit_scale, floor,
+            ROWS, KEYS, H, BH, HALF, PARTS,
+        )  # fmt: skip
+        if again:
+            fullest, most_spent = _after_diagonal(state, entering, RANGE)
+    # At least as many tiles follow as would spend the stick that the diagonal has spent most of.
+    lasts = (fullest - threshold) * (seen - whole) / tl.maximum(most_spent, 1e-6)
+    ahead = tl.maximum(tl.minimum(lasts, chunk - 1.0).to(tl.int32) + 1, first_chunk)
+    return _walk_on(
+        state, t, ahead, fullest, exact_from, q, source, position, seen, end, num_keys, logit_scale, threshold, chunk,
+        ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def walk_again(
+    entering, q, source, position, whole, seen, end, num_keys, logit_scale, threshold, first_chunk,
+    chunk, exact_from, ROWS: tl.constexpr, KEYS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """`walk_rows` with the exact algebra for the tiles seen − 1 to `exact_from`."""
+    state = walk_tiles(
+        initial_state(entering, ROWS, BH), q, source, seen - 1, seen - exact_from, position, num_keys, logit_scale,
+        tl.maximum(threshold, tile.DEAD), True, True, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+    )  # fmt: skip
+    fullest, short = fullest_stick(state[1], state[4], True, 0.0), tl.minimum(chunk, SUSPECTS)
+    return _walk_on(
+        state, exact_from - 1, short, fullest, exact_from, q, source, position, seen, end, num_keys, logit_scale,
+        threshold, short, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def save_rows(
+    state, stop, exact_from, o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block,
+    token, row_ok, num_tokens, num_heads, q_len, num_stop_slots, threshold, scale,
+    ROWS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    acc, carry, row_carry, row_tile, _ = state
+    dims = tl.arange(0, BH)
+    rows = token * num_heads + head
+    o = o_ptr + rows[:, None] * H + dims[None, :]
+    tl.store(o, (acc * scale).to(o_ptr.dtype.element_ty), mask=row_ok[:, None] & (dims < H)[None, :])
+    tl.store(log_rest_ptr + rows, tl.max(carry, 1) * tile.LN_2, mask=row_ok)
+    # Backward starts from the carry where the weights of a row end, so that its subtractions stay accurate.
+    saved = head.to(tl.int64) * num_tokens + token
+    row_tile = tl.min(row_tile, 1)
+    tl.store(row_carry_ptr + saved, tl.max(row_carry, 1), mask=row_ok)
+    tl.store(row_tile_ptr + saved, row_tile, mask=row_ok)
+    # Where nothing is skipped, the gradient of log_rest reaches every key.
+    stop = tl.where(threshold < tile.DEAD, stop, tl.min(row_tile, 0))
+    blocks.save_stop(block_stop_ptr, cu_q_ptr, sequence, head, block, q_len, num_stop_slots, stop, exact_from, ROWS)
 
 
 @triton.jit
@@ -58,12 +251,11 @@ def _run(
     q_start, q_len, k_start, k_len, offset = blocks.lengths(
         cu_q_ptr, cu_k_ptr, offset_ptr, sequence, num_tokens, num_keys_total, HAS_OFFSET
     )
+    position, whole, seen = blocks.visible(block, q_len, k_len, offset, ROWS, KEYS)
     row = block * ROWS + tl.arange(0, ROWS)
-    position, whole, seen = blocks.visible(block, row, q_len, k_len, offset, ROWS, KEYS)
     row_ok = row < q_len
     token = (q_start + row).to(tl.int64)
-    dims = tl.arange(0, BH)
-    q = blocks.load_rows(q_ptr, token, sq_t, head, sq_n, row_ok, dims, H)
+    q = blocks.load_rows(q_ptr, token, sq_t, head, sq_n, row_ok, tl.arange(0, BH), H)
     if HALF and not AGAIN:
         half.enter(maxima_ptr, sequence, half.Q, q)
     entering = tl.zeros([ROWS], tl.float32)
@@ -72,21 +264,20 @@ def _run(
     # Rows after the sequence's end must not delay the exit.
     entering = tl.where(row_ok, entering * tile.LOG2_E, -1e30).to(row_carry_ptr.dtype.element_ty)
     source = (k_ptr, v_ptr, k_descriptor, v_descriptor, sk_t, sk_n, sv_t, sv_n, k_start, head // KV_GROUP)
-    scale = scale_of_results(q_len, k_len, max_queries, max_keys, maxima_ptr, sequence, HALF)
+    # If a sequence exceeds the given maxima, backward's scratch is too small. The result shows this as NaN.
+    scale = tl.where((k_len > max_keys) | (q_len > max_queries), float("nan"), 1.0)
+    if HALF:
+        scale *= tl.exp2(-half.conversion_exponent(maxima_ptr, sequence, half.V) - half.FORWARD_SHIFT)
     walk = (
-        initial_state(entering, ROWS, BH), entering, q, source, position, whole, seen, 0, k_len, logit_scale, threshold,
-        first_chunk, chunk,
+        entering, q, source, position, whole, seen, 0, k_len, logit_scale, threshold, first_chunk, chunk,
     )  # fmt: skip
     if AGAIN:
-        state, stop, exact_from, needed = walk_again(*walk, needed, walk_tiles, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
+        state, stop, exact_from, needed = walk_again(*walk, needed, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
     else:
-        state, stop, exact_from, needed = walk_rows(*walk, walk_tiles, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
-    rows = (token * num_heads + head)[:, None]
-    o = o_ptr + rows * H + dims[None, :]
-    tl.store(o, (state[0] * scale).to(o_ptr.dtype.element_ty), mask=row_ok[:, None] & (dims < H)[None, :])
-    save_sticks(
-        state, stop, exact_from, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head, block,
-        token, row_ok, num_tokens, num_heads, q_len, num_stop_slots, threshold, ROWS,
+        state, stop, exact_from, needed = walk_rows(*walk, ROWS, KEYS, H, BH, HALF, PARTS, SKIPS)
+    save_rows(
+        state, stop, exact_from, o_ptr, log_rest_ptr, row_carry_ptr, row_tile_ptr, block_stop_ptr, cu_q_ptr, sequence, head,
+        block, token, row_ok, num_tokens, num_heads, q_len, num_stop_slots, threshold, scale, ROWS, H, BH,
     )  # fmt: skip
     return exact_from, needed
 
@@ -153,21 +344,19 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, q_offsets: Tensor | None, log_rest_in: Tensor | None,
     max_keys: int, scale: float, skip_below: float, config: Config | None = None, first_chunk: int = 2,
     chunk: int = 64, group_bytes: int = GROUP_BYTES, max_queries: int | None = None, convert: bool | None = None,
-    tma: bool = True, overlap: bool = True,
+    tma: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs the forward kernel. Returns o, log_rest and what backward needs (see `ops.forward_op`).
 
     tma: loads tiles through descriptors where the tensors allow it. The results have the same bits without.
-    overlap: runs the form for Hopper where there is one (`overlaps`). The results have the same bits without.
 
     block_stop: see blocks.py.
     """
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     num_tokens, num_heads, head_dim = q.shape
     num_sequences, group = cu_q.shape[0] - 1, num_heads // k.shape[1]
+    config = config or forward_config(head_dim, q.dtype)
     convert = half.converts(q) if convert is None else convert
-    overlap = overlap and tma and convert and overlaps(q.device, head_dim) and fits(k) and fits(v)
-    config = config or (hopper_config(head_dim) if overlap else forward_config(head_dim, q.dtype))
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_rest = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
     rows, tiles, stops = aux_shapes(num_tokens, num_heads, num_sequences)
@@ -183,8 +372,8 @@ def forward(
         return o, log_rest, row_carry, row_tile, block_stop, maxima
     num_slots = num_tokens // config.row_block + num_sequences
     tensors = (
-        q, k, v, *descriptors(k, v, tma, overlap), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest,
-        row_carry, row_tile, block_stop, cu_q, cu_k, q_offsets, maxima if convert else None,
+        q, k, v, *descriptors(k, v, tma), o, None if log_rest_in is None else log_rest_in.contiguous(), log_rest, row_carry,
+        row_tile, block_stop, cu_q, cu_k, q_offsets, maxima if convert else None,
     )  # fmt: skip
     programs, *placed = grid(num_slots, num_sequences, num_heads, head_group(k, group, group_bytes))
     numbers = (
@@ -194,10 +383,5 @@ def forward(
     )  # fmt: skip
     all_constants = constants(q, config, group, convert, skip_below) | launch(config)
     all_constants |= {"HAS_OFFSET": q_offsets is not None, "HAS_REST": log_rest_in is not None}
-    if overlap:
-        for name in ("BH", "KEYS", "HALF", "PARTS"):
-            del all_constants[name]
-        all_constants["STAGES"] = config.num_stages
-    kernel = forward_hopper_kernel if overlap else forward_kernel
-    launch_kernel(kernel, programs, tensors, numbers, all_constants, follows=convert)
+    launch_kernel(forward_kernel, programs, tensors, numbers, all_constants, follows=convert)
     return o, log_rest, row_carry, row_tile, block_stop, maxima

@@ -1,7 +1,7 @@
 """Walks over the tiles of a paged cache, for the kernels of paged_kernels.py.
 
 Key j of a sequence is in slot j % BS of block table[j // BS], where BS is the block size. Tiles are visited as in
-walk.py. Weights of bf16 are multiplied in two parts, because converting values to fp16 would read the whole cache for
+forward.py. Weights of bf16 are multiplied in two parts, because converting values to fp16 would read the whole cache for
 a few queries.
 """
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import tile
-from .walk import UNSPENT, fullest_stick
+from .forward import UNSPENT, fullest_stick
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def walk_rows(
     SLOT: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """Walks the tiles seen − 1 to `end` of one row block, as walk.walk_rows does. Returns acc, the carry [ROWS], and
+    """Walks the tiles seen − 1 to `end` of one row block, as forward.walk_rows does. Returns acc, the carry [ROWS], and
     whether the fast algebra did not hold."""
     carry = tile.per_row(entering)
     state = (tl.zeros([ROWS, BH], tl.float32), carry, tl.zeros([ROWS, 4], tl.float32))

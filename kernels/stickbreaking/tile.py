@@ -16,7 +16,6 @@ keys, a logarithm for each, and logits capped at 25 bits. It holds for all logit
 
 import triton
 import triton.language as tl
-from triton.experimental.gluon import language as gl
 
 # In float32, 2^25 + 1 rounds to 2^25. So log2(1 + 2^z) = z above this cap, and a product of four stays finite.
 LOGIT_CAP = tl.constexpr(25.0)
@@ -74,11 +73,7 @@ def log2_1p(w):
 
 @triton.jit
 def key_of_column(KEYS: tl.constexpr):
-    return key_of(tl.arange(0, KEYS), KEYS)
-
-
-@triton.jit
-def key_of(column, KEYS: tl.constexpr):
+    column = tl.arange(0, KEYS)
     return column % 8 // 2 * (KEYS // 4) + column // 8 * 2 + column % 2
 
 
@@ -116,11 +111,7 @@ def put_together(keys, ROWS: tl.constexpr):
 
 @triton.jit
 def lanes(like):
-    if hasattr(like.type, "layout"):  # in Gluon
-        lane = gl.arange(0, 4, gl.SliceLayout(0, like.type.layout))
-    else:
-        lane = tl.arange(0, 4)
-    return tl.broadcast_to(lane[None, :], like.shape)
+    return tl.broadcast_to(tl.arange(0, 4)[None, :], like.shape)
 
 
 @triton.jit
@@ -197,47 +188,29 @@ def spend(products, scale, limit, MASKED: tl.constexpr, EXACT: tl.constexpr, ROW
     MASKED: row i attends only to the first limit[i] keys of the tile. after[n]: log2 of what chain n
     and the nearer chains of the thread spend. It holds one number for all of a thread's chains in the fast algebra.
     """
-    z = logits(products, scale, ROWS)
+    parts = take_apart(products, ROWS)
+    z = ()
+    for i in tl.static_range(len(parts)):
+        z = z + (parts[i] * scale,)
     if MASKED:
         z = _mask(z, limit)
     if EXACT:
         u, t, w, after, spent = _spend_capped(z)
     else:
-        u = powers(z)
-        t, w, after, spent = spend_powers(u)
+        u = ()
+        for i in tl.static_range(len(z)):
+            u = u + (exp2(z[i]),)
+        t, w0 = chain(u, 0, 8)
+        if len(z) == 16:
+            t1, w1 = chain(u, 8, 8)
+            t = t + t1
+            w = (w0, w1)
+            spent = log2_1p((w1 * w0 + w1) + w0)
+        else:
+            w = (w0,)
+            spent = log2_1p(w0)
+        after = (spent,)
     return u, t, w, after, spent
-
-
-@triton.jit
-def spend_powers(u):
-    """Returns what `spend` does behind u, for the fast algebra."""
-    t, w0 = chain(u, 0, 8)
-    if len(u) == 16:
-        t1, w1 = chain(u, 8, 8)
-        t = t + t1
-        w = (w0, w1)
-        spent = log2_1p((w1 * w0 + w1) + w0)
-    else:
-        w = (w0,)
-        spent = log2_1p(w0)
-    return t, w, (spent,), spent
-
-
-@triton.jit
-def logits(products, scale, ROWS: tl.constexpr):
-    parts = take_apart(products, ROWS)
-    z = ()
-    for i in tl.static_range(len(parts)):
-        z = z + (parts[i] * scale,)
-    return z
-
-
-@triton.jit
-def powers(z):
-    u = ()
-    for i in tl.static_range(len(z)):
-        u = u + (exp2(z[i]),)
-    return u
 
 
 @triton.jit
@@ -271,7 +244,7 @@ def _spend_capped(z):
     t = ()
     w = ()
     after = ()
-    spent = 0.0
+    spent = tl.zeros_like(z[0])
     for n in tl.static_range(len(z) // 4 - 1, -1, -1):
         un = ()
         excess = ()

@@ -233,9 +233,7 @@ def run_lists():
 def live_blocks_kernel(
     found_ptr, stop_ptr, cu_ptr, head, start, end, q_len, num_slots, EXACT: tl.constexpr, ROWS: tl.constexpr
 ):
-    bits, count, last = live_blocks(
-        (stop_ptr, cu_ptr, 0), tl.arange(0, 64), head, start, end, 5, q_len, num_slots, EXACT, ROWS
-    )
+    bits, count, last = live_blocks((stop_ptr, cu_ptr, 0), head, start, end, 5, q_len, num_slots, EXACT, ROWS)
     tl.store(found_ptr, count)
     tl.store(found_ptr + 1, last)
     for i in range(count):
