@@ -10,6 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+TARGET = "sm_90a"
+
 
 class Resources(NamedTuple):
     """What a compiled kernel needs and contains."""
@@ -19,6 +21,7 @@ class Resources(NamedTuple):
     shared_bytes: int  # per program
     wgmma: int  # instructions that multiply matrices asynchronously
     async_copies: int  # instructions that copy global to shared memory asynchronously
+    serialized: bool  # whether ptxas has each of them wait for the one before (its message C7515)
     # Loads and stores of local memory in each innermost loop that multiplies matrices, in program order.
     spills_in_loops: tuple[int, ...]
 
@@ -53,7 +56,8 @@ def compile_for_hopper(
 
 def resources(compiled: CompiledKernel) -> Resources:
     """The resources of a kernel, from the output of ptxas."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tool = tools / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -69,8 +73,18 @@ def resources(compiled: CompiledKernel) -> Resources:
         compiled.metadata.shared,
         ptx.count("wgmma.mma_async"),
         ptx.count("cp.async.c"),
+        "C7515" in _messages(tools / "ptxas", ptx),
         _spills_in_loops(sass),
     )
+
+
+def _messages(ptxas: Path, ptx: str) -> str:
+    """What ptxas says, which Triton does not show."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(ptxas), "-v", f"--gpu-name={TARGET}", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def _spills_in_loops(sass: str) -> tuple[int, ...]:

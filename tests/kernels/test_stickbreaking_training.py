@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 from ssscale_kernels.stickbreaking import backward as backward_module
 from ssscale_kernels.stickbreaking import half
 from ssscale_kernels.stickbreaking.backward import backward_config
@@ -114,12 +115,18 @@ SLOW = [
 SPILLS = {("forward", 64, "float16"): 1, ("dkv", 128, "scaled"): 2, ("dkv", 128, "log_rest"): 2}
 
 
+# Kernels and head dims whose products ptxas runs one by one with Triton 3.7.1. The GPU stack has 3.6.0
+# (docs/log/2026-11-28-conversion-beside-forward.md).
+SERIALIZED = [("dkv", 32), ("dkv", 64)] if triton.__version__.startswith("3.7") else []
+
+
 def check_compiled(which: str, config: Config, head_dim: int, operands: str) -> None:
     """`SPILLS`: accesses to spilled registers that the masked loop and that of the exact algebra may have together."""
     program = compiled(which, config, head_dim, operands)
     assert shuffles_reach_their_lanes(program.asm["ttgir"])
     found = resources(program)
     assert found.wgmma > 0, "the dots miss wgmma"
+    assert not found.serialized or (which, head_dim) in SERIALIZED, "the products run one by one"
     copies = program.asm["ptx"].count("cp.async.bulk.tensor") + found.async_copies
     assert copies > 0 or config.num_stages == 1, "the loads are not pipelined"
     assert min(found.spills_in_loops) == 0, found
