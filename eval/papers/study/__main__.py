@@ -45,6 +45,7 @@ from eval.papers.study.runner import ROOT, Runner
 from eval.papers.study.schedule import plan
 from eval.papers.study.selection import EVERY, Selection, check_files, choose_rates, names_of
 from eval.papers.study.sizes import SIZES, Size
+from eval.papers.study.studies import rates_of
 from ssscale.errors import UserError
 from ssscale.train.files import refusal
 
@@ -168,7 +169,8 @@ def study(options: argparse.Namespace) -> int:
     gpus = gpus_here(options.gpus)
     if gpus[0].name is None and options.size == "full":
         raise UserError("this machine has no GPU, and the smallest of these models takes hours on a CPU")
-    check_writable([*(("--out", out / name) for name in options.names), ("--work", place.work)])
+    written = [out / folder for name in options.names for folder in dict.fromkeys((name, rates_of(name)))]
+    check_writable([*(("--out", folder) for folder in written), ("--work", place.work)])
     commit = options.commit or os.environ.get("STUDY_COMMIT") or commit_here()
     began = time.monotonic()
 

@@ -22,12 +22,12 @@ HOTPOT = "squadshifts/reddit_v1.0.json"  # in SQuAD's form, in place of HotpotQA
 EVAL_GIB, EVAL_SHARE = 10.0, 0.25  # launch/evaluate.py's cache takes a quarter of a GPU
 
 
-def cores(study: Study, seeds: list[int] | None) -> list[Job]:
+def cores(study: Study) -> list[Job]:
     """Return the jobs of all cores: learning rates, then one core after the other."""
     size = study.size
     form, keys = size.cores.form, size.cores.keys
     jobs = [job for core, config in CORES.items() for job in study.rate_jobs(core, config, form, *keys, gib=WIDE_GIB)]
-    return jobs + [job for seed in seeds or [0] for core in CORES for job in _jobs(study, core, seed)]
+    return jobs + [job for core in CORES for seed in study.seeds_of(core) for job in _jobs(study, core, seed)]
 
 
 def check_files(place: Place) -> None:

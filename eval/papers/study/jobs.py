@@ -142,13 +142,14 @@ class Job:
 
     def identity(self, place: Place) -> dict[str, Any]:
         """What a JSON file must share with the job that would make it."""
+        commands = [place.plain(step.command) for step in self.steps]
         return {
             "study": self.study,
             "job": self.name,
             "seed": self.seed,
             "rate": self.rate,
-            "text": None if self.study == "mqrar" else text_key(place.text),
-            "commands": [place.plain(step.command) for step in self.steps],
+            "text": text_key(place.text) if any("TEXT/" in command for command in commands) else None,
+            "commands": commands,
         }
 
     def has_result(self, place: Place) -> bool:
@@ -164,6 +165,6 @@ class Job:
 
 
 def text_key(text: Path) -> str | None:
-    """Return the SHA-256 of the split, or None if the study reads no text."""
+    """Return the SHA-256 of the split, or None if there is none."""
     file = text / "split.json"
     return str(read_json(file)["sha256"]) if file.is_file() else None

@@ -47,7 +47,7 @@ def choose_rates(names: list[str], out: Path, size: Size) -> list[str]:
 
 @dataclass(frozen=True)
 class Selection:
-    """The jobs of `names` that match a pattern, or those that try no learning rates. seeds: None for those of each study."""
+    """The jobs of `names` that match a pattern, or those that try no learning rates. seeds: as for `Study`."""
 
     names: list[str]
     place: Place
@@ -56,7 +56,8 @@ class Selection:
     patterns: str | None = None
 
     def _of(self, name: str) -> list[Job]:
-        return EVERY[name](Study(name, self.place, self.size), self.seeds)
+        jobs = EVERY[name](Study(name, self.place, self.size, self.seeds))
+        return sorted(jobs, key=lambda job: job.seed)  # the first seed of all comes before the second of any
 
     def jobs(self) -> list[Job]:
         """Raise UserError if a pattern matches no job by its name, with or without its study and seed."""

@@ -12,7 +12,7 @@ Jobs whose name begins with rate- try learning rates.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,12 @@ from ssscale.json_object import read_json
 
 # ssmax_after follows softmax, whose model it takes.
 SSMAX = ("softmax", "ssmax_after", "ssmax", "ssmax_bias", "ssmax_fixed", "ssmax_during", "ssmax_pn")
-SEVERAL = ("softmax", "ssmax", "ssmax_bias")  # with three seeds
 POSITIONS = ("sb", "sb_rem", "rope", "alibi", "fire", "nope", "window512", "window1024", "rope_8k")
 WHY = ("sb", "alibi", "window512", "rope")
 VARIED = ("tokens", "width", "heads", "books")
 CORES = ("softmax", "stickbreaking")
 FROM_SOFTMAX = ("ssmax_after", "ssmax_during")  # which have softmax's learning rate
+THREE_SEEDS = [("ssmax", "softmax"), ("ssmax", "ssmax"), ("ssmax", "ssmax_bias")]
 SPEEDS = {"fire": 8e4}  # FIRE reads its bias from a table, ten times slower than the others
 
 
@@ -47,13 +47,18 @@ def most_rates(study: str, size: Size) -> int:
 
 
 class Study:
-    """The jobs of one study. `rates` has the learning rates that are on file."""
+    """The jobs of one study. `rates` has the learning rates that are on file. seeds: of all jobs, or None for `seeds_of`."""
 
-    def __init__(self, name: str, place: Place, size: Size) -> None:
-        self.name, self.place, self.size = name, place, size
+    def __init__(self, name: str, place: Place, size: Size, seeds: list[int] | None = None) -> None:
+        self.name, self.place, self.size, self.seeds = name, place, size, seeds
         self.folder, self.work = place.out / name, place.work / name
         self.rates_folder = place.out / rates_of(name)
         self.rates = chosen(self.rates_folder)
+
+    def seeds_of(self, method: str) -> Sequence[int]:
+        if self.seeds is not None:
+            return self.seeds
+        return range(3) if (self.name, method) in THREE_SEEDS else range(1)
 
     def rate(self, method: str) -> float:
         """Return the chosen learning rate, or NaN, with which a job can be printed but not run."""
@@ -125,15 +130,12 @@ def _rate(run: Path, method: str, rate: float) -> dict[str, Any]:
     return {"method": method, "losses": {f"{rate:g}": loss}, "training": found}
 
 
-def ssmax(study: Study, seeds: list[int] | None) -> list[Job]:
-    """The jobs of arXiv:2501.19399. seeds: None for 0 of all and 1 and 2 of SEVERAL."""
+def ssmax(study: Study) -> list[Job]:
+    """The jobs of arXiv:2501.19399."""
     form = study.size.ssmax
     methods = [method for method in SSMAX if method not in FROM_SOFTMAX]
     jobs = [job for method in methods for job in study.rate_jobs(method, f"50m_{method}", form)]
-    wanted = [(method, seed) for seed in seeds or [0] for method in SSMAX]
-    if seeds is None:
-        wanted += [(method, seed) for seed in (1, 2) for method in SEVERAL]
-    return jobs + [_ssmax_job(study, method, seed) for method, seed in wanted]
+    return jobs + [_ssmax_job(study, method, seed) for method in SSMAX for seed in study.seeds_of(method)]
 
 
 def _ssmax_job(study: Study, method: str, seed: int) -> Job:
@@ -186,10 +188,12 @@ def _rest(form: Training) -> tuple[int, int, float]:
     return form.tokens, form.rate_tokens, form.warmup
 
 
-def positions(study: Study, seeds: list[int] | None) -> list[Job]:
+def positions(study: Study) -> list[Job]:
     """The jobs of arXiv:2410.17980, Figure 5."""
     jobs = [job for method in POSITIONS for job in study.rate_jobs(method, f"50m_{method}", _form(study, method))]
-    return jobs + [_positions_job(study, method, method, seed) for seed in seeds or [0] for method in POSITIONS]
+    return jobs + [
+        _positions_job(study, method, method, seed) for method in POSITIONS for seed in study.seeds_of(method)
+    ]
 
 
 def _positions_job(study: Study, name: str, method: str, seed: int, *changes: str, **training: Any) -> Job:
@@ -224,7 +228,7 @@ def _positions_job(study: Study, name: str, method: str, seed: int, *changes: st
     return study.job(name, seed, every, measured, rate=rate, method=method, reads_test=True)
 
 
-def why(study: Study, seeds: list[int] | None) -> list[Job]:
+def why(study: Study) -> list[Job]:
     """One change at a time of the position study. Learning rates are those that `positions` has chosen."""
     size, form = study.size, study.size.positions
     varied: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -235,13 +239,13 @@ def why(study: Study, seeds: list[int] | None) -> list[Job]:
     }
     return [
         _positions_job(study, f"{method}+{kind}", method, seed, *varied[kind][0], **varied[kind][1])
-        for seed in seeds or [0]
         for kind in VARIED
         for method in WHY
+        for seed in study.seeds_of(method)
     ]
 
 
-def mqrar(study: Study, seeds: list[int] | None) -> list[Job]:
+def mqrar(study: Study) -> list[Job]:
     """The jobs of arXiv:2410.17980, Section 5.1."""
     size = study.size.mqrar
     jobs = []
@@ -249,19 +253,16 @@ def mqrar(study: Study, seeds: list[int] | None) -> list[Job]:
         few = ["--plain", "--batch", str(size.rate_batch), "--steps", str(size.rate_steps)]
         few += ["--test-every", str(max(1, size.rate_steps // 12)), "--minutes", "60"]
         jobs.append(_recall_job(study, f"rate-{core}", core, size.pairs[0], 0, few, 4.0, rates=True))
-    for seed in seeds or [0]:
-        for pairs in size.pairs:
-            for core in CORES:
-                rate = study.rate(core)
-                many = ["--plain", "--batch", str(size.batch), "--steps", str(size.steps), "--give-up"]
-                many += ["--lrs", f"{rate:g}", "--minutes", f"{size.minutes:g}"]
-                job = _recall_job(study, f"{core}_{pairs}", core, pairs, seed, many, size.minutes + 0.7)
-                jobs.append(replace(job, rate=rate, method=core))
-        jobs += [
-            _recall_job(study, f"curriculum_{core}_{pairs}", core, pairs, seed, ["--minutes", "60"], 1.5)
-            for pairs in size.pairs
-            for core in CORES
-        ]
+    runs = [(core, pairs, seed) for pairs in size.pairs for core in CORES for seed in study.seeds_of(core)]
+    for core, pairs, seed in runs:
+        rate = study.rate(core)
+        many = ["--plain", "--batch", str(size.batch), "--steps", str(size.steps), "--give-up"]
+        many += ["--lrs", f"{rate:g}", "--minutes", f"{size.minutes:g}"]
+        job = _recall_job(study, f"{core}_{pairs}", core, pairs, seed, many, size.minutes + 0.7)
+        jobs.append(replace(job, rate=rate, method=core))
+    for core, pairs, seed in runs:
+        name = f"curriculum_{core}_{pairs}"
+        jobs.append(_recall_job(study, name, core, pairs, seed, ["--minutes", "60"], 1.5))
     return jobs
 
 
@@ -287,7 +288,7 @@ def _recall_job(
     return study.job(name, seed, [step], measured, 45.0, file=file, method=core)
 
 
-STUDIES: dict[str, Callable[[Study, list[int] | None], list[Job]]] = {
+STUDIES: dict[str, Callable[[Study], list[Job]]] = {
     "ssmax": ssmax,
     "positions": positions,
     "why": why,
