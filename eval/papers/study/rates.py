@@ -34,15 +34,20 @@ def tried(folder: Path) -> dict[str, dict[float, float | None]]:
     return found
 
 
+def best_of(losses: dict[float, float | None]) -> float | None:
+    """Return the learning rate with the lowest loss, or None if all are NaN."""
+    finite = {rate: loss for rate, loss in losses.items() if loss is not None}
+    return min(finite, key=lambda rate: finite[rate]) if finite else None
+
+
 def beyond(losses: dict[float, float | None], most: int) -> float | None:
     """Return the learning rate to try next, because the best is at the edge of those tried, or None.
 
     most: rates to try in all. Of so many the best is taken, also at the edge.
     """
-    finite = {rate: loss for rate, loss in losses.items() if loss is not None}
-    if not FEWEST <= len(losses) < most or not finite:
+    best = best_of(losses)
+    if not FEWEST <= len(losses) < most or best is None:
         return None
-    best = min(finite, key=lambda rate: finite[rate])
     if best == max(losses):
         return 2 * best
     return best / 2 if best == min(losses) else None
@@ -66,15 +71,15 @@ def choose(folder: Path, most: int = FEWEST) -> list[str]:
     result: dict[str, Any] = dict(before)
     lines = []
     for method, losses in tried(folder).items():
-        finite = {rate: loss for rate, loss in losses.items() if loss is not None}
-        if len(losses) < FEWEST or not finite:
-            lines.append(f"{method}: not chosen, {len(losses)} of {FEWEST} rates are tried, {len(finite)} have a loss")
+        best = best_of(losses)
+        if len(losses) < FEWEST or best is None:
+            count = sum(loss is not None for loss in losses.values())
+            lines.append(f"{method}: not chosen, {len(losses)} of {FEWEST} rates are tried, {count} have a loss")
             continue
         further = None if method in before else beyond(losses, most)
         if further is not None:
             lines.append(f"{method}: not chosen, the best is at the edge: --jobs 'rate-*' tries {further:g} next")
             continue
-        best = min(finite, key=lambda rate: finite[rate])
         kept = float(before[method]["rate"]) if method in before else best
         edge = " (at the edge of those tried)" if kept in (min(losses), max(losses)) else ""
         stays = f", which stays although {best:g} is best now" if kept != best else ""
