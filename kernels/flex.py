@@ -66,19 +66,29 @@ def biased_attention(
     score_mod: ScoreMod,
     block_mask: BlockMask,
     scale: float | None = None,
+    loads: bool = False,
 ) -> Tensor:
     """o_i = Σ_j softmax_j(score_mod(scale · q_i·k_j)) v_j over the keys j that `block_mask` shows to query i.
 
-    q [T, N, H]; k, v [T, K, H] with N a multiple of K; scale: None for 1/√H. Returns o [T, N, H] in the dtype of q.
-    On a GPU the first call of each kind compiles.
+    q [T, N, H]; k, v [T, K, H] with N a multiple of K; scale: None for 1/√H. loads: whether score_mod loads a number for
+    each logit. Returns o [T, N, H] in the dtype of q. On a GPU the first call of each kind compiles.
     """
     run = _compiled() if q.is_cuda else flex_attention
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
     # For fewer than 128 queries FlexAttention chooses a decoding kernel, none of whose configurations fits in float32.
-    options = {"BACKEND": "TRITON"} if q.is_cuda else None
+    options = {"BACKEND": "TRITON"} | (_tiles(q) if loads else {}) if q.is_cuda else None
     out = run(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=gqa, kernel_options=options)
     return out[0].transpose(0, 1)
+
+
+def _tiles(q: Tensor) -> dict[str, int]:
+    """What forward needs if it loads a number for each logit.
+
+    These numbers lie in shared memory beside k and v. For 64 dims FlexAttention's own tiles, of 128 keys in 3 stages, then
+    need 240 KiB, and an H100 has 227. Its tiles for other dims fit.
+    """
+    return {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 2} if (q.shape[-1], q.itemsize) == (64, 2) else {}
 
 
 @functools.cache
@@ -121,12 +131,28 @@ def table_bias(table: Tensor, positions: Tensor) -> ScoreMod:
 
     table [N, L, L] for documents of at most L tokens; positions [T]. All documents share an entry, so backward adds
     their gradients into it by atomics, and not in the same order in every run.
+
+    The entry of a key is its token index plus a number of its query, so that the entries of neighbouring keys are
+    neighbours too, which is what makes reading them fast (docs/log/2026-11-28-fire.md).
     """
+    entries, first = table_entries(table, positions)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + table[h, positions[q_idx], positions[kv_idx]]
+        return score + entries[h, first[q_idx] + kv_idx]
 
     return score_mod
+
+
+def table_entries(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `entries` [N, ·] and `first` [T] with table[h, i, j] = entries[h, first[q] + k] for q and k of one document.
+
+    FlexAttention reads entries of hidden keys too: those of all keys in the blocks that some query of a block sees. They lie
+    up to L + 2 · BLOCK before the row of their query and up to BLOCK behind it, where `entries` has zeros.
+    """
+    heads, length, _ = table.shape
+    entries = torch.nn.functional.pad(table.reshape(heads, length * length), (length + 2 * BLOCK, BLOCK))
+    index = torch.arange(len(positions), device=positions.device, dtype=torch.int32)
+    return entries, length + 2 * BLOCK + positions * length + positions - index
 
 
 @torch.compiler.disable  # the graph of a compiled block breaks here; FlexAttention is compiled on its own
@@ -150,7 +176,8 @@ def table_attention(
 
     def run(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> Tensor:
         made = table(torch.arange(longest, device=q.device), *weights)
-        return biased_attention(q, k, v, score_mod=table_bias(made, positions), block_mask=block_mask, scale=scale)
+        score_mod = table_bias(made, positions)
+        return biased_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, loads=True)
 
     found: Tensor = _Recomputed.apply(run, q, k, v, *weights)
     return found

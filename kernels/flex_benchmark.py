@@ -64,16 +64,16 @@ def cases(inputs: list[Tensor], length: int, each: int) -> dict[str, tuple[Calla
             q, k, v, cu_seqlens=cu_seqlens, max_seqlen=length, uniform_length=each, window=window
         )
 
-    def flex(score_mod: Callable[[], ScoreMod], window: int | None = None) -> Callable[[], Tensor]:
-        return lambda: biased_attention(q, k, v, score_mod=score_mod(), block_mask=masks[window])
+    def flex(score_mod: Callable[[], ScoreMod], window: int | None = None, loads: bool = False) -> Callable[[], Tensor]:
+        return lambda: biased_attention(q, k, v, score_mod=score_mod(), block_mask=masks[window], loads=loads)
 
     found = {"softmax": (softmax(), True)}
     found |= {f"softmax, window {window}": (softmax(window), True) for window in WINDOWS}
     found["FlexAttention, no bias"] = (flex(lambda: lambda score, b, h, i, j: score), True)
     found["ALiBi"] = (flex(lambda: linear_bias(slopes)), True)
     found["ALiBi, window 512"] = (flex(lambda: linear_bias(slopes), 512), True)
-    found["FIRE, inference"] = (flex(lambda: mlp_bias(reach, norm, w1, b1, w2, b2)), False)
-    found["FIRE, training"] = (flex(lambda: table_bias(fire_table(weights, length), positions)), True)
+    found["FIRE, inference"] = (flex(lambda: mlp_bias(reach, norm, w1, b1, w2, b2), loads=True), False)
+    found["FIRE, training"] = (flex(lambda: table_bias(fire_table(weights, length), positions), loads=True), True)
     return found
 
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from ssscale_kernels.flex import BLOCK, document_mask
+from ssscale_kernels.flex import BLOCK, document_mask, table_entries
 from torch.nn.attention.flex_attention import create_block_mask
 
 from ssscale.config.schema import ModelConfig, position_config
@@ -14,7 +14,7 @@ from ssscale.model.decoder import Attention
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import megatron_config
 
-LENGTHS = [[1], [300], [128, 128], [5, 200, 1, 127, 130], [1, 1, 1, 400], [640]]
+LENGTHS = [[1], [300], [127, 258, 126, 20], [128, 128], [5, 200, 1, 127, 130], [1, 1, 1, 400], [640]]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -43,6 +43,21 @@ def test_block_mask_is_that_of_every_pair(lengths: list[int], window: int | None
     for row, (count, which) in enumerate(zip(ours.full_kv_num_blocks[0, 0], ours.full_kv_indices[0, 0])):
         assert blocks[row][which[:count].long()].all()
         assert count == blocks[row].sum()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("window", [None, 1, 129])
+def test_entries_of_a_table(lengths: list[int], window: int | None) -> None:
+    positions, longest, size = PackedLayout.from_lengths(lengths).positions, max(lengths), sum(lengths)
+    table = torch.arange(2 * longest**2).view(2, longest, longest)
+    entries, first = table_entries(table, positions)
+    mask, index = document_mask(positions, window), torch.arange(size)
+    at = first[:, None] + index
+    shown = mask.mask_mod(0, 0, index[:, None], index)
+    assert torch.equal(entries[1][at[shown]], table[1][positions[:, None], positions[None]][shown])
+    read = mask.to_dense()[0, 0].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:size, :size].bool()
+    assert at[read].min() >= 0
+    assert at[read].max() < entries.shape[1]
 
 
 @pytest.fixture
