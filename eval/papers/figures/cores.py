@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from eval.checkpoint.drawing import axes_of
 from eval.papers.figures import ruler
 from eval.papers.figures.length import smoothed
-from eval.papers.figures.studies import Results, band, load, losses, needles, seeds_of, style
+from eval.papers.figures.studies import band, load, losses, needles, seeds_of, style
+from eval.papers.study.whole import Results
 from ssscale.errors import UserError
 
 CORES = {"softmax": "softmax", "ssmax": "SSMax", "sb": "stick-breaking"}

@@ -12,11 +12,10 @@ from matplotlib.ticker import EngFormatter
 
 from eval.checkpoint.drawing import BASELINE, COLOURS, MARKERS, STYLES, axes_of
 from eval.papers.figures.length import smoothed
+from eval.papers.study.whole import Result, Results, at, of_job, read_results
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
 
-Result = dict[str, Any]
-Results = dict[str, list[Result]]  # job → one result per seed
 NAMES = {
     "softmax": "(a) softmax",
     "ssmax": "(b) SSMax",
@@ -40,23 +39,21 @@ NAMES = {
 CHANGES = {"": "", "scaling=dynamic_ntk": "-ntk", "window=": "-window"}  # how changed keys are named
 
 
-def load(folder: Path, key: str) -> Results:
+def load(folder: Path, key: str, rates: bool = False) -> Results:
     """Return the results of a study that have `key`, by job in the order of NAMES and by seed.
 
-    Raises UserError if there are none.
+    rates: also METHOD@RATE, the whole trainings that do not stand for their method. Raises UserError if there are none.
     """
-    found: Results = {}
-    for file in sorted(folder.glob("*-s*.json")):
-        result = read_json(file)
-        if result.get("kind") == "study" and key in result:
-            found.setdefault(result["job"], []).append(result)
-    if not found:
+    every = read_results(folder)
+    found = {job: some for job, all_of in every.items() if (some := [result for result in all_of if key in result])}
+    order = list(NAMES)
+    jobs = sorted(found, key=lambda job: (order.index(job) if job in order else len(order), job))
+    jobs = [job for job in jobs if rates or "@" not in job]
+    if not jobs:
         raise UserError(
             f"{folder} has no results with {key}: make them with `python -m eval.papers.study {folder.name}`"
         )
-    order = list(NAMES)
-    jobs = sorted(found, key=lambda job: (order.index(job) if job in order else len(order), job))
-    return {job: sorted(found[job], key=lambda result: result["seed"]) for job in jobs}
+    return {job: found[job] for job in jobs}
 
 
 def name_of(job: str) -> str:
@@ -119,6 +116,43 @@ def losses(folder: Path) -> Figure:
     above.legend(fontsize=8, framealpha=1, edgecolor="none")
     if below.get_legend_handles_labels()[0]:
         below.legend(fontsize=8, framealpha=1, edgecolor="none")
+    return figure
+
+
+def same_rate(folder: Path) -> Figure | None:
+    """Draw how far training losses lie above those of the first job at the same learning rate, one panel per rate.
+
+    Returns None if no rate has several jobs.
+    """
+    results = load(folder, "training", rates=True)
+    methods = [job for job in results if "@" not in job]
+    panels = {}
+    for rate in sorted({result["rate"] for some in results.values() for result in some}):
+        there = {method: some for method in methods if (some := of_job(results, at(method, rate)))}
+        if methods[0] in there and len(there) > 1:
+            panels[rate] = there
+    if not panels:
+        return None
+    size = (0.8 + 5.6 * len(panels), 4.4)
+    figure, row = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for axes, (rate, there) in zip(row[0], panels.items(), strict=True):
+        for job in methods:
+            pairs = list(paired(there, job, methods[0])) if job in there and job != methods[0] else []
+            apart = [_difference(one["training"], other["training"]) for one, other in pairs]
+            if apart and len(apart[0]):
+                tokens = np.array(pairs[0][0]["training"]["tokens"])
+                last = np.mean(
+                    [one["training"]["last_tenth"] - other["training"]["last_tenth"] for one, other in pairs]
+                )
+                curves = np.array([smoothed(x, 4) for x in apart])
+                band(axes, tokens, curves, methods.index(job), f"{name_of(job)}: {last:+.4f}, last 10 %")
+        axes.axhline(0, color=BASELINE, linewidth=1.2)
+        axes.set_ylim(-0.1, 0.1)
+        axes_of(
+            figure, axes, f"Learning rate {rate:g}: above {name_of(methods[0])}", "training tokens", "difference (nats)"
+        )
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.legend(fontsize=8, framealpha=1, edgecolor="none")
     return figure
 
 
@@ -265,16 +299,21 @@ def factors(folder: Path) -> Figure:
     return figure
 
 
-# study → name of a figure → (key that results need, function)
-FIGURES: dict[str, dict[str, tuple[str, Callable[[Path], Figure]]]] = {
+# study → name of a figure → (key that results need, function, which returns None where there is nothing to compare)
+FIGURES: dict[str, dict[str, tuple[str, Callable[[Path], Figure | None]]]] = {
     "ssmax": {
         "losses": ("training", losses),
+        "same_rate": ("training", same_rate),
         "by_position": ("by_position", by_position),
         "needles": ("needle", needles),
         "heads": ("needle", heads),
         "p_n": ("pn", factors),
     },
-    "positions": {"losses": ("training", losses), "contexts": ("books", contexts)},
+    "positions": {
+        "losses": ("training", losses),
+        "same_rate": ("training", same_rate),
+        "contexts": ("books", contexts),
+    },
     "why": {"contexts": ("books", contexts)},
     "mqrar": {"recall": ("mqrar", recall)},
 }

@@ -15,7 +15,8 @@ OUT/NAME/JOB-sSEED.json. A file that exists is not made again. The order is:
    the best is at the edge of these, the same command tries the next one beyond it, two more at most.
 2. --choose writes the best to OUT/NAME/rates.json. State and commit it. Without it no job that reads test documents
    starts. A learning rate that is on file stays.
-3. The jobs without rate-, which are the default.
+3. The jobs without rate-, which are the default. METHOD@RATE is a whole training at another rate than the chosen one. Of
+   both, the one with the lower validation loss stands for its method, and has the further seeds.
 4. --report draws the figures and writes the claims with their verdicts as FOLDER/NAME.md.
 
 --rates takes the first two steps for the jobs that lack a learning rate, and then the third. --jobs takes names as
@@ -186,7 +187,12 @@ def study(options: argparse.Namespace) -> int:
         jobs = selection.jobs()
         rates = selection.rates(jobs)
     selection.check(jobs)
-    return run(jobs)
+    first = [job for job in jobs if not job.seed]
+    if first and (code := run(first)):
+        return code
+    # At which learning rate further seeds train follows from the first one's validation losses.
+    further = [job for job in selection.jobs() if job.seed]
+    return run(further) if further or not first else 0
 
 
 def main() -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from eval.papers.figures.studies import Results, context_losses
+from eval.papers.figures.studies import context_losses
+from eval.papers.study.sizes import FULL
+from eval.papers.study.whole import Results, at, of_job
 
 Values = dict[int, float]  # seed → value
 
@@ -40,7 +42,9 @@ class Claim:
         overlap = min(a.values()) <= max(b.values()) and min(b.values()) <= max(a.values())
         few = " (one seed)" if min(len(a), len(b)) == 1 else ""
         if self.equal:
-            return ("holds: the ranges overlap" if overlap else "does not hold here: the ranges are apart") + few
+            if few:
+                return "open: one seed has no range"
+            return "holds: the ranges overlap" if overlap else "does not hold here: the ranges are apart"
         below = fmean(a.values()) < fmean(b.values())
         if overlap:
             return f"open: the ranges overlap, the mean is {'lower' if below else 'not lower'}{few}"
@@ -52,7 +56,7 @@ Measure = Callable[[dict[str, Any]], float | None]
 
 def values(results: Results, job: str, measure: Measure) -> Values:
     """Return the value of every seed that has one."""
-    found = {result["seed"]: measure(result) for result in results.get(job, [])}
+    found = {result["seed"]: measure(result) for result in of_job(results, job)}
     return {seed: value for seed, value in found.items() if value is not None}
 
 
@@ -118,12 +122,18 @@ def _pairs(source: str, text: str, quantity: str, measure: Measure, pairs: Seque
     return [Claim(source, text.format(a=a, b=b), quantity, (a, measure), (b, measure)) for a, b in pairs]
 
 
+def _at_rates(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the pairs at each learning rate of whole trainings."""
+    return [(at(a, rate), at(b, rate)) for rate in FULL.compared for a, b in pairs]
+
+
 def _ssmax() -> list[Claim]:
     loss, far = "training loss, last 10 %, nats", between(1024, 20_000)
     found, top = "numbers found, all cells", "median top score"
     higher = [("softmax", "ssmax"), ("ssmax_fixed", "ssmax"), ("ssmax_bias", "ssmax"), ("softmax", "ssmax_bias")]
     higher += [("softmax", "ssmax_after"), ("ssmax_after", "ssmax"), ("ssmax_after", "ssmax_during")]
     higher += [("ssmax_during", "ssmax")]
+    lower = [("ssmax", "softmax"), ("ssmax_fixed", "softmax"), ("ssmax_bias", "softmax")]
     return [
         *_pairs("Figure 4", "{a} trains to a lower loss than {b}", loss, training_loss, [
             ("ssmax", "softmax"), ("ssmax_fixed", "softmax"), ("ssmax_bias", "softmax"), ("ssmax_bias", "ssmax")]),
@@ -136,6 +146,10 @@ def _ssmax() -> list[Claim]:
                 between(0, 1024), [("ssmax", "softmax"), ("ssmax", "ssmax_after")]),
         *_pairs("Figure 6", "{b} finds more numbers than {a}", found, found_share, higher),
         *_pairs("Figures 7, 8", "{b} gives the number more attention than {a}", top, top_score, higher),
+        *_pairs("Figure 4", "{a} trains to a lower loss than {b}", loss, training_loss, _at_rates(lower)),
+        *_pairs("Figure 5", "{a} has a lower loss beyond the training length than {b}", "loss, positions 1,025 – 20,000, nats",
+                far, _at_rates(lower)),
+        *_pairs("Figure 6", "{b} finds more numbers than {a}", found, found_share, _at_rates([*higher[:2], higher[3]])),
     ]  # fmt: skip
 
 
@@ -145,7 +159,8 @@ def _positions() -> list[Claim]:
         nats = f"loss on {key} in the longest context, nats"
         last = context(key, "", True)
         others = ("rope", "alibi", "fire", "nope", "window512", "window1024")
-        claims += _pairs("Figure 5", "{a} is below {b} in long contexts", nats, last, [("sb", job) for job in others])
+        pairs = [("sb", job) for job in others]
+        claims += _pairs("Figure 5", "{a} is below {b} in long contexts", nats, last, pairs)
         ntk, window = context(key, "-ntk", True), context(key, "-window", True)
         claims += [
             Claim("Figure 5", "sb is below RoPE with NTK scaling", nats, ("sb", last), ("rope", ntk)),
@@ -166,6 +181,8 @@ def _positions() -> list[Claim]:
             Claim("Figure 5", "a window of 2,048 loses a little by them", change, ("rope", first), ("rope", window)),
             Claim("Figure 5", "a window of 1,024 gains by longer ones", change, ("window1024", last), ("window1024", first)),
         ]  # fmt: skip
+        pairs = [("sb", job) for job in ("rope", "alibi", "window512")]
+        claims += _pairs("Figure 5", "{a} is below {b} in long contexts", nats, last, _at_rates(pairs))
     return claims
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from eval.checkpoint.chance import against_chance, interval
 from eval.papers.figures.cores import CORES, reached, target_of
 from eval.papers.figures.ruler import by_length
-from eval.papers.figures.studies import Results
 from eval.papers.study.claims import Claim, Measure, training_loss, values
+from eval.papers.study.whole import Results
 
 TIMES = (1, 4, 10)  # the training length
 PANELS = (("all", "all tasks"), ("needles", "needles"), ("tracking", "variable tracking"))

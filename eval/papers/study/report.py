@@ -5,10 +5,11 @@ from typing import Any
 
 from eval.checkpoint.drawing import save
 from eval.papers.figures.cores import FIGURES as OF_CORES
-from eval.papers.figures.studies import FIGURES, Results, has
+from eval.papers.figures.studies import FIGURES, has
 from eval.papers.study.claims import CLAIMS, Claim
 from eval.papers.study.cores_report import claims, summary
 from eval.papers.study.rates import FILE
+from eval.papers.study.whole import Results, method_of, read_results, validation
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
 
@@ -22,10 +23,7 @@ def claims_of(name: str, results: Results) -> list[Claim]:
 
 def results_of(folder: Path) -> Results:
     """Return all results of a study by job. Raises UserError if there are none."""
-    found: Results = {}
-    for file in sorted(folder.glob("*-s*.json")):
-        result = read_json(file)
-        found.setdefault(result["job"], []).append(result)
+    found = read_results(folder)
     if not found:
         raise UserError(f"{folder} has no results: make them with `python -m eval.papers.study {folder.name}`")
     return found
@@ -70,6 +68,21 @@ def rates(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def whole(results: Results) -> str:
+    """Return a table of whole trainings at several learning rates, the one that stands for its method in bold, or nothing."""
+    methods: dict[str, dict[float, str]] = {}
+    for job, (first, *_) in results.items():
+        if (loss := validation(first)) is not None:
+            cell = f"{first['rate']:g}: {loss:.4f}"
+            methods.setdefault(method_of(job), {})[first["rate"]] = cell if "@" in job else f"**{cell}**"
+    several = {method: cells for method, cells in methods.items() if len(cells) > 1}
+    if not several:
+        return ""
+    lines = ["| method | validation loss of the whole training by learning rate, seed 0 |", "|---|---|"]
+    lines += [f"| {method} | {', '.join(cells[rate] for rate in sorted(cells))} |" for method, cells in several.items()]
+    return "\n".join(lines)
+
+
 def report(name: str, out: Path, to: Path) -> list[Path]:
     """Write TO/NAME.md and the figures TO/NAME/*.png. Returns the files.
 
@@ -83,8 +96,9 @@ def report(name: str, out: Path, to: Path) -> list[Path]:
         parts += [tables, line]
     files = []
     for figure, (key, draw) in EVERY[name].items():
-        if has(folder, key):
-            png, pdf = save(draw(folder), to / name / figure)
+        drawn = draw(folder) if has(folder, key) else None
+        if drawn is not None:
+            png, pdf = save(drawn, to / name / figure)
             pdf.unlink()
             files.append(png)
             parts += [f"![{figure}]({name}/{figure}.png)", line]
@@ -95,6 +109,8 @@ def report(name: str, out: Path, to: Path) -> list[Path]:
         parts += ["## Claims", text, "\n".join([*head, *rows]), line]
     if table := rates(folder):
         parts += ["## Learning rates, chosen on validation documents", table, line]
+    if table := whole(results):
+        parts += ["## Whole trainings at two learning rates", table, line]
     parts += ["## Minutes", minutes(results), line]
     page = to / f"{name}.md"
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -75,6 +75,7 @@ class Size:
     """keys: arguments of every training. widths: arguments that double the width, with heads as wide as before.
 
     rates: learning rates to try. further: how many more at most, while the best is at the edge of those tried.
+    compared: the learning rates of the whole trainings of some methods.
     lengths: context lengths of the position study.
     """
 
@@ -83,6 +84,7 @@ class Size:
     heads: str = "model.num_heads=8"
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
     further: int = 2
+    compared: tuple[float, ...] = (1e-3, 2e-3)
     eval_rows: int = 1024
     ssmax: Training = Training(1024, 128, 64, 209_715_200, 52_428_800, 1 / 16, 0.9e6)
     positions: Training = Training(2048, 64, 32, 78_643_200, 26_214_400, 1 / 12, 0.85e6)

@@ -2,8 +2,9 @@
 
 ssmax      arXiv:2501.19399, Figures 2 and 4 to 8: softmax (a), ssmax (b), ssmax_fixed (c), ssmax_bias (d), ssmax_after (e),
            ssmax_during (f), ssmax_pn
+           METHOD@RATE: at another rate than the chosen one (whole.py)
 positions  arXiv:2410.17980, Figure 5: sb, sb_rem, rope (also with NTK scaling and with a window of 2,048, which changes
-           nothing in training on 2,048 tokens), alibi, fire, nope, window512, window1024, rope_8k (the control)
+           nothing in training on 2,048 tokens), alibi, fire, nope, window512, window1024, rope_8k (the control), METHOD@RATE
 why        what decides between stick-breaking, ALiBi, a window and RoPE: METHOD+tokens (four times as many), METHOD+width
            (32 heads of 32 as in the paper), METHOD+heads (8 of 64), METHOD+books (trained on nothing else)
 mqrar      arXiv:2410.17980, Figure 3: CORE_PAIRS without short sequences first, curriculum_CORE_PAIRS with them
@@ -22,6 +23,7 @@ from eval.papers.study import measure, steps
 from eval.papers.study.jobs import READ_GIB, TRAIN_GIB, Job, Place, Step
 from eval.papers.study.rates import FEWEST, FILE, chosen, to_try
 from eval.papers.study.sizes import Size, Training
+from eval.papers.study.whole import at, lowest_of
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
 
@@ -32,6 +34,7 @@ WHY = ("sb", "alibi", "window512", "rope")
 VARIED = ("tokens", "width", "heads", "books")
 CORES = ("softmax", "stickbreaking")
 FROM_SOFTMAX = ("ssmax_after", "ssmax_during")  # which have softmax's learning rate
+AT_TWO_RATES = {"ssmax": ("softmax", "ssmax", "ssmax_bias", "ssmax_fixed"), "positions": WHY}
 THREE_SEEDS = [("ssmax", "softmax"), ("ssmax", "ssmax"), ("ssmax", "ssmax_bias")]
 SPEEDS = {"fire": 8e4}  # FIRE reads its bias from a table, ten times slower than the others
 
@@ -59,6 +62,15 @@ class Study:
         if self.seeds is not None:
             return self.seeds
         return range(3) if (self.name, method) in THREE_SEEDS else range(1)
+
+    def trainings(self, method: str) -> list[tuple[str, float, list[int]]]:
+        """Return (job, learning rate, seeds) of the whole trainings of a method. Further seeds are of the best one."""
+        seeds, several = self.seeds_of(method), method in AT_TWO_RATES[self.name] and method in self.rates
+        other = [rate for rate in self.size.compared if several and rate != self.rates[method]]
+        chosen_rate = self.rate("softmax" if method in FROM_SOFTMAX else method)
+        jobs = {method: chosen_rate} | {at(method, rate): rate for rate in other}
+        best = lowest_of(self.folder, list(jobs)) or method
+        return [(job, rate, [seed for seed in seeds if not seed or job == best]) for job, rate in jobs.items()]
 
     def rate(self, method: str) -> float:
         """Return the chosen learning rate, or NaN, with which a job can be printed but not run."""
@@ -135,13 +147,15 @@ def ssmax(study: Study) -> list[Job]:
     form = study.size.ssmax
     methods = [method for method in SSMAX if method not in FROM_SOFTMAX]
     jobs = [job for method in methods for job in study.rate_jobs(method, f"50m_{method}", form)]
-    return jobs + [_ssmax_job(study, method, seed) for method in SSMAX for seed in study.seeds_of(method)]
+    for method in SSMAX:
+        for name, rate, seeds in study.trainings(method):
+            jobs += [_ssmax_job(study, name, method, rate, seed) for seed in seeds]
+    return jobs
 
 
-def _ssmax_job(study: Study, method: str, seed: int) -> Job:
+def _ssmax_job(study: Study, name: str, method: str, rate: float, seed: int) -> Job:
     place, size, form = study.place, study.size, study.size.ssmax
-    run, tried = study.work / f"{method}-s{seed}", "softmax" if method in FROM_SOFTMAX else method
-    rate = study.rate(tried)
+    run, tried = study.work / f"{name}-s{seed}", "softmax" if method in FROM_SOFTMAX else method
     every = [steps.pack(place, form.length)]
     if method == "ssmax_after":
         softmax = study.work / f"softmax-s{seed}"
@@ -153,7 +167,7 @@ def _ssmax_job(study: Study, method: str, seed: int) -> Job:
         file = run / "pn.json"
         every.append(Step("fit", ("-m", "eval.papers.pn_fit", str(run), "--json", str(file)), 0.3, run))
         return study.job(
-            method,
+            name,
             seed,
             every,
             lambda: {"training": measure.training(run), "pn": read_json(file)},
@@ -171,8 +185,8 @@ def _ssmax_job(study: Study, method: str, seed: int) -> Job:
         tuned = run.with_name(f"{run.name}_qa")
         return trained | {"by_position": measure.by_position(run), "needle": measure.needle(tuned)}
 
-    group = f"softmax-s{seed}" if method in ("softmax", "ssmax_after") else None  # one training
-    return study.job(method, seed, every, measured, rate=rate, method=tried, reads_test=True, group=group)
+    group = f"softmax-s{seed}" if name in ("softmax", "ssmax_after") else None  # one training
+    return study.job(name, seed, every, measured, rate=rate, method=tried, reads_test=True, group=group)
 
 
 def _form(study: Study, method: str) -> Training:
@@ -191,15 +205,16 @@ def _rest(form: Training) -> tuple[int, int, float]:
 def positions(study: Study) -> list[Job]:
     """The jobs of arXiv:2410.17980, Figure 5."""
     jobs = [job for method in POSITIONS for job in study.rate_jobs(method, f"50m_{method}", _form(study, method))]
-    return jobs + [
-        _positions_job(study, method, method, seed) for method in POSITIONS for seed in study.seeds_of(method)
-    ]
+    for method in POSITIONS:
+        for name, rate, seeds in study.trainings(method):
+            jobs += [_positions_job(study, name, method, rate, seed) for seed in seeds]
+    return jobs
 
 
-def _positions_job(study: Study, name: str, method: str, seed: int, *changes: str, **training: Any) -> Job:
+def _positions_job(study: Study, name: str, method: str, rate: float, seed: int, *changes: str, **training: Any) -> Job:
     """Trains a method and measures it at all lengths. changes, training: what `why` varies."""
     place, size, form = study.place, study.size, _form(study, method)
-    run, rate = study.work / f"{name}-s{seed}", study.rate(method)
+    run = study.work / f"{name}-s{seed}"
     only = training.pop("only", ())
     packed = steps.pack(place, form.length, only)
     data = packed.name.removeprefix("pack-")
@@ -238,7 +253,7 @@ def why(study: Study) -> list[Job]:
         "books": ((), {"only": (study.place.test.name.split(".")[1],)}),
     }
     return [
-        _positions_job(study, f"{method}+{kind}", method, seed, *varied[kind][0], **varied[kind][1])
+        _positions_job(study, f"{method}+{kind}", method, study.rate(method), seed, *varied[kind][0], **varied[kind][1])
         for kind in VARIED
         for method in WHY
         for seed in study.seeds_of(method)

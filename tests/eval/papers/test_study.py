@@ -193,6 +193,7 @@ def test_ssmax(files, monkeypatch, capsys):
     assert "2 seeds | " in page
     assert {file.stem for file in (files["root"] / "docs" / "ssmax").iterdir()} == {
         "losses",
+        "same_rate",
         "by_position",
         "needles",
         "heads",

@@ -69,20 +69,22 @@ def test_rates_are_tried_beyond_the_edge_in_one_call(ran, study, monkeypatch, ca
 
 
 def test_one_command_runs_several_studies(ran, study, capsys):
-    """All learning rates come first, with those of `positions` for `why`; then all jobs in one queue, with all seeds."""
+    """All learning rates come first, with those of `positions` for `why`; then all jobs in one queue, and further seeds."""
     assert study("ssmax,why,mqrar", "--rates") == 0
-    rates, jobs = ran
+    rates, jobs, further = ran
     of = {
         name: [label for label in rates if label.startswith(f"{name}/rate-")]
         for name in ("ssmax", "positions", "mqrar")
     }
     assert {name: len(some) for name, some in of.items()} == {"ssmax": 15, "positions": 12, "mqrar": 2}
     assert sum(map(len, of.values())) == len(rates)
-    assert [label for label in jobs if "-s1" in label] == [f"ssmax/{m}-s1" for m in ("softmax", "ssmax", "ssmax_bias")]
-    assert len(jobs) == len(set(jobs)) == 13 + 16 + 4
+    assert further == [f"ssmax/{m}-s{seed}" for seed in (1, 2) for m in ("softmax", "ssmax", "ssmax_bias")]
+    other = [f"ssmax/{m}@0.001-s0" for m in ("softmax", "ssmax", "ssmax_bias", "ssmax_fixed")]
+    assert [label for label in jobs if "@" in label] == other
+    assert len(jobs) == len(set(jobs)) == 7 + 4 + 16 + 4
     assert "sb: 0.002 (at the edge of those tried)" in capsys.readouterr().out
     ran.clear()
     assert study("ssmax,why,mqrar", "--rates") == 0
-    assert ran == [[]]
+    assert ran == [[], []]
     assert study("ssmax,nope") == 2
     assert "there is no study nope; use ssmax, positions, why, mqrar, cores" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""Whole trainings at two learning rates: which one stands for its method, has the further seeds, and is compared with which."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.papers.figures.studies import same_rate
+from eval.papers.study.claims import CLAIMS
+from eval.papers.study.jobs import Job, Place
+from eval.papers.study.report import whole
+from eval.papers.study.sizes import TINY
+from eval.papers.study.studies import Study, positions, ssmax
+from eval.papers.study.whole import of_job, read_results
+
+# method → {learning rate: validation loss}; the first rate is the chosen one
+LOSSES = {"softmax": {2e-3: 2.9, 1e-3: 3.0}, "ssmax": {1e-3: 3.0, 2e-3: 2.95}, "ssmax_bias": {2e-3: 2.92}}
+
+
+def result(job: str, rate: float, seed: int, loss: float | None) -> dict[str, object]:
+    tokens = list(range(20))
+    valid = [] if loss is None else [[20, loss]]
+    training = {"tokens": tokens, "loss": [rate] * 20, "last_tenth": loss, "valid": valid}
+    return {"kind": "study", "job": job, "rate": rate, "seed": seed, "training": training}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    found = tmp_path / "ssmax"
+    found.mkdir()
+    chosen = {method: {"rate": next(iter(losses)), "losses": {}} for method, losses in LOSSES.items()}
+    (found / "rates.json").write_text(json.dumps(chosen))
+    for method, losses in LOSSES.items():
+        for number, (rate, loss) in enumerate(losses.items()):
+            job = f"{method}@{rate:g}" if number else method
+            (found / f"{job}-s0.json").write_text(json.dumps(result(job, rate, 0, loss)))
+    return found
+
+
+def further(folder: Path, seeds: list[int] | None = None) -> list[Job]:
+    place = Place(folder.parent, folder.parent, folder.parent)
+    (folder.parent / "test.books.jsonl.zst").touch()
+    return [job for job in ssmax(Study("ssmax", place, TINY, seeds)) if job.seed]
+
+
+def test_the_best_rate_has_the_further_seeds(folder: Path) -> None:
+    seeds = {(job.name, job.rate) for job in further(folder)}
+    assert seeds == {("softmax", 2e-3), ("ssmax@0.002", 2e-3), ("ssmax_bias", 2e-3)}
+    (job,) = (job for job in further(folder) if (job.name, job.seed) == ("ssmax@0.002", 2))
+    (trained,) = (step for step in job.steps if step.name == "train")
+    assert "train.stages.0.schedule.lr=0.002" in trained.command
+    assert "config=50m_ssmax" in trained.command
+    assert job.file.name == "ssmax@0.002-s2.json"
+    assert job.group is None  # ssmax_after measures only the model of `softmax`
+    assert {job.name for job in further(folder, [3])} >= {"ssmax@0.002", "ssmax_after"}
+
+
+def test_a_missing_or_nan_result_leaves_the_chosen_rate(folder: Path) -> None:
+    file = folder / "ssmax@0.002-s0.json"
+    file.write_text(json.dumps(result("ssmax@0.002", 2e-3, 0, None)))
+    assert "ssmax" in {job.name for job in further(folder)}
+    assert {*read_results(folder)} >= {"ssmax", "ssmax@0.002"}
+    assert read_results(folder)["ssmax"][0]["rate"] == 1e-3
+    file.unlink()
+    assert "ssmax" in {job.name for job in further(folder)}
+
+
+def test_the_best_stands_for_its_method(folder: Path) -> None:
+    (folder / "ssmax@0.002-s1.json").write_text(json.dumps(result("ssmax@0.002", 2e-3, 1, 2.96)))
+    found = read_results(folder)
+    assert {job: [(one["rate"], one["seed"]) for one in some] for job, some in found.items()} == {
+        "softmax": [(2e-3, 0)],
+        "softmax@0.001": [(1e-3, 0)],
+        "ssmax": [(2e-3, 0), (2e-3, 1)],
+        "ssmax@0.001": [(1e-3, 0)],
+        "ssmax_bias": [(2e-3, 0)],
+    }
+    assert of_job(found, "ssmax@0.002") == found["ssmax"]
+    assert of_job(found, "ssmax@0.001") == found["ssmax@0.001"]
+    assert not of_job(found, "ssmax_bias@0.001")
+    table = whole(found).splitlines()
+    assert table[2:] == [
+        "| softmax | 0.001: 3.0000, **0.002: 2.9000** |",
+        "| ssmax | 0.001: 3.0000, **0.002: 2.9500** |",
+    ]
+
+
+def test_claims_and_figure_compare_at_one_rate(folder: Path) -> None:
+    rows = [row for claim in CLAIMS["ssmax"]() if (row := claim.row(read_results(folder)))]
+    of = {row.split(" (Figure")[0].removeprefix("| "): row for row in rows}
+    assert "ssmax@0.001: 3 | softmax@0.001: 3 " in of["ssmax@0.001 trains to a lower loss than softmax@0.001"]
+    assert "ssmax@0.002: 2.95 | softmax@0.002: 2.9 " in of["ssmax@0.002 trains to a lower loss than softmax@0.002"]
+    assert "ssmax_bias@0.001 trains to a lower loss than softmax@0.001" not in of
+    figure = same_rate(folder)
+    assert figure is not None
+    labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
+    assert labels == [
+        ["(b) SSMax: +0.0000, last 10 %"],
+        ["(b) SSMax: +0.0500, last 10 %", "(d) with bias: +0.0200, last 10 %"],
+    ]
+    for file in folder.glob("softmax*-s0.json"):
+        file.unlink()
+    for file in folder.glob("ssmax*-s0.json"):
+        if file.name != "ssmax-s0.json":
+            file.unlink()
+    assert same_rate(folder) is None
+
+
+def test_positions_have_both_rates_of_what_is_varied(tmp_path: Path) -> None:
+    folder = tmp_path / "positions"
+    folder.mkdir()
+    (tmp_path / "test.books.jsonl.zst").touch()
+    (folder / "rates.json").write_text(
+        json.dumps({"sb": {"rate": 2e-3}, "rope": {"rate": 4e-3}, "nope": {"rate": 1e-3}})
+    )
+    jobs = positions(Study("positions", Place(tmp_path, tmp_path, tmp_path), TINY))
+    assert [job.name for job in jobs if "@" in job.name] == ["sb@0.001", "rope@0.001", "rope@0.002"]
+    (rope,) = (job for job in jobs if job.name == "rope@0.001")
+    assert not any("window" in step.name for step in rope.steps)
+    assert any("ntk" in step.name for step in rope.steps)
