@@ -35,7 +35,7 @@ class Stopwatch:
         return 1 - statistics.median(self.quiet) / statistics.fmean(busy)
 
     def lap(self, tokens: int) -> float:
-        """Returns the tokens per second since the last lap. tokens: trained by the run in total."""
+        """Returns the tokens per second since the last lap. tokens: `Source.computed`."""
         now = time.perf_counter()
         rate = (tokens - self.tokens) / (now - self.start)
         self.start, self.tokens = now, tokens

@@ -91,6 +91,7 @@ class Examples:
                 "another run_dir (data.accept_changed=true continues with them)"
             )
         self._order: tuple[int, list[int]] = (-1, [])
+        self._samples = self._tokens = 0  # of `computed`
 
     def steps(self, config: Config, part: Part, state: TrainState) -> Generator[list[Batch]]:
         groups, rows = self.groups, config.train.microbatch_rows
@@ -102,6 +103,12 @@ class Examples:
 
     def divisor(self, num_targets: int) -> int:
         return self.batch_size
+
+    def computed(self, state: TrainState) -> int:
+        # `state.tokens` counts whole rows, of which an example fills a part. The range is empty after a rollback.
+        self._tokens += sum(len(self._example(sample).tokens) for sample in range(self._samples, state.samples))
+        self._samples = state.samples
+        return self._tokens
 
     def counts(self, samples: int) -> dict[str, int]:
         return {"examples": samples}

@@ -56,6 +56,9 @@ class PackedRows:
     def divisor(self, num_targets: int) -> int:
         return num_targets
 
+    def computed(self, state: TrainState) -> int:
+        return state.tokens
+
     def counts(self, samples: int) -> dict[str, int]:
         pairs = zip(self.names, self.order.taken(samples), strict=True)
         return {f"tokens/{name}": number * self.length for name, number in pairs}

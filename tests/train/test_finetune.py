@@ -21,6 +21,7 @@ from ssscale.model.init import initialize_weights
 from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint import TrainState
 from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.clock import Stopwatch
 from ssscale.train.finetune import epoch_order, finetuning, finetuning_config
 from ssscale.train.loop import train
 from ssscale.train.save import save_checkpoint
@@ -145,6 +146,20 @@ def test_a_step_is_plain_torchs(pretrained, tmp_path, groups):
 
 def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_speed_counts_the_tokens_of_the_examples(pretrained, tmp_path, groups, monkeypatch):
+    """Not whole rows, of which an example fills a part."""
+    config, source, _ = pretrained
+    monkeypatch.setattr(Stopwatch, "lap", lambda watch, tokens: tokens)
+    config = settings(config, source, tmp_path / "run")
+    run = finetuning(replace(config, train=replace(config.train, log_every=1)), groups, examples(), {})
+    train(run)
+    order = [n for epoch in (0, 1) for n in epoch_order(13, config.train.seed, epoch)]
+    sizes = [len(examples()[n].tokens) for n in order]
+    assert [record["tokens_per_second"] for record in records(tmp_path / "run") if "loss" in record] == [
+        sum(sizes[: 4 * step]) for step in range(1, 7)
+    ]
 
 
 def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):

@@ -26,8 +26,7 @@ class Records(Hook):
             dist.all_reduce(terms, group=run.groups.replica_group)
             record |= zip([f"term/{name}" for name in done.terms], (terms / sums[1].sum()).tolist(), strict=True)
         record |= run.source.counts(state.samples)
-        record |= speed(
-            run.watch.lap(state.tokens), run.config, run.groups, 0 if run.graphs is None else run.graphs.unseen
-        )
+        rate = run.watch.lap(run.source.computed(state))
+        record |= speed(rate, run.config, run.groups, 0 if run.graphs is None else run.graphs.unseen)
         run.metrics.write(record | run.phases.lap(state.step))
         run.events.write(b"")  # retries events that could not be written to a full disk
