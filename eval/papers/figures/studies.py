@@ -23,6 +23,7 @@ NAMES = {
     "ssmax_bias": "(d) with bias",
     "ssmax_after": "(e) switched after",
     "ssmax_during": "(f) switched during",
+    "ssmax_pn": "learned $p_n$",
     "sb": "stick-breaking",
     "sb_rem": "with remainder",
     "rope": "RoPE",
@@ -114,8 +115,9 @@ def losses(folder: Path) -> Figure:
     axes_of(figure, below, f"Above {name_of(baseline)}", "training tokens", "difference (nats)")
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     above.legend(fontsize=8, framealpha=1, edgecolor="none")
-    if below.get_legend_handles_labels()[0]:
-        below.legend(fontsize=8, framealpha=1, edgecolor="none")
+    handles, labels = below.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, fontsize=8, edgecolor="none", loc="outside lower center", ncols=2)
     return figure
 
 
