@@ -192,7 +192,7 @@ def study(options: argparse.Namespace) -> int:
         return code
     # At which learning rate further seeds train follows from the first one's validation losses.
     further = [job for job in selection.jobs() if job.seed]
-    return run(further) if further or not first else 0
+    return run(further) if further else 0
 
 
 def main() -> None:
