@@ -11,7 +11,7 @@ from ssscale_kernels.adamw.bounds import exact_and_bounds, share_of_bounds
 from ssscale_kernels.adamw.launch import Tiling, TritonPath
 from ssscale_kernels.sums import sum_in_order
 
-from tests.kernels.interpreted import patch_language_once
+from tests.kernels.interpreted import hasten
 
 TILING = Tiling(
     chunk=64, block=32, num_warps=1, squares_chunk=32, squares_block=16, squares_warps=1
@@ -191,7 +191,7 @@ def with_torch(state, gradient, settings, factor):
 
 
 if __name__ == "__main__":
-    patch_language_once()
+    hasten()
     for name in CASES:
         print(json.dumps({"case": name} | run(name)), flush=True)
     for dtype in (torch.float32, torch.bfloat16):

@@ -13,7 +13,7 @@ import torch
 from ssscale_kernels.stickbreaking import accuracy, blocks, fuzz, half, ops, scales, stickbreaking_attention, tile
 from ssscale_kernels.stickbreaking.accuracy import BF16, FP16, FP32, Case
 
-from tests.kernels.interpreted import patch_language_once, repair_bfloat16
+from tests.kernels.interpreted import hasten, repair_bfloat16
 
 EPSILON = 2.0**-8
 SMALL = Case(FP16, 16, heads=(1, 1), lengths=(70,))
@@ -167,7 +167,7 @@ def show_part(part: str) -> None:
 
 
 if __name__ == "__main__":
-    patch_language_once()
+    hasten()
     repair_bfloat16()
     ops.forward_op.register_kernel("cpu")(ops.triton_forward)
     ops.backward_op.register_kernel("cpu")(ops.triton_backward)

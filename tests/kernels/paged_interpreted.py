@@ -15,7 +15,7 @@ from ssscale_kernels.stickbreaking import paged_launch
 from ssscale_kernels.stickbreaking.paged_reference import paged_reference
 from torch import Tensor
 
-from tests.kernels.interpreted import patch_language_once, repair_bfloat16
+from tests.kernels.interpreted import hasten, repair_bfloat16
 
 
 class Case(NamedTuple):
@@ -169,7 +169,7 @@ def run(case: Case, dtype: torch.dtype, skip_below: float = 0.0) -> dict[str, ob
 
 
 if __name__ == "__main__":
-    patch_language_once()
+    hasten()
     dtype = getattr(torch, sys.argv[1])
     only = sys.argv[2:]
     assert triton.knobs.runtime.interpret

@@ -11,7 +11,7 @@ from ssscale_kernels.softmax import merge
 from ssscale_kernels.ssmax import rotary, rotate
 from ssscale_kernels.ssmax.reference import query_factor
 
-from tests.kernels.interpreted import patch_language_once
+from tests.kernels.interpreted import hasten
 
 # name: (tokens, heads, key heads, head dim, rotate, factor, bias)
 CASES = {
@@ -93,7 +93,7 @@ def run_merge(dtype):
 
 
 if __name__ == "__main__":
-    patch_language_once()
+    hasten()
     for dtype in (torch.float16, torch.float32):
         print(json.dumps({"case": f"merge-{dtype}"} | run_merge(dtype)), flush=True)
         for name in CASES:

@@ -20,7 +20,7 @@ from ssscale_kernels.stickbreaking.decode import decode
 from ssscale_kernels.stickbreaking.forward import forward
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.kernels.interpreted import patch_language_once
+from tests.kernels.interpreted import hasten
 
 # name: (query lengths, key lengths, offsets, heads, key heads, head dim, standard deviation of q or a kind of
 # `accuracy.KINDS`, bytes of scratch a row)
@@ -271,7 +271,7 @@ def live_lists():
 
 
 if __name__ == "__main__":
-    patch_language_once()
+    hasten()
     dtype = getattr(torch, sys.argv[1])
     if dtype == torch.float16:
         print(json.dumps({"case": "runs"} | run_lists()), flush=True)
