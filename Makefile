@@ -69,15 +69,17 @@ format:  ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Run by `make check`, with which `make test` begins.
+CHECKED := tests/test_architecture.py tests/test_docs.py
 check: $(STAMP)  ## formatting, lint, types, the rules of tests/architecture.py, links in documents
 	@$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docs.py
+	$(BIN)/python -m pytest -q $(CHECKED)
 
 test: check  ## check and the CPU tests that are quick (about 12 minutes on 2 cores)
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(CHECKED:%=--ignore=%)
 
 test-long: $(STAMP)  ## the other CPU tests of each change, which CI runs as well (about 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -m "long and not gpu and not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder

@@ -3,8 +3,6 @@
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from ssscale.parallel.groups import Groups, initialize
 from tests.pool import Pool
+from tests.train.commands import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -135,6 +134,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (place / f"{path.stem}_{path.parent.name}.txt").write_text(path.read_text())
         sources += [f"--source={source}={folder / source}", f"--source={source}={folder / f'{source}-valid'}:valid"]
     options = ["--train-vocab-size=1024", "--length=256", "--valid-fraction=0"]
-    command = [sys.executable, "-m", "data_prep", "pack", "--out", str(folder / "data"), *options, *sources]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    arguments = ["pack", "--out", str(folder / "data"), *options, *sources]
+    code, output = run_command("data_prep", arguments, folder / "log")
+    assert code == 0, output
     return folder / "data"

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def slept(work: Any, seconds: float) -> Any:
+def slept(work: Any, seconds: float, awake: threading.Event | None = None) -> Any:
+    """awake: ends the sleep."""
+
     def late(*arguments: Any, **more: Any) -> Any:
-        time.sleep(seconds)
+        (awake or threading.Event()).wait(seconds)
         return work(*arguments, **more)
 
     return late
@@ -51,8 +54,8 @@ def spoiled(work: Any, value: float) -> Any:
     return wrong
 
 
-def plant(fault: str, patch: pytest.MonkeyPatch) -> None:
-    """Breaks something on this rank."""
+def plant(fault: str, patch: pytest.MonkeyPatch, awake: threading.Event) -> None:
+    """Breaks something on this rank. awake: ends an exchange that hangs."""
     faults: dict[str, tuple[Any, str, Any]] = {
         "slow products": (module, "multiply", slept(module.multiply, 0.1)),
         "slow copies": (module, "copy", slept(module.copy, 0.3)),
@@ -61,7 +64,7 @@ def plant(fault: str, patch: pytest.MonkeyPatch) -> None:
         "NaN": (module, "multiply", spoiled(module.multiply, float("nan"))),
         "wrong copy": (module, "copy", spoiled(module.copy, 3)),
         "wrong sum": (dist, "all_reduce", lambda x, **more: spoiled(lambda: all_reduced(x, **more), 0.5)()),
-        "hangs": (dist, "all_reduce", slept(dist.all_reduce, 6.0)),
+        "hangs": (dist, "all_reduce", slept(dist.all_reduce, 6.0, awake)),
         "late": (module, "hostname", slept(module.hostname, 6.0)),
     }
     if fault:
@@ -78,7 +81,7 @@ def all_reduced(x: Tensor, **more: Any) -> Tensor:
 
 def checked(planted: dict[int, str], per_node: int, name: str, answer_s: float = 60.0) -> tuple[str, int, list[str]]:
     """Runs preflight with these faults by rank. Returns its error, the code of a Stop, and what it has logged."""
-    groups, heard, store = regroup(1), Heard(), module._get_default_store()
+    groups, heard, store, awake = regroup(1), Heard(), module._get_default_store(), threading.Event()
     logger = logging.getLogger("ssscale")
     level = logger.level
     logger.setLevel(logging.INFO)
@@ -89,8 +92,9 @@ def checked(planted: dict[int, str], per_node: int, name: str, answer_s: float =
         patch.setattr(distributed_c10d, "_hash_ranks_to_str", lambda ranks: f"{name} {ranks}")
         patch.setattr(module, "hostname", lambda: f"node{groups.rank // per_node}")
         patch.setattr(module, "MEASURE_S", 0.2)
+        patch.setattr(module, "EXCHANGES", 3)
         patch.setattr(module, "ANSWER_S", answer_s)
-        plant(planted.get(groups.rank, ""), patch)
+        plant(planted.get(groups.rank, ""), patch, awake)
         try:
             preflight(True, groups)
         except UserError as error:
@@ -100,7 +104,8 @@ def checked(planted: dict[int, str], per_node: int, name: str, answer_s: float =
         finally:
             logger.removeHandler(heard)
             logger.setLevel(level)
-            time.sleep(0 if answer_s == 60 else 7)  # until what was planted has ended
+            awake.set()
+            time.sleep(0 if answer_s == 60 else 1)  # until what was planted has ended
     return "", 0, heard.lines
 
 

@@ -94,12 +94,13 @@ def test_nobody_is_named_if_all_sleep_alike(corpus: Path, tmp_path: Path) -> Non
 
 def test_tensor_parallel_ranks_are_named_together(corpus: Path, tmp_path: Path) -> None:
     """Each waits for the other within its passes, so that both look slow."""
-    ranks = trained(corpus, tmp_path, {3: 2.0}, "parallel.tensor=2", "model.num_heads=2")
-    assert {record["stragglers"].partition(" on ")[0] for record in comparisons(ranks)} == {"one of rank 2, 3"}
+    ranks = trained(corpus, tmp_path, {3: 2.0}, "parallel.tensor=2", "model.num_heads=2", "train.max_steps=6")
+    (found,) = comparisons(ranks)
+    assert found["stragglers"].partition(" on ")[0] == "one of rank 2, 3"
 
 
 def test_a_layout_whose_ranks_cannot_be_compared_says_so(corpus: Path, tmp_path: Path) -> None:
-    ranks = trained(corpus, tmp_path, {2: 2.0}, "parallel.zero_stage=3")
+    ranks = trained(corpus, tmp_path, {2: 2.0}, "parallel.zero_stage=3", "train.max_steps=6")
     assert comparisons(ranks) == []
     assert ranks.output().count("ranks of this layout wait for each other too often to be compared") == 1
 
