@@ -151,8 +151,9 @@ def table_entries(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """
     heads, length, _ = table.shape
     entries = torch.nn.functional.pad(table.reshape(heads, length * length), (length + 2 * BLOCK, BLOCK))
-    index = torch.arange(len(positions), device=positions.device, dtype=torch.int32)
-    return entries, length + 2 * BLOCK + positions * length + positions - index
+    index = torch.arange(len(positions), device=positions.device)
+    first = length + 2 * BLOCK + positions.long() * (length + 1) - index
+    return entries, first.int() if entries.shape[1] < 2**31 else first
 
 
 @torch.compiler.disable  # the graph of a compiled block breaks here; FlexAttention is compiled on its own

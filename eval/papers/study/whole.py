@@ -60,7 +60,7 @@ def read_results(folder: Path) -> Results:
     methods: dict[str, dict[str, Result]] = {}
     for job, some in found.items():
         methods.setdefault(method_of(job), {}).update((job, result) for result in some if result["seed"] == 0)
-    best = {method: lowest(some) or method for method, some in methods.items()}
+    best = {method: (lowest(some) if method in some else None) or method for method, some in methods.items()}
 
     def name(job: str) -> str:
         method = method_of(job)

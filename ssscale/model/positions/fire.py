@@ -118,9 +118,10 @@ class FIREBias:
 
         w, mask = self.weights, layout.block_mask
         if torch.is_grad_enabled():
-            names, values = list(w), _compiled_values() if q.is_cuda else self.values
+            names = list(w)
 
             def table(i: Tensor, *tensors: Tensor) -> Tensor:
+                values = _compiled_values() if i.is_cuda else FIREBias.values
                 return values(dict(zip(names, tensors, strict=True)), i, i)
 
             return table_attention(

@@ -63,6 +63,8 @@ def test_a_missing_or_nan_result_leaves_the_chosen_rate(folder: Path) -> None:
     assert read_results(folder)["ssmax"][0]["rate"] == 1e-3
     file.unlink()
     assert "ssmax" in {job.name for job in further(folder)}
+    (folder / "softmax-s0.json").unlink()
+    assert {*read_results(folder)} == {"softmax@0.001", "ssmax", "ssmax_bias"}
 
 
 def test_the_best_stands_for_its_method(folder: Path) -> None:
