@@ -105,7 +105,7 @@ class Examples:
         return self.batch_size
 
     def computed(self, state: TrainState) -> int:
-        # `state.tokens` counts whole rows, of which an example fills a part. The range is empty after a rollback.
+        # `state.tokens` counts whole rows, and an example fills only a part of one. The range is empty after a rollback.
         self._tokens += sum(len(self._example(sample).tokens) for sample in range(self._samples, state.samples))
         self._samples = state.samples
         return self._tokens

@@ -149,7 +149,7 @@ def records(folder):
 
 
 def test_speed_counts_the_tokens_of_the_examples(pretrained, tmp_path, groups, monkeypatch):
-    """Not whole rows, of which an example fills a part."""
+    """Not whole rows: an example fills only a part of one."""
     config, source, _ = pretrained
     monkeypatch.setattr(Stopwatch, "lap", lambda watch, tokens: tokens)
     config = settings(config, source, tmp_path / "run")
@@ -206,9 +206,10 @@ def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):
         (["from=x", "questions=y", "run_dir=z", "epochs=many"], "epochs must be a number"),
     ],
 )
-def test_command_says_what_is_wrong(arguments, said):
+def test_command_says_what_is_wrong(arguments, said, tmp_path, monkeypatch):
     from launch import finetune
 
+    monkeypatch.chdir(tmp_path)  # where there is no folder x
     with pytest.raises(UserError, match=said.replace("'", ".")):
         finetune.main(arguments)
 

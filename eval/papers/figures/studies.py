@@ -101,10 +101,8 @@ def losses(folder: Path) -> Figure:
         size = min(map(len, curves))
         tokens = np.array(some[0]["training"]["tokens"][:size])
         band(above, tokens, np.array([smoothed(curve[:size]) for curve in curves]), index, name_of(job))
-        pairs = [] if job == baseline else list(paired(results, job, baseline))
-        apart = [_difference(one["training"], other["training"]) for one, other in pairs]
+        apart, last = ([], []) if job == baseline else _above(results, job, baseline)
         if apart and all(len(x) == len(tokens) for x in apart):
-            last = [one["training"]["last_tenth"] - other["training"]["last_tenth"] for one, other in pairs]
             label = f"{name_of(job)}: {np.mean(last):+.4f} [{min(last):+.4f}, {max(last):+.4f}], last 10 %"
             band(below, tokens, np.array([smoothed(x, 4) for x in apart]), index, label)
             low += [float(x[len(x) // 5 :].min()) for x in apart] + [float(x[len(x) // 5 :].max()) for x in apart]
@@ -138,16 +136,12 @@ def same_rate(folder: Path) -> Figure | None:
     size = (0.8 + 5.6 * len(panels), 4.4)
     figure, row = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for axes, (rate, there) in zip(row[0], panels.items(), strict=True):
-        for job in methods:
-            pairs = list(paired(there, job, methods[0])) if job in there and job != methods[0] else []
-            apart = [_difference(one["training"], other["training"]) for one, other in pairs]
-            if apart and len(apart[0]):
-                tokens = np.array(pairs[0][0]["training"]["tokens"])
-                last = np.mean(
-                    [one["training"]["last_tenth"] - other["training"]["last_tenth"] for one, other in pairs]
-                )
+        for index, job in enumerate(methods):
+            apart, last = _above(there, job, methods[0]) if job in there and index else ([], [])
+            tokens = np.array(there[job][0]["training"]["tokens"]) if apart else np.array([])
+            if apart and all(len(x) == len(tokens) for x in apart):
                 curves = np.array([smoothed(x, 4) for x in apart])
-                band(axes, tokens, curves, methods.index(job), f"{name_of(job)}: {last:+.4f}, last 10 %")
+                band(axes, tokens, curves, index, f"{name_of(job)}: {np.mean(last):+.4f}, last 10 %")
         axes.axhline(0, color=BASELINE, linewidth=1.2)
         axes.set_ylim(-0.1, 0.1)
         axes_of(
@@ -156,6 +150,12 @@ def same_rate(folder: Path) -> Figure | None:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(fontsize=8, framealpha=1, edgecolor="none")
     return figure
+
+
+def _above(results: Results, job: str, baseline: str) -> tuple[list[np.ndarray], list[float]]:
+    """Return the differences of training losses to those of `baseline` with the same seed, and of their last tenths."""
+    pairs = [(one["training"], other["training"]) for one, other in paired(results, job, baseline)]
+    return [_difference(*pair) for pair in pairs], [one["last_tenth"] - other["last_tenth"] for one, other in pairs]
 
 
 def _difference(one: Result, other: Result) -> np.ndarray:

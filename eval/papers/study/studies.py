@@ -39,6 +39,11 @@ THREE_SEEDS = [("ssmax", "softmax"), ("ssmax", "ssmax"), ("ssmax", "ssmax_bias")
 SPEEDS = {"fire": 8e4}  # FIRE reads its bias from a table, ten times slower than the others
 
 
+def tried_as(method: str) -> str:
+    """Return the method whose learning rate `method` has."""
+    return "softmax" if method in FROM_SOFTMAX else method
+
+
 def rates_of(study: str) -> str:
     """Return the study that chooses the learning rates of `study`."""
     return "positions" if study == "why" else study
@@ -65,10 +70,9 @@ class Study:
 
     def trainings(self, method: str) -> list[tuple[str, float, list[int]]]:
         """Return (job, learning rate, seeds) of the whole trainings of a method. Further seeds are of the best one."""
-        seeds, several = self.seeds_of(method), method in AT_TWO_RATES[self.name] and method in self.rates
-        other = [rate for rate in self.size.compared if several and rate != self.rates[method]]
-        chosen_rate = self.rate("softmax" if method in FROM_SOFTMAX else method)
-        jobs = {method: chosen_rate} | {at(method, rate): rate for rate in other}
+        seeds, jobs = self.seeds_of(method), {method: self.rate(tried_as(method))}
+        if method in AT_TWO_RATES[self.name] and method in self.rates:
+            jobs |= {at(method, rate): rate for rate in self.size.compared if rate != self.rates[method]}
         best = lowest_of(self.folder, list(jobs)) or method
         return [(job, rate, [seed for seed in seeds if not seed or job == best]) for job, rate in jobs.items()]
 
@@ -155,7 +159,7 @@ def ssmax(study: Study) -> list[Job]:
 
 def _ssmax_job(study: Study, name: str, method: str, rate: float, seed: int) -> Job:
     place, size, form = study.place, study.size, study.size.ssmax
-    run, tried = study.work / f"{name}-s{seed}", "softmax" if method in FROM_SOFTMAX else method
+    run, tried = study.work / f"{name}-s{seed}", tried_as(method)
     every = [steps.pack(place, form.length)]
     if method == "ssmax_after":
         softmax = study.work / f"softmax-s{seed}"
