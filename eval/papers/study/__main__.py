@@ -19,8 +19,9 @@ OUT/NAME/JOB-sSEED.json. A file that exists is not made again. The order is:
    both, the one with the lower validation loss stands for its method, and has the further seeds.
 4. --report draws the figures and writes the claims with their verdicts as FOLDER/NAME.md.
 
---rates takes the first two steps for the jobs that lack a learning rate, and then the third. --jobs takes names as
---print shows them, also without study or seed.
+--rates takes the first two steps for the methods that lack a learning rate. Each job starts as soon as its rate is
+chosen, and a further seed as soon as it is known at which rate. --jobs takes names as --print shows them, also without
+study or seed.
 
 Jobs share the GPUs of the machine, up to --per-gpu on each. --print only prints their commands. --plan MINUTES prints
 which jobs fit into which stay of so many minutes on one GPU.
@@ -35,19 +36,19 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from eval.checkpoint.command import Parser, sentences, whole_numbers
 from eval.checkpoint.gpus import gpus_here
-from eval.papers.study.jobs import Job, Place
+from eval.papers.study.jobs import Place
 from eval.papers.study.runner import ROOT, Runner
 from eval.papers.study.schedule import plan
 from eval.papers.study.selection import EVERY, Selection, check_files, choose_rates, names_of
 from eval.papers.study.sizes import SIZES, Size
 from eval.papers.study.studies import rates_of
-from ssscale.errors import UserError
+from ssscale.errors import SAVED, UserError
 from ssscale.train.files import refusal
 
 
@@ -173,26 +174,21 @@ def study(options: argparse.Namespace) -> int:
     written = [out / folder for name in options.names for folder in dict.fromkeys((name, rates_of(name)))]
     check_writable([*(("--out", folder) for folder in written), ("--work", place.work)])
     commit = options.commit or os.environ.get("STUDY_COMMIT") or commit_here()
-    began = time.monotonic()
-
-    def run(some: list[Job]) -> int:
-        passed = time.monotonic() - began
-        limits = {"deadline": options.deadline - passed, "pause": options.pause - passed, "slower": options.slower}
-        return Runner(place, some, gpus, commit, options.per_gpu, keep_models=options.keep_models, **limits).run()
-
-    while options.rates and any(not job.has_result(place) for job in rates):
-        if code := run(rates):
-            return code
-        print(*choose_rates(list(dict.fromkeys(job.study for job in rates)), out, size), sep="\n", flush=True)
-        jobs = selection.jobs()
-        rates = selection.rates(jobs)
-    selection.check(jobs)
-    first = [job for job in jobs if not job.seed]
-    if first and (code := run(first)):
+    if not options.rates:
+        selection.check(jobs)
+    for job in [*rates, *jobs]:  # a result of other commands is said before a job starts
+        if job.has_rate:
+            job.has_result(place)
+    limits = {"deadline": options.deadline, "pause": options.pause, "slower": options.slower}
+    ready = partial(selection.ready, options.rates)
+    keep = options.keep_models
+    runner = Runner(place, ready(), gpus, commit, options.per_gpu, keep_models=keep, ready=ready, **limits)
+    if (code := runner.run()) or all(job.file.is_file() for job in selection.jobs()):
         return code
-    # At which learning rate further seeds train follows from the first one's validation losses.
-    further = [job for job in selection.jobs() if job.seed]
-    return run(further) if further else 0
+    if not runner.stopped:  # learning rates that cannot be chosen
+        print(*choose_rates(options.names, out, size), sep="\n", flush=True)
+        selection.check(selection.jobs())
+    return SAVED
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """What a study consists of: jobs, each a sequence of commands after which one small JSON file is written."""
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,7 @@ class Job:
     gib, share: the memory it takes, in GiB and in addition as a share of the GPU's.
     method: whose learning rate the job tries or has.
     group: of jobs that measure one model, which is deleted after the last of them. They start in one stay.
+    after: results from which it follows whether the job is needed. It waits for those that the same call makes.
     """
 
     study: str
@@ -114,6 +116,7 @@ class Job:
     group: str | None = None
     share: float = 0.0
     method: str | None = None
+    after: tuple[Path, ...] = ()
 
     @property
     def label(self) -> str:
@@ -124,6 +127,11 @@ class Job:
         """The names by which it can be selected."""
         short = [self.name, f"{self.name}-s{self.seed}"]
         return short + [f"{self.study}/{name}" for name in short]
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether its learning rate has been chosen, or it needs none."""
+        return self.rate is None or not math.isnan(self.rate)
 
     @property
     def left(self) -> list[Step]:

@@ -90,3 +90,11 @@ def choose(folder: Path, most: int = FEWEST) -> list[str]:
     if result:
         write(folder / FILE, result, indent=1)
     return lines
+
+
+def choose_new(folder: Path, most: int) -> list[str]:
+    """Choose the learning rates whose trials have ended. Returns one sentence per method that had none before."""
+    before = chosen(folder)
+    lines = choose(folder, most) if tried(folder) else []
+    new = chosen(folder).keys() - before.keys()
+    return [line for line in lines if line.partition(":")[0] in new]

@@ -16,7 +16,7 @@ from eval.checkpoint.command import write
 from eval.checkpoint.gpus import Gpu
 from eval.papers.study import measure
 from eval.papers.study.jobs import Job, Place, Step
-from eval.papers.study.schedule import duration, slowdown, works
+from eval.papers.study.schedule import duration, slowdown, tries_rates, works
 from ssscale.errors import SAVED, UserError
 from ssscale.launcher import tied
 
@@ -89,7 +89,9 @@ class Runner:
     deadline: no job starts that would end after these seconds. A job that was stopped continues first.
     pause: after these seconds running steps get SIGTERM, which saves, and the same command continues them; at the
         deadline at the latest.
-    slower: factor of the declared minutes. start: starts a step.
+    slower: factor of the declared minutes.
+    start: starts a step.
+    ready: called after each result; returns all jobs that can start by now, those that are known among them.
     """
 
     place: Place
@@ -102,26 +104,26 @@ class Runner:
     slower: float = 1.0
     keep_models: bool = False
     start: Callable[[Sequence[str], dict[str, str], IO[str]], Process] = Program
+    ready: Callable[[], list[Job]] = list
     running: list[Running] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     postponed: list[str] = field(default_factory=list)
     stopped: bool = False
+    written: bool = False  # a result, since `ready` was asked
     began: float = field(default_factory=time.monotonic)
     counted: float = field(default_factory=time.monotonic)
 
     def run(self) -> int:
         """Run what has no result yet. Returns 0, 1 if a job failed, or 75 if jobs are left."""
-        waiting = [job for job in self.jobs if not job.has_result(self.place)]
-        waiting.sort(key=lambda job: not job.begun)
-        for job in self.jobs:
-            if job not in waiting:
-                self.say(f"{job.label}: has its result")
+        waiting = self._without_result(self.jobs)
         handlers = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             while (waiting or self.running) and not self.stopped:
                 self._collect()
                 waiting = self._admit(waiting)
-                if not self.running:
+                if self.written:
+                    waiting = self._without_result([*waiting, *self._new_jobs()])
+                elif not self.running:
                     break
                 if self.seconds >= min(self.pause, self.deadline):
                     self.stopped = True
@@ -135,6 +137,24 @@ class Runner:
         if left:
             self.say(f"left for another call: {' '.join(left)}")
         return 1 if self.failed else SAVED if left else 0
+
+    def _without_result(self, jobs: list[Job]) -> list[Job]:
+        """Return the jobs that have no result yet: first what was stopped, then learning rates, and seed after seed."""
+        waiting = []
+        for job in jobs:
+            if job.has_result(self.place):
+                self.say(f"{job.label}: has its result")
+            else:
+                waiting.append(job)
+        return sorted(waiting, key=lambda job: (not job.begun, not tries_rates(job), job.seed))
+
+    def _new_jobs(self) -> list[Job]:
+        """Return the jobs that can start since a result was written."""
+        self.written = False
+        known = {job.label for job in self.jobs}
+        new = [job for job in self.ready() if job.label not in known]
+        self.jobs = [*self.jobs, *new]
+        return new
 
     @property
     def seconds(self) -> float:
@@ -301,6 +321,7 @@ class Runner:
             "seconds": measure.seconds([step.marker for step in job.steps]),
         }
         write(job.file, result | job.measure())
+        self.written = True
 
     def _delete_models(self, job: Job) -> None:
         others = [other for other in self.jobs if other is not job and not other.file.is_file()]

@@ -1,14 +1,14 @@
 """Which jobs a command asks for: those of one study, or of several in one queue."""
 
 import fnmatch
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval.papers.study.cores import check_files as check_cores
 from eval.papers.study.cores import cores
 from eval.papers.study.jobs import Job, Place
-from eval.papers.study.rates import choose
+from eval.papers.study.rates import choose, choose_new
 from eval.papers.study.schedule import tries_rates
 from eval.papers.study.sizes import Size
 from eval.papers.study.studies import STUDIES, Study, most_rates, rates_of
@@ -39,10 +39,10 @@ def check_files(study: str, place: Place) -> None:
         check_cores(place)
 
 
-def choose_rates(names: list[str], out: Path, size: Size) -> list[str]:
+def choose_rates(names: list[str], out: Path, size: Size, how: Callable[[Path, int], list[str]] = choose) -> list[str]:
     """Choose the learning rates of studies from the results in `out`. Returns one sentence per method."""
     of = dict.fromkeys(rates_of(name) for name in names)
-    return [line for name in of for line in choose(out / name, most_rates(name, size))]
+    return [line for name in of for line in how(out / name, most_rates(name, size))]
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,22 @@ class Selection:
 
     def rates(self, jobs: list[Job]) -> list[Job]:
         """Return the jobs that try the learning rates which `jobs` lack."""
-        lacking = {(rates_of(job.study), job.method) for job in jobs if job.rate is not None and math.isnan(job.rate)}
+        lacking = {(rates_of(job.study), job.method) for job in jobs if not job.has_rate}
         every = [job for name in dict.fromkeys(map(rates_of, self.names)) for job in self._of(name)]
         return [job for job in every if tries_rates(job) and (job.study, job.method) in lacking and job not in jobs]
+
+    def ready(self, rates: bool) -> list[Job]:
+        """Return the jobs that can start, and those that have ended.
+
+        rates: whether to choose the learning rates whose trials have ended, and to try those that are lacking.
+        """
+        if rates:
+            for line in choose_rates(self.names, self.place.out, self.size, choose_new):
+                print(line, flush=True)
+        jobs = self.jobs()
+        coming = {job.file for job in jobs if not job.file.is_file()}
+        able = [job for job in jobs if job.has_rate and not coming.intersection(job.after)]
+        return [*self.rates(jobs), *able] if rates else able
 
     def check(self, jobs: list[Job]) -> None:
         """Raise UserError if a job lacks its learning rate."""

@@ -23,7 +23,7 @@ from eval.papers.study import measure, steps
 from eval.papers.study.jobs import READ_GIB, TRAIN_GIB, Job, Place, Step
 from eval.papers.study.rates import FEWEST, FILE, chosen, to_try
 from eval.papers.study.sizes import Size, Training
-from eval.papers.study.whole import at, lowest_of
+from eval.papers.study.whole import at, lowest_of, method_of
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
 
@@ -36,7 +36,7 @@ CORES = ("softmax", "stickbreaking")
 FROM_SOFTMAX = ("ssmax_after", "ssmax_during")  # which have softmax's learning rate
 AT_TWO_RATES = {"ssmax": ("softmax", "ssmax", "ssmax_bias", "ssmax_fixed"), "positions": WHY}
 THREE_SEEDS = [("ssmax", "softmax"), ("ssmax", "ssmax"), ("ssmax", "ssmax_bias")]
-SPEEDS = {"fire": 8e4}  # FIRE reads its bias from a table, ten times slower than the others
+SPEEDS = {"fire": 1.3e5}  # FIRE reads its bias from a table
 
 
 def tried_as(method: str) -> str:
@@ -68,11 +68,16 @@ class Study:
             return self.seeds
         return range(3) if (self.name, method) in THREE_SEEDS else range(1)
 
+    def whole(self, method: str) -> dict[str, float]:
+        """Return {job: learning rate} of the whole trainings of a method."""
+        jobs = {method: self.rate(tried_as(method))}
+        if method in AT_TWO_RATES.get(self.name, ()) and method in self.rates:
+            jobs |= {at(method, rate): rate for rate in self.size.compared if rate != self.rates[method]}
+        return jobs
+
     def trainings(self, method: str) -> list[tuple[str, float, list[int]]]:
         """Return (job, learning rate, seeds) of the whole trainings of a method. Further seeds are of the best one."""
-        seeds, jobs = self.seeds_of(method), {method: self.rate(tried_as(method))}
-        if method in AT_TWO_RATES[self.name] and method in self.rates:
-            jobs |= {at(method, rate): rate for rate in self.size.compared if rate != self.rates[method]}
+        seeds, jobs = self.seeds_of(method), self.whole(method)
         best = lowest_of(self.folder, list(jobs)) or method
         return [(job, rate, [seed for seed in seeds if not seed or job == best]) for job, rate in jobs.items()]
 
@@ -82,7 +87,7 @@ class Study:
 
     def check(self, job: Job) -> None:
         """Raise UserError if the job's learning rate has not been chosen."""
-        if job.rate is not None and math.isnan(job.rate):
+        if not job.has_rate:
             raise UserError(
                 f"{self.rates_folder / FILE} has no learning rate for {job.name}: run --jobs 'rate-*', then --choose, "
                 "before a test set is read"
@@ -102,6 +107,8 @@ class Study:
     ) -> Job:
         if rest.get("group"):
             rest["group"] = f"{self.name}/{rest['group']}"
+        if seed and len(compared := self.whole(method_of(name))) > 1:
+            rest["after"] = tuple(self.file(other, 0) for other in compared)
         return Job(self.name, name, seed, tuple(every), gib, rest.pop("file", self.file(name, seed)), measured, **rest)
 
     def rate_jobs(self, method: str, config: str, form: Training, *changes: str, gib: float = TRAIN_GIB) -> list[Job]:

@@ -85,6 +85,26 @@ def test_jobs_share_gpus_by_memory(place):
     assert "".join(sorted(x.command[0] + str(x.gpu) for x in Clocked.all[1:])) == "a0b1c0d1e0"
 
 
+def test_a_job_starts_when_a_result_makes_it_ready(place):
+    """While others still run; first what tries learning rates, then seed after seed."""
+    slow = job(place, "slow", step(place, "slow", "train", 5.0, "-c", "import time; time.sleep(20)"))
+    first = job(place, "rate-fast", step(place, "fast", "train", 1.0, "-c", ""))
+    after = [replace(x, seed=seed) for x, seed in zip(programs(place, "", names="bcd"), (2, 1, 0), strict=True)]
+    after.append(job(place, "rate-next", step(place, "next", "train", 1.0, "-c", "")))
+    ended: list[set[str]] = []
+
+    def ready() -> list[Job]:
+        ended.append({x.name for x in (slow, first, *after) if x.file.is_file()})
+        found.stopped = len(ended[-1]) == 5
+        return [slow, first, *after] if first.file.is_file() else [slow]
+
+    found = Runner(place, [slow, first], [Gpu(None, 100.0)], per_gpu=2, ready=ready)
+    assert found.run() == 75
+    assert not slow.file.is_file()
+    new = [now - before for before, now in zip([set(), *ended], ended, strict=False)]
+    assert new == [{"rate-fast"}, {"rate-next"}, {"d"}, {"c"}, {"b"}]
+
+
 def test_no_job_starts_that_would_end_too_late(place, capsys):
     jobs = [job(place, n, step(place, n, "train", m)) for n, m in (("a", 5.0), ("b", 5.0), ("c", 2.0), ("d", 9.0))]
     # Alone, 5 minutes fit into 9. Two together take 5 · 2 / 1.3 = 7.7, with 2 minutes more 2 · 3 / 1.3 + 3 · 2 / 1.3 = 9.2.

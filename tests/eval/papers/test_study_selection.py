@@ -3,12 +3,14 @@
 import json
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from eval.checkpoint.command import write
 from eval.papers.study import __main__ as command
 from eval.papers.study import runner
+from eval.papers.study.jobs import Job
 from eval.papers.study.sizes import SIZES
 
 
@@ -39,16 +41,23 @@ def study(tmp_path, monkeypatch):
     return call
 
 
+def result(job: Job) -> dict[str, Any]:
+    losses = {"1": 3.0, "2": 2.0, "3": 2.5, "4": 3.0} if job.rate is None else {f"{job.rate:g}": 1 - job.rate}
+    return {"method": job.method, "losses": losses, "training": {"valid": [[1, 1.0]]}}
+
+
 @pytest.fixture
 def ran(monkeypatch):
-    """What each call of the runner has to do. It writes results at once, with losses that fall as the rate rises."""
+    """What can start at once, and each time when all of it has ended. Losses fall as the rate rises."""
     found: list[list[str]] = []
 
     def run(some: runner.Runner) -> int:
-        found.append([job.label for job in some.jobs if not job.has_result(some.place)])
-        for job in some.jobs:
-            losses = {"1": 3.0, "2": 2.0, "3": 2.5, "4": 3.0} if job.rate is None else {f"{job.rate:g}": 1 - job.rate}
-            write(job.file, {"method": job.method, "losses": losses} | job.identity(some.place))
+        jobs = some.jobs
+        while new := [job for job in jobs if not job.has_result(some.place)]:
+            found.append([job.label for job in new])
+            for job in new:
+                write(job.file, result(job) | job.identity(some.place))
+            jobs = some.ready()
         return 0
 
     monkeypatch.setattr(runner.Runner, "run", run)
@@ -63,15 +72,16 @@ def test_rates_are_tried_beyond_the_edge_in_one_call(ran, study, monkeypatch, ca
     assert first == [f"positions/rate-nope-{rate}-s0" for rate in ("0.0005", "0.001", "0.002")]
     assert (second, third) == (["positions/rate-nope-0.004-s0"], ["positions/rate-nope-0.008-s0"])
     assert last == ["positions/nope-s0"]
-    said = capsys.readouterr().out
-    assert "nope: not chosen, the best is at the edge: --jobs 'rate-*' tries 0.004 next" in said
-    assert "nope: 0.008 (at the edge of those tried)" in said
+    assert capsys.readouterr().out == "nope: 0.008 (at the edge of those tried)\n"
 
 
 def test_one_command_runs_several_studies(ran, study, capsys):
-    """All learning rates come first, with those of `positions` for `why`; then all jobs in one queue, and further seeds."""
+    """First learning rates, with those of `positions` for `why`, and what needs none; then the others, and further seeds."""
     assert study("ssmax,why,mqrar", "--rates") == 0
-    rates, jobs, further = ran
+    first, jobs, further = ran
+    curricula = [f"mqrar/curriculum_{core}_2-s0" for core in ("softmax", "stickbreaking")]
+    assert first[-2:] == curricula
+    rates = first[:-2]
     of = {
         name: [label for label in rates if label.startswith(f"{name}/rate-")]
         for name in ("ssmax", "positions", "mqrar")
@@ -81,10 +91,10 @@ def test_one_command_runs_several_studies(ran, study, capsys):
     assert further == [f"ssmax/{m}-s{seed}" for seed in (1, 2) for m in ("softmax", "ssmax", "ssmax_bias")]
     other = [f"ssmax/{m}@0.001-s0" for m in ("softmax", "ssmax", "ssmax_bias", "ssmax_fixed")]
     assert [label for label in jobs if "@" in label] == other
-    assert len(jobs) == len(set(jobs)) == 7 + 4 + 16 + 4
+    assert len(jobs) == len(set(jobs)) == 7 + 4 + 16 + 2
     assert "sb: 0.002 (at the edge of those tried)" in capsys.readouterr().out
     ran.clear()
     assert study("ssmax,why,mqrar", "--rates") == 0
-    assert ran == [[], []]
+    assert ran == []
     assert study("ssmax,nope") == 2
     assert "there is no study nope; use ssmax, positions, why, mqrar, cores" in capsys.readouterr().err
