@@ -4,7 +4,7 @@ Shapes: T tokens of packed documents (no padding), hidden size D, vocabulary siz
 of dimension H on this tensor-parallel rank. Under sequence parallelism, the residual stream is [T / tensor_size, D].
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,14 @@ from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
 from ssscale.model.mixers.base import Tables
 from ssscale.model.recompute import keep_products, leave_products_whole
-from ssscale.model.weight import Weight, projection_weights
+from ssscale.model.weight import projection_weights
+from ssscale.model.weights import Weights
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import (
     MegatronConfig,
     column_linear,
     gather_vocabulary,
+    losses_by_rows,
     megatron_config,
     replicated,
     replicated_together,
@@ -33,7 +35,7 @@ from ssscale.parallel.megatron import (
     vocabulary_embedding,
     without_padding,
 )
-from ssscale.parallel.splits import global_shape, mark_split
+from ssscale.parallel.splits import global_shape
 
 if TYPE_CHECKING:
     from ssscale.model.cache import KVCache, LayerCache
@@ -42,8 +44,7 @@ VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # weights with one row per 
 VOCAB_MULTIPLE = 128  # tensor cores need aligned matrices; the rows of each tensor-parallel rank are a multiple of this
 Z_LOSS = "z_loss"
 
-# By name, quantities beside the losses that are added to the loss or only logged: float32 scalars, sums over this
-# rank's tokens.
+# By name, float32 scalars beside the losses, added to the loss or only logged: sums over this rank's tokens.
 Terms = dict[str, Tensor]
 
 
@@ -78,40 +79,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x)[0].chunk(2, -1)
         return self.down(F.silu(gate) * up)[0]
-
-
-class Weights(nn.Module):
-    """The learned tensors that a mixer, a position method or the projections declare, filled with their start values.
-
-    A tensor with a `split` dimension is divided over the tensor-parallel ranks. Each rank holds its slice.
-    """
-
-    def __init__(self, declared: Mapping[str, Weight], groups: Groups) -> None:
-        super().__init__()
-        self.groups, self.declared = groups, dict(declared)
-        for name, weight in declared.items():
-            shape = list(weight.shape)
-            if weight.split is not None:
-                shape[weight.split] //= groups.tensor_size
-            parameter = nn.Parameter(torch.full(shape, weight.start))
-            parameter.declared = weight  # for `initialize_weights` and `load_switched`
-            if weight.split is not None:
-                mark_split(parameter, weight.split, (weight.shape[weight.split],))
-            self.register_parameter(name, parameter)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.declared
-
-    def take(self, name: str) -> Tensor:
-        """Returns the tensor for use with this rank's heads.
-
-        If all ranks hold the whole tensor, its gradient is summed over the tensor-parallel ranks.
-        """
-        weight: Tensor = getattr(self, name)
-        return replicated(weight, self.groups) if self.declared[name].split is None else weight
-
-    def all(self) -> dict[str, Tensor]:
-        return {name: self.take(name) for name in self.declared}
 
 
 class Attention(nn.Module):
@@ -372,6 +339,8 @@ class Decoder(nn.Module):
     def from_logits(self, logits: Tensor, labels: Tensor | None, with_terms: bool = False) -> tuple[Tensor, Terms]:
         """Returns what `read_out` does, from the logits [T, V_local] of this rank."""
         if labels is not None:
+            if not (with_terms or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+                return losses_by_rows(logits, labels, self.config.vocab_size, self.groups), {}
             logits = without_padding(logits, self.config.vocab_size, self.groups)
             # Under tensor parallelism, Megatron-core's loss overwrites the logits, so this comes first.
             terms = {Z_LOSS: squared_log_z(logits, labels, self.groups)} if with_terms and Z_LOSS in self.terms else {}

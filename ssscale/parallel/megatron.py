@@ -30,6 +30,7 @@ from ssscale.parallel.operators import (
 from ssscale.parallel.splits import mark_split
 
 IGNORE = -100  # label of a token without a target, as in ssscale/data/batch.py
+ROWS_READ = 8_192  # tokens whose losses are computed at once in evaluation
 
 
 def _leave_uninitialized(weight: Tensor) -> None:
@@ -308,6 +309,16 @@ def token_losses(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
     losses = vocabulary_cross_entropy(logits, labels.clamp(min=0), groups)
     return losses * (labels != IGNORE)
+
+
+def losses_by_rows(logits: Tensor, labels: Tensor, vocab_size: int, groups: Groups) -> Tensor:
+    """Returns what `token_losses` does, for evaluation. logits: [T, V_local] of any dtype, with padding.
+
+    The losses of ROWS_READ tokens at a time are computed, because a float32 copy of the logits, the copy without padding and
+    the logarithms of the probabilities take six times the memory of logits in bf16.
+    """
+    parts = zip(logits.split(ROWS_READ), labels.split(ROWS_READ), strict=True)
+    return torch.cat([token_losses(without_padding(some, vocab_size, groups), own, groups) for some, own in parts])
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
