@@ -143,7 +143,7 @@ def same_rate(folder: Path) -> Figure | None:
                 curves = np.array([smoothed(x, 4) for x in apart])
                 band(axes, tokens, curves, index, f"{name_of(job)}: {np.mean(last):+.4f}, last 10 %")
         axes.axhline(0, color=BASELINE, linewidth=1.2)
-        axes.set_ylim(-0.1, 0.1)
+        axes.set_ylim(-0.15, 0.15)
         axes_of(
             figure, axes, f"Learning rate {rate:g}: above {name_of(methods[0])}", "training tokens", "difference (nats)"
         )

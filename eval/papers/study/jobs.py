@@ -81,14 +81,14 @@ class Place:
         return found[0]
 
     def plain(self, command: Sequence[str]) -> str:
-        """Return a command without the folders of this machine, as it is recorded."""
+        """Return a command without the folders of this machine, as it is recorded. The files may share a folder."""
         names = [(self.text, "TEXT"), (self.work, "WORK"), (self.out, "OUT")]
-        names += [(file.parent, "QUESTIONS") for file in self.questions]
-        names += [(self.wikitext.parent, "WIKITEXT")] if self.wikitext else []
+        names += [(file, f"QUESTIONS/{file.name}") for file in self.questions]
+        names += [(self.wikitext, f"WIKITEXT/{self.wikitext.name}")] if self.wikitext else []
         names += [(self.eval_data, "EVAL")] if self.eval_data else []
         line = shlex.join(["python", *command])
-        for folder, name in sorted(names, key=lambda pair: -len(str(pair[0]))):
-            line = line.replace(str(folder), name)
+        for path, name in sorted(names, key=lambda pair: -len(str(pair[0]))):
+            line = line.replace(str(path), name)
         return line
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, ClassVar
 
 import psutil
 import pytest
@@ -17,7 +17,6 @@ import pytest
 from eval.checkpoint.gpus import Gpu, gpus_here
 from eval.papers.study import runner
 from eval.papers.study.jobs import Job, Place, Step
-from eval.papers.study.rates import beyond, choose, to_try
 from eval.papers.study.runner import ROOT, Program, Runner
 from eval.papers.study.schedule import Work, duration, minutes_of, plan, shared, slowdown, stays
 from ssscale.errors import UserError
@@ -83,6 +82,16 @@ def test_jobs_share_gpus_by_memory(place):
     found._collect()
     found._admit(waiting)
     assert "".join(sorted(x.command[0] + str(x.gpu) for x in Clocked.all[1:])) == "a0b1c0d1e0"
+
+
+def test_recorded_commands_do_not_depend_on_folders(tmp_path):
+    """Files of questions and articles may share a folder, or lie in that of the texts."""
+    lines = set()
+    for text, questions, wikitext in (("text", "a", "b"), ("x/text", "c", "c"), ("y", "y", "y"), ("z", "z/q", "z/q/w")):
+        files = [tmp_path / questions / "squad.json", tmp_path / wikitext / "articles.jsonl"]
+        place = Place(tmp_path / text, tmp_path / "work", tmp_path / "out", (files[0],), files[1])
+        lines.add(place.plain(["-m", "x", str(place.text / "split.json"), f"questions={files[0]}", str(files[1])]))
+    assert lines == {"python -m x TEXT/split.json questions=QUESTIONS/squad.json WIKITEXT/articles.jsonl"}
 
 
 def test_a_job_starts_when_a_result_makes_it_ready(place):
@@ -300,59 +309,6 @@ def test_minutes_of_sharing():
     # A job that waits for a step which another has begun waits for what is left of it.
     begun, same, own = Work(Path("a"), 2.0, True), Work(Path("a"), 5.0, True), Work(Path("b"), 1.0, False)
     assert duration([[same, own], [begun]], 3) == duration([[begun], [same, own]], 3) == 3.0
-
-
-def test_a_choice_needs_three_rates_and_stays(tmp_path):
-    folder = tmp_path / "rates"
-    folder.mkdir()
-
-    def tried(rate: str, loss: float | None) -> None:
-        (folder / f"sb-{rate}.json").write_text(json.dumps({"method": "sb", "losses": {rate: loss}}))
-
-    with pytest.raises(UserError, match="has no results"):
-        choose(tmp_path)
-    tried("0.001", 3.0)
-    tried("0.002", None)
-    assert choose(tmp_path) == ["sb: not chosen, 2 of 3 rates are tried, 1 have a loss"]
-    assert not (tmp_path / "rates.json").exists()
-    tried("0.0005", 3.5)
-    assert choose(tmp_path) == ["sb: 0.001"]
-    found: dict[str, Any] = json.loads((tmp_path / "rates.json").read_text())
-    assert found["sb"] == {"rate": 0.001, "losses": {"0.0005": 3.5, "0.001": 3.0, "0.002": None}}
-    tried("0.004", 2.0)
-    assert choose(tmp_path) == ["sb: 0.001, which stays although 0.004 is best now"]
-
-
-@pytest.mark.parametrize(
-    ("losses", "further"),
-    [
-        ({5e-4: 4.0, 1e-3: 3.0, 2e-3: 3.5}, None),
-        ({5e-4: 4.0, 1e-3: 3.5, 2e-3: 3.0}, 4e-3),
-        ({5e-4: 3.0, 1e-3: 3.5, 2e-3: 4.0}, 2.5e-4),
-        ({5e-4: 4.0, 1e-3: 3.5, 2e-3: None}, None),
-        ({5e-4: 3.0, 1e-3: None, 2e-3: None}, 2.5e-4),
-        ({5e-4: None, 1e-3: None, 2e-3: None}, None),
-        ({5e-4: 4.0, 2e-3: 3.0}, None),
-        ({5e-4: 5.0, 1e-3: 4.0, 2e-3: 3.0, 4e-3: 2.0}, 8e-3),
-        ({5e-4: 5.0, 1e-3: 4.0, 2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.0}, None),
-    ],
-)
-def test_a_rate_beyond_the_edge_is_tried_before_the_choice(tmp_path, losses, further):
-    first = (5e-4, 1e-3, 2e-3)
-    (tmp_path / "rates").mkdir()
-    for rate, loss in losses.items():
-        result = {"method": "sb", "losses": {f"{rate:g}": loss}}
-        (tmp_path / "rates" / f"sb-{rate:g}.json").write_text(json.dumps(result))
-    assert beyond(losses, 5) == further
-    tries = {*first, *losses} | ({further} if further else set())
-    assert set(to_try(tmp_path, "sb", first, 5)) == tries
-    said = choose(tmp_path, 5)[0]
-    chosen = further is None and len(losses) >= 3 and any(losses.values())
-    assert ("not chosen" in said) != chosen
-    assert ("next" in said) == (further is not None)
-    assert further is None or said.endswith(f"tries {further:g} next")
-    if chosen:
-        assert set(to_try(tmp_path, "sb", first, 9)) == {*first, *losses}  # what is on file stays
 
 
 def test_programs_get_their_gpu(tmp_path):
