@@ -12,6 +12,7 @@ mqrar      arXiv:2410.17980, Figure 3: CORE_PAIRS without short sequences first,
 Jobs whose name begins with rate- try learning rates.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -75,11 +76,19 @@ class Study:
             jobs |= {at(method, rate): rate for rate in self.size.compared if rate != self.rates[method]}
         return jobs
 
+    def best(self, method: str) -> str:
+        """Return the whole training that stands for a method, or the one at the chosen rate until all have ended."""
+        return lowest_of(self.folder, list(self.whole(method))) or method
+
+    def compared(self, method: str) -> tuple[Path, ...]:
+        """Return the results from which `best` follows, if there is a choice."""
+        jobs = self.whole(method)
+        return tuple(self.file(job, 0) for job in jobs) if len(jobs) > 1 else ()
+
     def trainings(self, method: str) -> list[tuple[str, float, list[int]]]:
         """Return (job, learning rate, seeds) of the whole trainings of a method. Further seeds are of the best one."""
-        seeds, jobs = self.seeds_of(method), self.whole(method)
-        best = lowest_of(self.folder, list(jobs)) or method
-        return [(job, rate, [seed for seed in seeds if not seed or job == best]) for job, rate in jobs.items()]
+        seeds, best = self.seeds_of(method), self.best(method)
+        return [(job, rate, [x for x in seeds if not x or job == best]) for job, rate in self.whole(method).items()]
 
     def rate(self, method: str) -> float:
         """Return the chosen learning rate, or NaN, with which a job can be printed but not run."""
@@ -107,8 +116,8 @@ class Study:
     ) -> Job:
         if rest.get("group"):
             rest["group"] = f"{self.name}/{rest['group']}"
-        if seed and len(compared := self.whole(method_of(name))) > 1:
-            rest["after"] = tuple(self.file(other, 0) for other in compared)
+        if seed:
+            rest["after"] = self.compared(method_of(name))
         return Job(self.name, name, seed, tuple(every), gib, rest.pop("file", self.file(name, seed)), measured, **rest)
 
     def rate_jobs(self, method: str, config: str, form: Training, *changes: str, gib: float = TRAIN_GIB) -> list[Job]:
@@ -255,20 +264,23 @@ def _positions_job(study: Study, name: str, method: str, rate: float, seed: int,
 
 
 def why(study: Study) -> list[Job]:
-    """One change at a time of the position study. Learning rates are those that `positions` has chosen."""
+    """One change at a time of the position study, at the better learning rate of its whole trainings."""
     size, form = study.size, study.size.positions
+    base = Study("positions", study.place, size)
     varied: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         "tokens": ((), {"tokens": 4 * form.tokens}),
         "width": (size.widths, {"speed": 0.4 * form.speed}),
         "heads": ((size.heads,), {}),
         "books": ((), {"only": (study.place.test.name.split(".")[1],)}),
     }
-    return [
-        _positions_job(study, f"{method}+{kind}", method, study.rate(method), seed, *varied[kind][0], **varied[kind][1])
-        for kind in VARIED
-        for method in WHY
-        for seed in study.seeds_of(method)
-    ]
+    jobs = []
+    for kind, method in itertools.product(VARIED, WHY):
+        changes, training = varied[kind]
+        rate = base.whole(method)[base.best(method)]
+        for seed in study.seeds_of(method):
+            job = _positions_job(study, f"{method}+{kind}", method, rate, seed, *changes, **training)
+            jobs.append(replace(job, after=base.compared(method)))
+    return jobs
 
 
 def mqrar(study: Study) -> list[Job]:

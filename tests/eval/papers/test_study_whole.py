@@ -10,7 +10,7 @@ from eval.papers.study.claims import CLAIMS
 from eval.papers.study.jobs import Job, Place
 from eval.papers.study.report import whole
 from eval.papers.study.sizes import TINY
-from eval.papers.study.studies import Study, positions, ssmax
+from eval.papers.study.studies import Study, positions, ssmax, why
 from eval.papers.study.whole import of_job, read_results
 
 # method → {learning rate: validation loss}; the first rate is the chosen one
@@ -120,3 +120,24 @@ def test_positions_have_both_rates_of_what_is_varied(tmp_path: Path) -> None:
     (rope,) = (job for job in jobs if job.name == "rope@0.001")
     assert not any("window" in step.name for step in rope.steps)
     assert any("ntk" in step.name for step in rope.steps)
+
+
+def test_what_is_varied_has_the_better_rate(tmp_path: Path) -> None:
+    """Once both whole trainings have ended, for which it waits."""
+    folder = tmp_path / "positions"
+    folder.mkdir()
+    (tmp_path / "test.books.jsonl.zst").touch()
+    (folder / "rates.json").write_text(
+        json.dumps({"sb": {"rate": 2e-3}, "rope": {"rate": 4e-3}, "nope": {"rate": 1e-3}})
+    )
+    for job, rate, loss in (("sb", 2e-3, 3.0), ("sb@0.001", 1e-3, 2.9), ("rope", 4e-3, 3.0), ("rope@0.001", 1e-3, 2.9)):
+        (folder / f"{job}-s0.json").write_text(json.dumps(result(job, rate, 0, loss)))
+    jobs = {job.name: job for job in why(Study("why", Place(tmp_path, tmp_path, tmp_path), TINY))}
+    rates = {name: job.rate for name, job in jobs.items() if job.has_rate}
+    kinds = ("tokens", "width", "heads", "books")
+    assert rates == {f"sb+{kind}": 1e-3 for kind in kinds} | {f"rope+{kind}": 4e-3 for kind in kinds}
+    assert [file.name for file in jobs["rope+books"].after] == [
+        "rope-s0.json",
+        "rope@0.001-s0.json",
+        "rope@0.002-s0.json",
+    ]
