@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.papers.study import measure, steps
-from eval.papers.study.jobs import READ_GIB, TRAIN_GIB, Job, Place, Step
+from eval.papers.study.jobs import READ_GIB, TRAIN_GIB, WIDE_GIB, Job, Place, Step
 from eval.papers.study.rates import FEWEST, FILE, chosen, to_try
 from eval.papers.study.sizes import Size, Training
 from eval.papers.study.whole import at, lowest_of, method_of
@@ -238,7 +238,7 @@ def _positions_job(study: Study, name: str, method: str, rate: float, seed: int,
     only = training.pop("only", ())
     packed = steps.pack(place, form.length, only)
     data = packed.name.removeprefix("pack-")
-    speed = training.pop("speed", SPEEDS.get(method, form.speed))
+    speed, gib = training.pop("speed", SPEEDS.get(method, form.speed)), training.pop("gib", READ_GIB)
     every = [
         packed,
         steps.train(place, size, form, f"50m_{method}", run, rate, seed, *changes, data=data, speed=speed, **training),
@@ -260,7 +260,7 @@ def _positions_job(study: Study, name: str, method: str, rate: float, seed: int,
             **articles,
         }
 
-    return study.job(name, seed, every, measured, rate=rate, method=method, reads_test=True)
+    return study.job(name, seed, every, measured, gib, rate=rate, method=method, reads_test=True)
 
 
 def why(study: Study) -> list[Job]:
@@ -269,7 +269,7 @@ def why(study: Study) -> list[Job]:
     base = Study("positions", study.place, size)
     varied: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         "tokens": ((), {"tokens": 4 * form.tokens}),
-        "width": (size.widths, {"speed": 0.4 * form.speed}),
+        "width": (size.widths, {"speed": 0.4 * form.speed, "gib": WIDE_GIB}),
         "heads": ((size.heads,), {}),
         "books": ((), {"only": (study.place.test.name.split(".")[1],)}),
     }

@@ -10,7 +10,7 @@ from eval.papers.study.claims import CLAIMS
 from eval.papers.study.jobs import Job, Place
 from eval.papers.study.report import whole
 from eval.papers.study.sizes import TINY
-from eval.papers.study.studies import Study, positions, ssmax, why
+from eval.papers.study.studies import WHY, Study, positions, ssmax, why
 from eval.papers.study.whole import of_job, read_results
 
 # method → {learning rate: validation loss}; the first rate is the chosen one
@@ -141,3 +141,4 @@ def test_what_is_varied_has_the_better_rate(tmp_path: Path) -> None:
         "rope@0.001-s0.json",
         "rope@0.002-s0.json",
     ]
+    assert {name for name, job in jobs.items() if job.gib > jobs["sb+books"].gib} == {f"{x}+width" for x in WHY}
