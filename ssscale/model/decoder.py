@@ -4,7 +4,7 @@ Shapes: T tokens of packed documents (no padding), hidden size D, vocabulary siz
 of dimension H on this tensor-parallel rank. Under sequence parallelism, the residual stream is [T / tensor_size, D].
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,7 @@ from ssscale.config.schema import ModelConfig
 from ssscale.layout import PackedLayout
 from ssscale.model.mixers.base import Tables
 from ssscale.model.recompute import keep_products, leave_products_whole
-from ssscale.model.weight import projection_weights
-from ssscale.model.weights import Weights
+from ssscale.model.weight import Weight, projection_weights
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron import (
     MegatronConfig,
@@ -27,6 +26,7 @@ from ssscale.parallel.megatron import (
     gather_vocabulary,
     losses_by_rows,
     megatron_config,
+    padded_vocab,
     replicated,
     replicated_together,
     row_linear,
@@ -35,13 +35,12 @@ from ssscale.parallel.megatron import (
     vocabulary_embedding,
     without_padding,
 )
-from ssscale.parallel.splits import global_shape
+from ssscale.parallel.splits import global_shape, mark_split
 
 if TYPE_CHECKING:
     from ssscale.model.cache import KVCache, LayerCache
 
 VOCAB_WEIGHTS = ("embedding.weight", "head.weight")  # weights with one row per vocabulary entry
-VOCAB_MULTIPLE = 128  # tensor cores need aligned matrices; the rows of each tensor-parallel rank are a multiple of this
 Z_LOSS = "z_loss"
 
 # By name, float32 scalars beside the losses, added to the loss or only logged: sums over this rank's tokens.
@@ -79,6 +78,40 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x)[0].chunk(2, -1)
         return self.down(F.silu(gate) * up)[0]
+
+
+class Weights(nn.Module):
+    """The learned tensors that a mixer, a position method or the projections declare, filled with their start values.
+
+    A tensor with a `split` dimension is divided over the tensor-parallel ranks. Each rank holds its slice.
+    """
+
+    def __init__(self, declared: Mapping[str, Weight], groups: Groups) -> None:
+        super().__init__()
+        self.groups, self.declared = groups, dict(declared)
+        for name, weight in declared.items():
+            shape = list(weight.shape)
+            if weight.split is not None:
+                shape[weight.split] //= groups.tensor_size
+            parameter = nn.Parameter(torch.full(shape, weight.start))
+            parameter.declared = weight  # for `initialize_weights` and `load_switched`
+            if weight.split is not None:
+                mark_split(parameter, weight.split, (weight.shape[weight.split],))
+            self.register_parameter(name, parameter)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.declared
+
+    def take(self, name: str) -> Tensor:
+        """Returns the tensor for use with this rank's heads.
+
+        If all ranks hold the whole tensor, its gradient is summed over the tensor-parallel ranks.
+        """
+        weight: Tensor = getattr(self, name)
+        return replicated(weight, self.groups) if self.declared[name].split is None else weight
+
+    def all(self) -> dict[str, Tensor]:
+        return {name: self.take(name) for name in self.declared}
 
 
 class Attention(nn.Module):
@@ -187,15 +220,6 @@ class Block(nn.Module):
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.multiplier == 1.0 else branch * self.multiplier
-
-
-def padded_vocab(vocab_size: int, tensor_size: int) -> int:
-    """Returns the number of rows of the whole embedding, over all tensor-parallel ranks.
-
-    It is vocab_size rounded up so that each rank holds the same number of rows, a multiple of VOCAB_MULTIPLE.
-    """
-    multiple = VOCAB_MULTIPLE * tensor_size
-    return -(-vocab_size // multiple) * multiple
 
 
 class Decoder(nn.Module):

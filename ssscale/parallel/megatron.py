@@ -30,6 +30,7 @@ from ssscale.parallel.operators import (
 from ssscale.parallel.splits import mark_split
 
 IGNORE = -100  # label of a token without a target, as in ssscale/data/batch.py
+VOCAB_MULTIPLE = 128  # tensor cores need aligned matrices; the rows of each tensor-parallel rank are a multiple of this
 ROWS_READ = 8_192  # tokens whose losses are computed at once in evaluation
 
 
@@ -228,6 +229,15 @@ def row_linear(in_size: int, out_size: int, config: MegatronConfig) -> nn.Module
     )
     mark_split(layer.weight, 1, (in_size,))
     return layer
+
+
+def padded_vocab(vocab_size: int, tensor_size: int) -> int:
+    """Returns the number of rows of the whole embedding, over all tensor-parallel ranks.
+
+    It is vocab_size rounded up so that each rank holds the same number of rows, a multiple of VOCAB_MULTIPLE.
+    """
+    multiple = VOCAB_MULTIPLE * tensor_size
+    return -(-vocab_size // multiple) * multiple
 
 
 def vocabulary_embedding(vocab_size: int, hidden_size: int, config: MegatronConfig) -> nn.Module:

@@ -12,11 +12,12 @@ from ssscale.config.choices import Auto, Compile, Fp8, Precision
 from ssscale.config.schema import Config, ModelConfig
 from ssscale.data.stream import PackedData
 from ssscale.environment import stack_note
-from ssscale.model.decoder import Decoder, padded_vocab
+from ssscale.model.decoder import Decoder
 from ssscale.optim.base import in_one_pass
 from ssscale.parallel.copies import CannotCopyError, obstacle
 from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron import padded_vocab
 from ssscale.train.checkpoint import CheckpointReader
 from ssscale.train.checkpoint_folder import saved_config
 from ssscale.train.estimate import check_weights

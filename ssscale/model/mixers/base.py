@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from ssscale.config.schema import ModelConfig
     from ssscale.layout import PackedLayout
-    from ssscale.model.decoder import Attention
-    from ssscale.model.weights import Weights
+    from ssscale.model.decoder import Attention, Weights
 
 # Stores k and v of this pass in the cache and returns those of all passes.
 Extend = Callable[["Tensor", "Tensor"], "tuple[Tensor, Tensor]"]

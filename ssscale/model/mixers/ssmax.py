@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ssscale.hf.modeling_ssscale import Attention as ExportedAttention
     from ssscale.hf.modeling_ssscale import Batch, SSScaleForCausalLM
     from ssscale.layout import PackedLayout
-    from ssscale.model.decoder import Attention
-    from ssscale.model.weights import Weights
+    from ssscale.model.decoder import Attention, Weights
 
 
 class Variant(StrEnum):
