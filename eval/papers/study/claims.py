@@ -34,7 +34,7 @@ class Claim:
         a, b = (values(results, job, measure) for job, measure in (self.lower, self.higher))
         if not a or not b:
             return None
-        sides = (f"{job}: {shown(found)}" for job, found in ((self.lower[0], a), (self.higher[0], b)))
+        sides = (f"{label(*side)}: {shown(found)}" for side, found in ((self.lower, a), (self.higher, b)))
         return f"| {self.text} ({self.source}) | {self.quantity} | {' | '.join(sides)} | {self.verdict(a, b)} |"
 
     def verdict(self, a: Values, b: Values) -> str:
@@ -52,6 +52,24 @@ class Claim:
 
 
 Measure = Callable[[dict[str, Any]], float | None]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Measures the loss in the longest or in the shortest context, with changed keys `kind`, such as -ntk."""
+
+    key: str
+    kind: str
+    longest: bool
+
+    def __call__(self, result: dict[str, Any]) -> float | None:
+        found = context_losses({"": [result]}, self.key).get(self.kind)
+        return found[0][max(found[0]) if self.longest else min(found[0])] if found else None
+
+
+def label(job: str, measure: Measure) -> str:
+    """Return the job with its changed keys, as in figures."""
+    return job + measure.kind if isinstance(measure, Context) else job
 
 
 def values(results: Results, job: str, measure: Measure) -> Values:
@@ -97,16 +115,6 @@ def found_share(result: dict[str, Any]) -> float | None:
 def top_score(result: dict[str, Any]) -> float | None:
     """Return the median over trials of the top head's attention to the number."""
     return median(top for top, _, _ in result["needle"]["trials"]) if "needle" in result else None
-
-
-def context(key: str, kind: str, longest: bool) -> Measure:
-    """Return the loss in the longest or in the shortest context, with changed keys `kind`, such as -ntk."""
-
-    def measure(result: dict[str, Any]) -> float | None:
-        found = context_losses({"": [result]}, key).get(kind)
-        return found[0][max(found[0]) if longest else min(found[0])] if found else None
-
-    return measure
 
 
 def solved_at(result: dict[str, Any]) -> float | None:
@@ -157,11 +165,11 @@ def _positions() -> list[Claim]:
     claims = []
     for key in ("books", "articles"):
         nats = f"loss on {key} in the longest context, nats"
-        last = context(key, "", True)
+        last = Context(key, "", True)
         others = ("rope", "alibi", "fire", "nope", "window512", "window1024")
         pairs = [("sb", job) for job in others]
         claims += _pairs("Figure 5", "{a} is below {b} in long contexts", nats, last, pairs)
-        ntk, window = context(key, "-ntk", True), context(key, "-window", True)
+        ntk, window = Context(key, "-ntk", True), Context(key, "-window", True)
         claims += [
             Claim("Figure 5", "sb is below RoPE with NTK scaling", nats, ("sb", last), ("rope", ntk)),
             Claim("Figure 5", "sb is below a window of 2,048", nats, ("sb", last), ("rope", window)),
@@ -171,7 +179,7 @@ def _positions() -> list[Claim]:
             Claim("Figure 5", "a window of 1,024 is below one of 512", nats, ("window1024", last), ("window512", last)),
             Claim("Figure 5", "the control gains by NTK scaling", nats, ("rope_8k", ntk), ("rope_8k", last)),
         ]
-        first = context(key, "", False)
+        first = Context(key, "", False)
         change = f"loss on {key}, longest against shortest context, nats"
         claims += [
             Claim("Figure 5", "sb gains by longer contexts", change, ("sb", last), ("sb", first)),
@@ -191,7 +199,7 @@ def _why() -> list[Claim]:
     for kind in ("tokens", "width", "heads", "books"):
         for key in ("books", "articles"):
             quantity = f"loss on {key} in the longest context, nats"
-            measure = context(key, "", True)
+            measure = Context(key, "", True)
             pairs = [(f"sb+{kind}", f"{job}+{kind}") for job in ("alibi", "window512", "rope")]
             claims += _pairs("Figure 5", "{a} is below {b}", quantity, measure, pairs)
     return claims

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eval.papers.figures.studies import same_rate
-from eval.papers.study.claims import CLAIMS
+from eval.papers.study.claims import CLAIMS, Claim, Context
 from eval.papers.study.jobs import Job, Place
 from eval.papers.study.report import whole
 from eval.papers.study.sizes import TINY
@@ -106,6 +107,19 @@ def test_claims_and_figure_compare_at_one_rate(folder: Path) -> None:
         if file.name != "ssmax-s0.json":
             file.unlink()
     assert same_rate(folder) is None
+
+
+def test_a_claim_names_changed_keys() -> None:
+    """And compares the longest context with the longest, or with the shortest."""
+    scaled = {"model.position.rope.scaling=dynamic_ntk": {"losses": {"2048": 3.1, "4096": 3.2}}}
+    books = {"": {"losses": {"2048": 3.0, "4096": 3.5}}} | scaled
+    results: dict[str, list[dict[str, Any]]] = {"rope": [{"seed": 0, "rate": 1e-3, "books": books}]}
+    sides = [("rope", Context("books", kind, longest)) for kind, longest in (("-ntk", True), ("", True), ("", False))]
+    rows = [Claim("Figure 5", "x", "nats", sides[0], side).row(results) for side in sides[1:]]
+    assert [row and row.split(" | ")[2:4] for row in rows] == [
+        ["rope-ntk: 3.2", "rope: 3.5"],
+        ["rope-ntk: 3.2", "rope: 3"],
+    ]
 
 
 def test_positions_have_both_rates_of_what_is_varied(tmp_path: Path) -> None:
