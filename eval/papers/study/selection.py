@@ -1,7 +1,6 @@
 """Which jobs a command asks for: those of one study, or of several in one queue."""
 
 import fnmatch
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,10 +38,14 @@ def check_files(study: str, place: Place) -> None:
         check_cores(place)
 
 
-def choose_rates(names: list[str], out: Path, size: Size, how: Callable[[Path, int], list[str]] = choose) -> list[str]:
+def with_rates(names: list[str]) -> list[str]:
+    """Return the studies that choose the learning rates of `names`."""
+    return list(dict.fromkeys(map(rates_of, names)))
+
+
+def choose_rates(names: list[str], out: Path, size: Size) -> list[str]:
     """Choose the learning rates of studies from the results in `out`. Returns one sentence per method."""
-    of = dict.fromkeys(rates_of(name) for name in names)
-    return [line for name in of for line in how(out / name, most_rates(name, size))]
+    return [line for name in with_rates(names) for line in choose(out / name, most_rates(name, size))]
 
 
 @dataclass(frozen=True)
@@ -76,16 +79,17 @@ class Selection:
     def rates(self, jobs: list[Job]) -> list[Job]:
         """Return the jobs that try the learning rates which `jobs` lack."""
         lacking = {(rates_of(job.study), job.method) for job in jobs if not job.has_rate}
-        every = [job for name in dict.fromkeys(map(rates_of, self.names)) for job in self._of(name)]
+        every = [job for name in with_rates(self.names) for job in self._of(name)]
         return [job for job in every if tries_rates(job) and (job.study, job.method) in lacking and job not in jobs]
 
     def ready(self, rates: bool) -> list[Job]:
         """Return the jobs that can start, and those that have ended.
 
-        rates: whether to choose the learning rates whose trials have ended, and to try those that are lacking.
+        rates: whether to choose the learning rates whose trials have ended, which is printed, and to try those that are
+            lacking.
         """
-        if rates:
-            for line in choose_rates(self.names, self.place.out, self.size, choose_new):
+        for name in with_rates(self.names) if rates else ():
+            for line in choose_new(self.place.out / name, most_rates(name, self.size)):
                 print(line, flush=True)
         jobs = self.jobs()
         coming = {job.file for job in jobs if not job.file.is_file()}

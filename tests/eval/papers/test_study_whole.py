@@ -122,31 +122,29 @@ def test_a_claim_names_changed_keys() -> None:
     ]
 
 
-def test_positions_have_both_rates_of_what_is_varied(tmp_path: Path) -> None:
-    folder = tmp_path / "positions"
-    folder.mkdir()
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """Where `positions` has learning rates of three methods."""
+    rates = {"sb": {"rate": 2e-3}, "rope": {"rate": 4e-3}, "nope": {"rate": 1e-3}}
+    (tmp_path / "positions").mkdir()
+    (tmp_path / "positions" / "rates.json").write_text(json.dumps(rates))
     (tmp_path / "test.books.jsonl.zst").touch()
-    (folder / "rates.json").write_text(
-        json.dumps({"sb": {"rate": 2e-3}, "rope": {"rate": 4e-3}, "nope": {"rate": 1e-3}})
-    )
-    jobs = positions(Study("positions", Place(tmp_path, tmp_path, tmp_path), TINY))
+    return Place(tmp_path, tmp_path, tmp_path)
+
+
+def test_positions_have_both_rates_of_what_is_varied(place: Place) -> None:
+    jobs = positions(Study("positions", place, TINY))
     assert [job.name for job in jobs if "@" in job.name] == ["sb@0.001", "rope@0.001", "rope@0.002"]
     (rope,) = (job for job in jobs if job.name == "rope@0.001")
     assert not any("window" in step.name for step in rope.steps)
     assert any("ntk" in step.name for step in rope.steps)
 
 
-def test_what_is_varied_has_the_better_rate(tmp_path: Path) -> None:
-    """Once both whole trainings have ended, for which it waits."""
-    folder = tmp_path / "positions"
-    folder.mkdir()
-    (tmp_path / "test.books.jsonl.zst").touch()
-    (folder / "rates.json").write_text(
-        json.dumps({"sb": {"rate": 2e-3}, "rope": {"rate": 4e-3}, "nope": {"rate": 1e-3}})
-    )
+def test_what_is_varied_has_the_better_rate(place: Place) -> None:
+    """Once all whole trainings of the method have ended, for which it waits."""
     for job, rate, loss in (("sb", 2e-3, 3.0), ("sb@0.001", 1e-3, 2.9), ("rope", 4e-3, 3.0), ("rope@0.001", 1e-3, 2.9)):
-        (folder / f"{job}-s0.json").write_text(json.dumps(result(job, rate, 0, loss)))
-    jobs = {job.name: job for job in why(Study("why", Place(tmp_path, tmp_path, tmp_path), TINY))}
+        (place.out / "positions" / f"{job}-s0.json").write_text(json.dumps(result(job, rate, 0, loss)))
+    jobs = {job.name: job for job in why(Study("why", place, TINY))}
     rates = {name: job.rate for name, job in jobs.items() if job.has_rate}
     kinds = ("tokens", "width", "heads", "books")
     assert rates == {f"sb+{kind}": 1e-3 for kind in kinds} | {f"rope+{kind}": 4e-3 for kind in kinds}
