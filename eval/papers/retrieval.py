@@ -18,7 +18,7 @@ from eval.papers.parts import Parts, Share
 from eval.papers.runs import described
 from ssscale.data.questions import question_tokens
 from ssscale.errors import UserError
-from ssscale.model.cache import KVCache
+from ssscale.model.cache import KVCache, bytes_per_token
 from ssscale.model.decoder import Decoder
 from ssscale.model.generate import extend, prefill
 from ssscale.parallel.groups import initialize
@@ -33,7 +33,9 @@ Vancouver Havana Lima Bogota Santiago Quito"""
 CITIES = _NAMES.split()
 FIXED = "Tokyo", "8106422", 50  # the prompt of Figure 7
 ANSWER_TOKENS = 10  # seven digits are at most seven tokens and a space
-PASS_TOKENS = 131_072  # tokens of the prompts in one batch
+# Of the prompts in one batch, which are read in one pass: the host takes most of the time of small ones.
+BATCH_TOKENS = 262_144
+CACHE_BYTES = 8 * 2**30  # at most, of the keys and values of a batch
 TRIALS = 16  # of --scores per part: one batch of prompts of 8,000 tokens
 SENTENCE_END = re.compile(r"[.!?\n][\"')\]]*\s*$")
 
@@ -105,7 +107,7 @@ def answer(
     The last token is a pass of its own, so each head computes one row of weights for any length.
     """
     cache = KVCache(model, [len(prompt) + ANSWER_TOKENS for prompt in prompts])
-    prefill(model, cache, [prompt[:-1] for prompt in prompts])
+    prefill(model, cache, [prompt[:-1] for prompt in prompts], BATCH_TOKENS)
     with recorded([block.attention for block in model.blocks] if spans else []) as calls:
         logits = extend(model, cache, [prompt[-1:] for prompt in prompts])
     scores = None
@@ -159,7 +161,7 @@ class Evaluation:
         """Yield (prompt, outcome, scores) in batches. scores: [layers, heads] float32 if requested, else None."""
         model, haystack = self.load()
         tokenizer = haystack.tokenizer
-        at_once = max(1, min(64, PASS_TOKENS // len(prompts[0].tokens)))
+        at_once = max(1, min(BATCH_TOKENS, CACHE_BYTES // bytes_per_token(model)) // len(prompts[0].tokens))
         for first in range(0, len(prompts), at_once):
             some = prompts[first : first + at_once]
             spans = [prompt.span for prompt in some] if scores else []

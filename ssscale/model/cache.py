@@ -29,6 +29,13 @@ class LayerCache(NamedTuple):
         return (k, v) if self.first else (self.k, self.v)
 
 
+def bytes_per_token(model: Decoder) -> int:
+    """Returns the bytes that the keys and values of a token take in the cache of this rank, over all layers."""
+    config = model.config
+    heads = config.kv_heads // model.groups.tensor_size
+    return 2 * config.num_layers * heads * config.head_size * next(model.parameters()).dtype.itemsize
+
+
 class KVCache:
     """The keys and values of B sequences, [layers, B, capacity, K, H] for the heads of this rank.
 

@@ -11,10 +11,9 @@ from typing import Any
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
 
-TRAIN_GIB = 27.0  # of a microbatch of 65,536 tokens at 50m, by launch/estimate.py, and CUDA's context
+TRAIN_GIB = 25.0  # of a microbatch of 65,536 tokens at 50m, with CUDA's context: five fit on an H200. Tests take less.
 AGAIN = 0.5  # minutes to start, to load and to compile once more
 WIDE_GIB = 34.0  # the same at 162m, and at 50m with twice the width
-READ_GIB = 30.0  # of 65,536 tokens with all their logits
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.papers.study import measure, steps
-from eval.papers.study.jobs import READ_GIB, TRAIN_GIB, WIDE_GIB, Job, Place, Step
+from eval.papers.study.jobs import TRAIN_GIB, WIDE_GIB, Job, Place, Step
 from eval.papers.study.rates import FEWEST, FILE, chosen, to_try
 from eval.papers.study.sizes import Size, Training
 from eval.papers.study.whole import at, lowest_of, method_of
@@ -111,7 +111,7 @@ class Study:
         seed: int,
         every: list[Step],
         measured: Callable[[], dict[str, Any]],
-        gib: float = READ_GIB,
+        gib: float = TRAIN_GIB,
         **rest: Any,
     ) -> Job:
         if rest.get("group"):
@@ -238,7 +238,7 @@ def _positions_job(study: Study, name: str, method: str, rate: float, seed: int,
     only = training.pop("only", ())
     packed = steps.pack(place, form.length, only)
     data = packed.name.removeprefix("pack-")
-    speed, gib = training.pop("speed", SPEEDS.get(method, form.speed)), training.pop("gib", READ_GIB)
+    speed, gib = training.pop("speed", SPEEDS.get(method, form.speed)), training.pop("gib", TRAIN_GIB)
     every = [
         packed,
         steps.train(place, size, form, f"50m_{method}", run, rate, seed, *changes, data=data, speed=speed, **training),
@@ -248,7 +248,7 @@ def _positions_job(study: Study, name: str, method: str, rate: float, seed: int,
     if method in ("rope", "rope_8k") and study.name == "positions":
         scaled = [f"model.position.rope.{key}" for key in ("scaling=dynamic_ntk", f"train_length={form.length}")]
         every += steps.contexts(place, size, run, scaled, slow, "-ntk")
-    if name == "rope" and study.name == "positions":
+    if method == "rope" and study.name == "positions":
         every += steps.contexts(place, size, run, [f"model.position.window={form.length}"], slow, "-window")
 
     def measured() -> dict[str, Any]:

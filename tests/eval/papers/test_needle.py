@@ -11,10 +11,11 @@ import torch
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.figures import needle as figures
 from eval.papers.needle import main
-from eval.papers.retrieval import ANSWER_TOKENS, Haystack, answer, draw_prompt, outcome
+from eval.papers.retrieval import ANSWER_TOKENS, Evaluation, Haystack, answer, draw_prompt, outcome
 from ssscale.config.schema import position_config
 from ssscale.data.questions import question_tokens
 from ssscale.layout import PackedLayout
+from ssscale.model.cache import KVCache, bytes_per_token
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from tests.eval.conftest import make_documents
@@ -140,6 +141,29 @@ def test_eos_is_never_answered(model, haystack, tokenizer):
     prompt = draw_prompt(haystack, 120, 50, 0).tokens
     liked = answer(model, [prompt], tokenizer.eos_id)[0][0][0]
     assert liked not in answer(model, [prompt], liked)[0][0]
+
+
+def test_batches_fit_the_cache(model, haystack, monkeypatch):
+    """And answer as prompts one by one."""
+    size = bytes_per_token(model)
+    cache = KVCache(model, [100] * 3)
+    assert cache.k.nbytes + cache.v.nbytes == 300 * size
+    prompts = [draw_prompt(haystack, 150, 50, sample) for sample in range(5)]
+    evaluation = object.__new__(Evaluation)
+    evaluation.loaded = model, haystack
+    batches = []
+
+    def counted(model, prompts, *rest):
+        batches.append(len(prompts))
+        return answer(model, prompts, *rest)
+
+    monkeypatch.setattr("eval.papers.retrieval.answer", counted)
+    monkeypatch.setattr("eval.papers.retrieval.CACHE_BYTES", 2 * 150 * size)
+    found = [shown for _, shown, _ in evaluation.answers(prompts)]
+    assert batches == [2, 2, 1]
+    monkeypatch.setattr("eval.papers.retrieval.CACHE_BYTES", 1)  # one at a time
+    assert found == [shown for _, shown, _ in evaluation.answers(prompts)]
+    assert batches[3:] == [1] * 5
 
 
 def test_outcome():
