@@ -187,6 +187,7 @@ class WholeMatrices:
 
         inputs: by parameter group, this rank's partition [n]; None for groups without matrices.
         dtype: to which inputs are rounded before they are sent. function: from [rows, columns] to the same shape and dtype.
+            Its result may be overwritten by the next call.
         """
         arriving = self._gather(0, inputs, dtype) if self.rounds else None
         leaving = None

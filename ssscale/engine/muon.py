@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,50 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     return x.T if tall else x
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """A CUDA graph that writes to `found` what it computes from `given`."""
+
+    given: Tensor
+    found: Tensor
+    graph: torch.cuda.CUDAGraph
+
+
+class NewtonSchulz:
+    """`newton_schulz` of `steps` steps, bit for bit. On a GPU it is a CUDA graph per shape and dtype.
+
+    One launch then takes the place of about 30, which take the host longer than small matrices take the GPU. A result is
+    overwritten by the next call.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.recorded: dict[tuple[torch.Size, torch.dtype], Recorded] = {}
+        self.pool: Any = None
+
+    def __call__(self, matrix: Tensor) -> Tensor:
+        if not matrix.is_cuda:
+            return newton_schulz(matrix, self.steps)
+        key = matrix.shape, matrix.dtype
+        if key not in self.recorded:
+            self.recorded[key] = self._record(matrix)
+        recorded = self.recorded[key]
+        recorded.given.copy_(matrix)
+        recorded.graph.replay()
+        return recorded.found
+
+    def _record(self, matrix: Tensor) -> Recorded:
+        """Shares the memory of the other shapes, whose results are used by then."""
+        given = torch.empty_like(matrix, memory_format=torch.contiguous_format).copy_(matrix)
+        newton_schulz(given, self.steps)  # what is set up at the first call is not recorded
+        graph = torch.cuda.CUDAGraph()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        # NCCL's watchdog may ask for events meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            found = newton_schulz(given, self.steps)
+        return Recorded(given, found, graph)
+
+
 class MuonAdamW(torch.optim.AdamW):
     """Updates the groups with `matrix` by Muon and the others by torch's fused AdamW.
 
@@ -44,15 +89,15 @@ class MuonAdamW(torch.optim.AdamW):
     def __init__(self, groups: list[dict[str, Any]], kind: Muon) -> None:
         super().__init__(groups, lr=0.0, betas=tuple(kind.betas), eps=kind.eps, fused=True)
         self.kind = kind
+        self.newton_schulz = NewtonSchulz(kind.newton_schulz_steps)
         self.matrices: WholeMatrices | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         updates = [self._look_ahead(group) if group["matrix"] else None for group in self.param_groups]
         assert self.matrices is not None, "the engine has not set `matrices`"
-        kind = self.kind
-        dtype = getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[kind.newton_schulz_dtype])
-        self.matrices.map(updates, dtype, lambda matrix: newton_schulz(matrix, kind.newton_schulz_steps), self._add)
+        dtype = getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[self.kind.newton_schulz_dtype])
+        self.matrices.map(updates, dtype, self.newton_schulz, self._add)
         super().step()
 
     def _look_ahead(self, group: dict[str, Any]) -> Tensor:
