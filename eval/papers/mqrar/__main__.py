@@ -1,7 +1,7 @@
 """Multi-query repeated associative recall: Figures 3 and 4 of arXiv:2410.17980.
 
     python -m eval.papers.mqrar curve [--out runs/mqrar] [--pairs 32,64,96,128,160,192] [--steps 6000] [--plain]
-        [--minutes 9] [--lrs 4] [--give-up]
+        [--minutes 9] [--lrs 4]
     python -m eval.papers.mqrar picture [--out runs/mqrar]
 
 curve measures the accuracy of two-layer models by the number of pairs. For every core, it takes the best of the
@@ -9,8 +9,8 @@ paper's four learning rates. The models of these learning rates train as one bat
 --plain is given. picture writes the attention of narrower models on 16 pairs of a letter and a digit.
 
 Results are JSON files in --out. After --minutes, or on SIGTERM, a command saves and stops, and the same command
-continues. With --give-up it writes the accuracy that is reached after --minutes as the result. --lrs 3 trains only at the
-third of the paper's learning rates. Then draw the figures with `python -m eval.papers.figures mqrar` and `mqrar_attention`.
+continues. --lrs 3 trains only at the third of the paper's learning rates. Then draw the figures with
+`python -m eval.papers.figures mqrar` and `mqrar_attention`.
 """
 
 import argparse
@@ -37,7 +37,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=Recipe.batch)
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after this time and save the state")
     parser.add_argument("--plain", action="store_true", help="train on full-length sequences from the start")
-    parser.add_argument("--give-up", action="store_true", help="write the result after --minutes, solved or not")
     parser.add_argument("--lrs", default="1,2,3,4", help="which of the paper's learning rates, from 1 to 4")
     parser.add_argument("--test-every", type=int, default=Recipe.test_every, help="steps between tests")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,6 @@
 """The trainings behind Figures 3 and 4. Each has one result file per core, and a later call continues with what is missing."""
 
 import argparse
-import time
 
 from eval.checkpoint.command import whole_numbers
 from eval.papers.mqrar.picture import write_picture
@@ -33,9 +32,7 @@ def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: 
                 continue
             config = model_config(core, task, arguments.width)
             experiment = Experiment(config, task, recipe, groups, file)
-            if arguments.give_up:  # --minutes of training, over all calls
-                until.at = time.monotonic() + 60 * arguments.minutes - experiment.seconds
-            done = experiment.run(until, arguments.give_up)
+            done = experiment.run(until)
             last = experiment.history[-1]["accuracy"] if experiment.history else []
             shown = " ".join(f"{accuracy:.3f}" for accuracy in last)
             print(f"{core} {pairs} pairs: step {experiment.step}, {experiment.seconds:.0f} s, {shown}", flush=True)

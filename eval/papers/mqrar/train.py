@@ -1,7 +1,6 @@
 """Trains the models of one core on one number of pairs, with all learning rates at once. Resumes at any step."""
 
 import json
-import math
 import os
 import time
 from dataclasses import asdict
@@ -76,22 +75,15 @@ class Experiment:
         core = self.config.mixers[0]
         return {"core": core, "width": self.config.hidden_size, **asdict(self.task), **asdict(self.recipe)}
 
-    def run(self, until: Deadline | None = None, give_up: bool = False) -> bool:
-        """Train until the task is solved, until the last step, or until the deadline has passed.
-
-        give_up: end at the deadline with the accuracy that is reached then, unless a signal has stopped the training.
+    def run(self, until: Deadline | None = None) -> bool:
+        """Train until the task is solved, until the last step, or until the deadline has passed, when the state is saved.
 
         Returns whether the training has ended and the result is written.
         """
-        losses = torch.full((self.bank.count,), math.nan)
         while not self._finished():
             if until is not None and until.passed:
-                if not give_up or until.stopped or not self.step:
-                    self._save()
-                    return False
-                if not self.history or self.history[-1]["step"] < self.step:
-                    self.history.append({"step": self.step, "accuracy": self.accuracy(), "loss": losses.tolist()})
-                break
+                self._save()
+                return False
             began = time.monotonic()
             losses = self._train_step()
             if self.step % self.recipe.test_every == 0 or self.step == self.recipe.steps:

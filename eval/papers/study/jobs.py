@@ -11,7 +11,7 @@ from typing import Any
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
 
-TRAIN_GIB = 25.0  # of a microbatch of 65,536 tokens at 50m, with CUDA's context: five fit on an H200. Tests take less.
+TRAIN_GIB = 25.0  # of a microbatch of 65,536 tokens at 50m, with CUDA's context (23.9 measured). Tests take less.
 AGAIN = 0.5  # minutes to start, to load and to compile once more
 WIDE_GIB = 34.0  # the same at 162m, and at 50m with twice the width
 
@@ -24,6 +24,7 @@ class Step:
     folder: where the marker of the finished step lies. Steps of several jobs with the same marker run once.
     codes: exit codes with which the step has ended well.
     alone: whether nothing else may run on its GPU meanwhile, because its time is a result.
+    trains: whether it is a training that keeps its GPU busy. Only two of them share a GPU.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Step:
     folder: Path
     codes: tuple[int, ...] = (0,)
     alone: bool = False
+    trains: bool = False
 
     @property
     def marker(self) -> Path:

@@ -22,6 +22,9 @@ from ssscale.launcher import tied
 
 ROOT = Path(__file__).resolve().parents[3]
 MEMORY = 0.9  # share of a GPU's memory that jobs may declare
+# Of a GPU. Five at once train no more tokens in all than one, and all end late (docs/log/2026-11-29-trainings-together.md).
+# Two fill the GPU while one of them starts. Beside tests, which keep the host busy, it is not idle either.
+TRAININGS = 2
 START = 0.3  # minutes at the start of a step in which it does not come on
 GRACE = 90.0  # seconds that a stopped step may take to save
 
@@ -225,7 +228,10 @@ class Runner:
         step, busy = left[0], self._busy(running.gpu)
         if self.stopped or any(other.step and other.step.marker == step.marker for other in self.running):
             return
-        if busy and (step.alone or any(other.step and other.step.alone for other in busy)):
+        there = [other.step for other in busy if other.step]
+        if busy and (step.alone or any(other.alone for other in there)):
+            return
+        if step.trains and sum(other.trains for other in there) >= TRAININGS:
             return
         file = self.place.work / "logs" / f"{running.job.label.replace('/', '-')}-{step.name}.log"
         file.parent.mkdir(parents=True, exist_ok=True)

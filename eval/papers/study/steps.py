@@ -80,7 +80,7 @@ def train(
     command += ["train.observe_every=0", *(f"train.stages.{stage}" for stage in stages)]
     script, *keys = command
     command = [script, *last_of_each([*keys, *size.keys, *changes])]
-    return Step("train", tuple(command), START + total / (speed or form.speed) / 60, run, codes, alone)
+    return Step("train", tuple(command), START + total / (speed or form.speed) / 60, run, codes, alone, trains=True)
 
 
 def switch(place: Place, size: Size, config: str, source: Path, run: Path, length: int) -> Step:

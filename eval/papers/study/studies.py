@@ -248,7 +248,7 @@ def _positions_job(study: Study, name: str, method: str, rate: float, seed: int,
     if method in ("rope", "rope_8k") and study.name == "positions":
         scaled = [f"model.position.rope.{key}" for key in ("scaling=dynamic_ntk", f"train_length={form.length}")]
         every += steps.contexts(place, size, run, scaled, slow, "-ntk")
-    if method == "rope" and study.name == "positions":
+    if name == "rope" and study.name == "positions":
         every += steps.contexts(place, size, run, [f"model.position.window={form.length}"], slow, "-window")
 
     def measured() -> dict[str, Any]:
@@ -290,12 +290,13 @@ def mqrar(study: Study) -> list[Job]:
     for core in CORES:
         few = ["--plain", "--batch", str(size.rate_batch), "--steps", str(size.rate_steps)]
         few += ["--test-every", str(max(1, size.rate_steps // 12)), "--minutes", "60"]
-        jobs.append(_recall_job(study, f"rate-{core}", core, size.pairs[0], 0, few, 4.0, rates=True))
+        # Of few pairs, because with many no rate leaves chance within so few steps.
+        jobs.append(_recall_job(study, f"rate-{core}", core, min(size.pairs), 0, few, 2.7, rates=True))
     runs = [(core, pairs, seed) for pairs in size.pairs for core in CORES for seed in study.seeds_of(core)]
     for core, pairs, seed in runs:
         rate = study.rate(core)
-        many = ["--plain", "--batch", str(size.batch), "--steps", str(size.steps), "--give-up"]
-        many += ["--lrs", f"{rate:g}", "--minutes", f"{size.minutes:g}"]
+        many = ["--plain", "--batch", str(size.batch), "--steps", str(size.steps)]
+        many += ["--lrs", f"{rate:g}", "--minutes", "60"]
         job = _recall_job(study, f"{core}_{pairs}", core, pairs, seed, many, size.minutes + 0.7)
         jobs.append(replace(job, rate=rate, method=core))
     for core, pairs, seed in runs:
@@ -310,8 +311,7 @@ def _recall_job(
     size, run = study.size.mqrar, study.work / f"{name}-s{seed}"
     shape = [word for key in ("length", "keys", "values", "width") for word in (f"--{key}", str(getattr(size, key)))]
     command = ("-m", "eval.papers.mqrar", "curve", "--out", str(run), "--cores", core, "--pairs", str(pairs))
-    # Alone, because the time until a run gives up is limited.
-    step = Step("train", (*command, "--seed", str(seed), *shape, *options), minutes, run, alone=True)
+    step = Step("train", (*command, "--seed", str(seed), *shape, *options), minutes, run, trains=True)
     result = run / f"{core}-{pairs:03d}.json"
 
     def measured() -> dict[str, Any]:
@@ -323,7 +323,7 @@ def _recall_job(
         return {"method": core, "losses": {str(number): loss for number, loss in enumerate(losses, 1)}, "mqrar": found}
 
     file = study.folder / "rates" / f"{core}.json" if rates else study.file(name, seed)
-    return study.job(name, seed, [step], measured, 45.0, file=file, method=core)
+    return study.job(name, seed, [step], measured, file=file, method=core)
 
 
 STUDIES: dict[str, Callable[[Study], list[Job]]] = {

@@ -123,9 +123,9 @@ def test_scores_are_those_of_whole_matrices(name, config, groups, haystack, toke
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CORES)
 def test_scores_on_a_gpu(name, config, groups, haystack, tokenizer):
-    attention, position = CORES[name]
+    mixer, position = CORES[name]
     with torch.device(groups.device):
-        model = Decoder(replace(config.model, attention=attention, position=position), groups, 128)
+        model = Decoder(replace(config.model, mixers=[mixer], position=position), groups, 128)
     initialize_weights(model, model.config, groups, seed=1)
     model.eval().requires_grad_(False)
     prompts = [draw_prompt(haystack, length, 90, 0) for length in (190, 150)]

@@ -160,6 +160,24 @@ def test_a_step_that_needs_its_gpu_alone_gets_it(place):
     assert json.loads((place.work / "a" / "train.done").read_text())["jobs"] == 1
 
 
+def test_two_trainings_share_a_gpu(place):
+    """The third begins when the first has ended, beside its tests, so that results come one by one."""
+    names = "abc"
+    jobs = [
+        job(place, n, replace(step(place, n, "train", 5.0), trains=True), step(place, n, "test", 2.0)) for n in names
+    ]
+    found = Runner(place, jobs, [Gpu("0", 140.0)], start=Clocked)
+    assert not found._admit(list(jobs))
+    assert [x.command for x in Clocked.all] == [["a", "train"], ["b", "train"]]
+    Clocked.all[1].code = 0
+    found._collect()
+    found._admit([])
+    assert [x.command for x in Clocked.all[2:]] == [["b", "test"], ["c", "train"]]
+    two = Runner(place, jobs[:1], [Gpu("0", 140.0), Gpu("1", 140.0)], start=Clocked)
+    two._admit(jobs)
+    assert [x.command for x in Clocked.all[4:]] == [["a", "train"], ["b", "test"], ["c", "train"]]
+
+
 def test_a_job_that_needs_its_gpu_to_the_end_waits_for_an_empty_one(place):
     """It takes no place beside others, which would run alone then, and none is taken beside it."""
     alone = [job(place, n, replace(step(place, n, "train", 5.0), alone=True)) for n in "ab"]
