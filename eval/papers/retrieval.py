@@ -127,6 +127,14 @@ def answer(
         logits = extend(model, cache, [text[-1:] for text in answers])
 
 
+def batches(model: Decoder, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
+    """Divide prompts of one length into as many as BATCH_TOKENS and CACHE_BYTES allow at a time, and at least one."""
+    tokens = min(BATCH_TOKENS, CACHE_BYTES // bytes_per_token(model))
+    at_once = max(1, tokens // len(prompts[0].tokens))
+    for first in range(0, len(prompts), at_once):
+        yield prompts[first : first + at_once]
+
+
 def outcome(text: str, number: str) -> str:
     """Return what the answer begins with: "number", "first digit" of the number, or "neither"."""
     found = text.strip()
@@ -161,9 +169,7 @@ class Evaluation:
         """Yield (prompt, outcome, scores) in batches. scores: [layers, heads] float32 if requested, else None."""
         model, haystack = self.load()
         tokenizer = haystack.tokenizer
-        at_once = max(1, min(BATCH_TOKENS, CACHE_BYTES // bytes_per_token(model)) // len(prompts[0].tokens))
-        for first in range(0, len(prompts), at_once):
-            some = prompts[first : first + at_once]
+        for some in batches(model, prompts):
             spans = [prompt.span for prompt in some] if scores else []
             texts, found = answer(model, [prompt.tokens for prompt in some], tokenizer.eos_id, spans)
             for row, (prompt, text) in enumerate(zip(some, texts, strict=True)):

@@ -1,5 +1,6 @@
 """KV cache for generation."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,11 +30,15 @@ class LayerCache(NamedTuple):
         return (k, v) if self.first else (self.k, self.v)
 
 
+def _sizes(model: Decoder) -> tuple[int, int, int]:
+    """Returns the layers, heads of this rank and dimensions of a token's keys."""
+    config = model.config
+    return config.num_layers, config.kv_heads // model.groups.tensor_size, config.head_size
+
+
 def bytes_per_token(model: Decoder) -> int:
     """Returns the bytes that the keys and values of a token take in the cache of this rank, over all layers."""
-    config = model.config
-    heads = config.kv_heads // model.groups.tensor_size
-    return 2 * config.num_layers * heads * config.head_size * next(model.parameters()).dtype.itemsize
+    return 2 * math.prod(_sizes(model)) * next(model.parameters()).dtype.itemsize
 
 
 class KVCache:
@@ -61,7 +66,8 @@ class KVCache:
         self.lengths = [0] * len(self.final_lengths)
         self.capacity = max(*self.final_lengths, self.tensor_size)
         slots = len(self.lengths) + self.filled
-        shape = (config.num_layers, slots, self.capacity, config.kv_heads // self.tensor_size, config.head_size)
+        layers, heads, size = _sizes(model)
+        shape = layers, slots, self.capacity, heads, size
         self.k, self.v = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self._rows = torch.empty(0, dtype=torch.int64)
         self._first = True

@@ -11,7 +11,7 @@ import torch
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.figures import needle as figures
 from eval.papers.needle import main
-from eval.papers.retrieval import ANSWER_TOKENS, Evaluation, Haystack, answer, draw_prompt, outcome
+from eval.papers.retrieval import ANSWER_TOKENS, Haystack, answer, batches, draw_prompt, outcome
 from ssscale.config.schema import position_config
 from ssscale.data.questions import question_tokens
 from ssscale.layout import PackedLayout
@@ -143,27 +143,21 @@ def test_eos_is_never_answered(model, haystack, tokenizer):
     assert liked not in answer(model, [prompt], liked)[0][0]
 
 
-def test_batches_fit_the_cache(model, haystack, monkeypatch):
+def test_batches_fit_the_cache(model, haystack, tokenizer, monkeypatch):
     """And answer as prompts one by one."""
     size = bytes_per_token(model)
     cache = KVCache(model, [100] * 3)
     assert cache.k.nbytes + cache.v.nbytes == 300 * size
     prompts = [draw_prompt(haystack, 150, 50, sample) for sample in range(5)]
-    evaluation = object.__new__(Evaluation)
-    evaluation.loaded = model, haystack
-    batches = []
-
-    def counted(model, prompts, *rest):
-        batches.append(len(prompts))
-        return answer(model, prompts, *rest)
-
-    monkeypatch.setattr("eval.papers.retrieval.answer", counted)
-    monkeypatch.setattr("eval.papers.retrieval.CACHE_BYTES", 2 * 150 * size)
-    found = [shown for _, shown, _ in evaluation.answers(prompts)]
-    assert batches == [2, 2, 1]
-    monkeypatch.setattr("eval.papers.retrieval.CACHE_BYTES", 1)  # one at a time
-    assert found == [shown for _, shown, _ in evaluation.answers(prompts)]
-    assert batches[3:] == [1] * 5
+    found = {}
+    for most in (2, 1, 0):  # even a prompt that is too long is read
+        monkeypatch.setattr("eval.papers.retrieval.CACHE_BYTES", most * 150 * size)
+        some = list(batches(model, prompts))
+        assert [len(batch) for batch in some] == ([2, 2, 1] if most == 2 else [1] * 5)
+        assert [prompt for batch in some for prompt in batch] == prompts
+        answers = [answer(model, [prompt.tokens for prompt in batch], tokenizer.eos_id)[0] for batch in some]
+        found[most] = [text for batch in answers for text in batch]
+    assert found[2] == found[1] == found[0]
 
 
 def test_outcome():
