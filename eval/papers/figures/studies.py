@@ -201,7 +201,7 @@ def needles(folder: Path) -> Figure:
             axes.text(x, y, text, ha="center", va="center", fontsize=7, color="black" if share > 0.5 else "w")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths], fontsize=8)
-        title = f"{name_of(job)}: {cells[0]['samples']} samples, {len(some)} seed(s)"
+        title = f"{name_of(job)}: {cells[0]['samples']} samples, {seeds_of({job: some})}"
         axes.set_title(title, fontsize=10, loc="left")
     for axes in list(panels.flat)[len(results) :]:
         axes.set_visible(False)
@@ -260,14 +260,14 @@ def contexts(folder: Path) -> Figure:
             curves = np.array([[losses[length] for length in lengths] for losses in some])
             marker = MARKERS[index % len(MARKERS)]
             band(axes, np.array(lengths), curves, index, name_of(job), marker=marker, markersize=4)
-            axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths])
-        axes.set_xscale("log", base=2)
+        axes.set_xscale("log", base=2)  # before the ticks, which it would replace
+        axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths])
         axes.minorticks_off()
         axes_of(
             figure, axes, f"{key}, mean and range of {seeds_of(results)}", "context (tokens)", "loss (nats per token)"
         )
     handles, labels = row[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, edgecolor="none", loc="outside lower center", ncols=4)
+    figure.legend(handles, labels, fontsize=8, edgecolor="none", loc="outside lower center", ncols=4, handlelength=3)
     return figure
 
 
