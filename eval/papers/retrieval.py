@@ -58,9 +58,12 @@ class Haystack:
 
     def __init__(self, texts: Iterator[str], tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
-        self.tokens = np.array([token for text in texts for token in tokenizer.encode(text.strip() + "\n")])
-        kinds, where = np.unique(self.tokens, return_inverse=True)
-        self.ends = np.array([bool(SENTENCE_END.search(tokenizer.decode([int(kind)]))) for kind in kinds])[where]
+        texts_tokens = [np.array(tokenizer.encode(text.strip() + "\n"), np.int32) for text in texts]
+        self.tokens = np.concatenate([np.empty(0, np.int32), *texts_tokens])
+        kinds = np.flatnonzero(np.bincount(self.tokens))
+        table = np.zeros(kinds.max(initial=-1) + 1, bool)
+        table[kinds] = [bool(SENTENCE_END.search(tokenizer.decode([int(kind)]))) for kind in kinds]
+        self.ends = table[self.tokens]
 
     def prompt(self, length: int, depth: int, city: str, number: str, rng: np.random.Generator) -> Prompt:
         """Return a prompt of `length` tokens: BOS, a random part of the stream with the needle in it, and the question.
