@@ -48,6 +48,13 @@ COMMAND = Command(
     ),
     keys=("data.", "train."),
 )
+# Beginnings of keys whose values fine-tuning chooses, and the options that say them.
+IN_ITS_PLACE = {
+    "train.batch_size": "batch",
+    "train.microbatch": "microbatch",
+    "train.max_steps": "epochs",
+    "train.stages": "lr= and epochs",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -68,6 +75,9 @@ def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]
     from ssscale.config import change
     from ssscale.validate import validate
 
+    for key, option in IN_ITS_PLACE.items():
+        if given := next((text for text in changes if text.partition("=")[0].startswith(key)), None):
+            raise UserError(f"{given} has no effect here: use {option}=")
     checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # the run reports damage
     config = change(saved_config(checkpoint), changes)
     validate(config)

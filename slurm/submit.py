@@ -60,6 +60,8 @@ Options = dict[str, Any]
 def main(argv: list[str]) -> None:
     environment = dict(os.environ)  # for the jobs; importing torch would add to it
     options, arguments = COMMAND.parse(argv)
+    if Path.cwd().resolve() != ROOT.resolve():
+        raise UserError(f"submit from {ROOT}: jobs run there, and files have their names from there")
     check_options(options)
     nodes, gpus = options["nodes"], options["gpus"]
     config = load_config(arguments, options=COMMAND.names)

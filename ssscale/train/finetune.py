@@ -35,6 +35,8 @@ def finetuning_config(
     As in pretraining a stage counts `data.length` tokens a row, whatever an example has.
     """
     per_epoch = num_examples * config.data.length
+    if not epochs * num_examples < 2**31:
+        raise UserError(f"epochs={epochs:g} of {num_examples} examples are 2^31 examples or more")
     steps = int(epochs * num_examples / batch)
     if steps < 1:
         raise UserError(f"epochs={epochs:g} of {num_examples} examples do not make one batch of {batch}")

@@ -48,7 +48,8 @@ class RunLock:
     """The file `run.lock` in a run folder: JSON that names its owner. A thread touches it every HEARTBEAT_S seconds.
 
     A stale lock is taken over. If the owner ran on this machine since its last boot, the lock is stale when the process is
-    gone. If it belongs to an earlier start of the same Slurm job, it is stale. In all other cases, also if the file is
+    gone. If it belongs to an earlier start of the same Slurm job, it is stale: two steps of one start may run at the same time
+    on different nodes. In all other cases, also if the file is
     broken, it is stale when it has not been touched for SILENT_S seconds, so that no clocks of machines are compared.
     """
 
@@ -60,6 +61,7 @@ class RunLock:
             "pid": os.getpid(),
             "started": _started(os.getpid()),
             "slurm_job": slurm_job,
+            "slurm_restarts": os.environ.get("SLURM_RESTART_COUNT", "0"),
         }
         self._released = threading.Event()
 
@@ -132,7 +134,8 @@ class RunLock:
         if other is not None and other["machine"] == self.owner["machine"]:
             started = _started(other["pid"])
             return started is not None and started == other["started"]
-        if other is not None and other["slurm_job"] is not None and other["slurm_job"] == self.owner["slurm_job"]:
+        same_job = other is not None and other["slurm_job"] is not None and other["slurm_job"] == self.owner["slurm_job"]
+        if same_job and other["slurm_restarts"] != self.owner["slurm_restarts"]:
             return False  # Slurm restarts a job only after its earlier start has ended
         before = self._touched()
         end = time.monotonic() + SILENT_S

@@ -126,6 +126,7 @@ class Run:
             found = self.place.choice.path
             reader = CheckpointReader(found) if found else None
             self.state = read_rollback(self.folder, reader.state) if reader else TrainState()
+            self._check_stages()
             self.watch, self.phases = Stopwatch(self.state.tokens), Phases(False, self.state.step)
             self.configs = StageConfigs(self.plan, groups)
             self.events = open_events(self.folder)
@@ -186,6 +187,15 @@ class Run:
             logger.info("first step after %.1f s", time.perf_counter() - self.started)
             self.started = 0.0
 
+    def _check_stages(self) -> None:
+        """Raises UserError if the checkpoint was trained by other stages: its rows and learning rates would not go on."""
+        step, tokens = self.state.step, self.plan.tokens(self.state.step)
+        if tokens != self.state.tokens:
+            raise UserError(
+                f"train.stages: step {step} of the run in {self.folder} has trained {self.state.tokens:,} tokens, and by the "
+                f"stages as given {tokens:,}: give the stages up to there as they were, or run_dir=FOLDER for a new run"
+            )
+
     def begin_step(self) -> None:
         self.watchdog.begin(self.state.step + 1)
 
@@ -194,12 +204,17 @@ class Run:
 
         Raises UserError if that checkpoint cannot be saved, or if the data of the stage cannot be opened.
         """
-        before, self.part, self.config = self.config, part, self.configs.of(part)
-        if self.config.data != before.data:
-            self.source = self.open_source(self.config, self.plan, self.state, None)
-        if self.config.model != before.model:
-            stage = self.config.train.stages[part.stage].name
-            if not self.saving.save_now(self):
+        before, after = self.config, self.configs.of(part)
+        opens, rebuilds = after.data != before.data, after.model != before.model
+        # Before anything changes: a checkpoint names the model that its weights were trained with, and nothing is lost if
+        # the data cannot be opened.
+        saved = self.saving.save_now(self) if rebuilds or (opens and self.saving.every) else False
+        self.part, self.config = part, after
+        if opens:
+            self.source = self.open_source(after, self.plan, self.state, None)
+        if rebuilds:
+            stage = after.train.stages[part.stage].name
+            if not saved:
                 raise UserError(
                     f"stage {stage} changes the model, and step {self.state.step} could not be saved in {self.folder}: make "
                     f"room there; the same command trains again from step {self.saving.saved_step}"

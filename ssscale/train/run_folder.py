@@ -97,7 +97,8 @@ def _continues_checkpoint(folder: Path, config: Config) -> bool:
     for path in reversed(list_checkpoints(folder / "checkpoints")):
         if inspect(path, SMALL).condition is Condition.WHOLE:
             plan = Plan(config)
-            return _difference(saved_config(path), plan.configs[plan.at(step_of(path)).stage]) is None
+            stage = plan.at(max(step_of(path) - 1, 0)).stage  # of the checkpoint's last step
+            return _difference(saved_config(path), plan.configs[stage]) is None
     return False
 
 

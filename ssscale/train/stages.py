@@ -122,6 +122,11 @@ class Plan:
                 )
             sizes.append((warmup.batch_size, count, True))
             tokens -= warmup.tokens
+        if tokens < 0:
+            raise UserError(
+                f"train.stages.{index}.batch_warmup takes {-tokens:,} tokens more than stage {stage.name!r} trains: "
+                "give it fewer, or the stage more"
+            )
         count, rest = divmod(tokens, own.tokens_per_step)
         last = index == len(self.configs) - 1
         return [*sizes, (own.train.batch_size, count + (last and rest > 0), rest == 0)]

@@ -34,6 +34,7 @@ CASES = [
     ("launch/evaluate.py checkpoint=RUN checkpoint=b", "and as checkpoint=b: leave one of them out"),
     ("slurm/submit.py config=3b_sb nodes=2 nodes=3", "nodes is given twice, as nodes=2 and as nodes=3"),
     ("launch/pretrain.py config=tiny_sb train.max_steps=many", "train.max_steps must be a whole number, not 'many'"),
+    ("launch/pretrain.py config=tiny_sb train.seed=99999999999999", "train.seed must be less than 2^43, not 999"),
     ("launch/pretrain.py config=tiny_sb data.path=nowhere", "data folder nowhere does not exist: make it with"),
     ("launch/pretrain.py config=tiny_sb model.num_heads=7", "model.num_heads=7 does not divide"),
     ("launch/pretrain.py config=tiny_sb processes=3", "train.batch_size=16 is not a multiple of the 24 rows"),

@@ -56,6 +56,10 @@ def test_batches_grow_and_data_folders_go_on_where_they_were_left() -> None:
     ("stages", "sentence"),
     [
         (
+            [StageConfig("a", 100, batch_warmup=[BatchWarmup(2, 40), BatchWarmup(1, 70)])],
+            r"train.stages.0.batch_warmup takes 10 tokens more than stage 'a' trains",
+        ),
+        (
             [StageConfig("a", 100), StageConfig("b", 80, batch_size=8)],
             r"do not add up: stage 'b' changes the size of a step.* of 40 tokens: use train.stages.0.tokens=80 or 120",
         ),

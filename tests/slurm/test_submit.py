@@ -111,6 +111,12 @@ def test_time_limits_as_slurm_reads_them(text, seconds) -> None:
     assert seconds_of("time", text) == seconds
 
 
+def test_jobs_run_in_the_checkout_and_are_submitted_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"submit from {re.escape(str(ROOT))}: jobs run there"):
+        main(["config=mine.yaml", "gpus=0", "--dry-run"])
+
+
 def test_a_percent_sign_of_the_folder_is_none_of_slurms(capsys, tmp_path) -> None:
     assert f" --output={tmp_path}/a%%j b/slurm-evaluate-%j.log " in followers(
         capsys, tmp_path / "a%j b", "evaluate=cloze"

@@ -204,6 +204,14 @@ def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):
         (["from=x", "questions=y", "run_dir=z"], "from=x: there is no such folder"),
         (["from=x", "questions=y", "run_dir=z", "model.vocab_size=3"], "unknown argument 'model.vocab_size=3'"),
         (["from=x", "questions=y", "run_dir=z", "epochs=many"], "epochs must be a number"),
+        (
+            ["from=x", "questions=y", "run_dir=z", "train.microbatch=2"],
+            "train.microbatch=2 has no effect here: use mic",
+        ),
+        (
+            ["from=x", "questions=y", "run_dir=z", "train.stages.0.schedule.lr=1"],
+            "has no effect here: use lr= and epochs=",
+        ),
     ],
 )
 def test_command_says_what_is_wrong(arguments, said, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ssscale.train.checkpoint_folder import saved_config
 from tests.conftest import ROOT
 from tests.train.ranks import Ranks, state_of
 from tests.train.same import compare
@@ -60,3 +61,42 @@ def test_stages_change_the_model_the_data_and_the_batch(corpus: Path, short_rows
             [*arguments, "train.save_every=1000", f"train.max_steps={step}"], tmp_path / "parts", small=False
         ).finish()
     compare(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_what_is_trained_is_saved_before_a_stage_begins(corpus: Path, tmp_path: Path) -> None:
+    """With the configuration by which it was trained. And the same stages are needed to go on."""
+    tokens = 4 * 256 * 2
+    stages = [
+        {"name": "softmax", "tokens": tokens},
+        {"name": "ssmax", "tokens": tokens, "model": {"mixers": ["ssmax"]}},
+        {"name": "elsewhere", "tokens": tokens, "data_path": str(tmp_path / "absent")},
+    ]
+    schedule = {"schedule": {"kind": "constant", "lr": 1e-3}}
+    run = {
+        "include": [f"{ROOT}/configs/{name}.yaml" for name in ("model/tiny", "model/softmax", "data/stdlib")],
+        "model": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_heads": 1},
+        "train": {
+            "batch_size": 4,
+            "microbatch": 1,
+            "stages": [stage | schedule for stage in stages],
+            "save_every": 100,
+        },
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    arguments = [f"config={file}", f"data.path={corpus}", "train.eval_every=0"]
+    stopped = Ranks(arguments, tmp_path / "run", size=1, small=False)
+    assert stopped.wait() == [2]
+    assert f"data folder {tmp_path / 'absent'} does not exist" in stopped.output()
+    saved = {path.name: saved_config(path).model.mixers for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert saved == {"step-00000002": ["softmax"], "step-00000004": ["ssmax"]}
+
+    changed = Ranks([*arguments, "train.stages.1.batch_size=2"], tmp_path / "run", size=1, small=False)
+    assert changed.wait() == [2]
+    assert "train.stages: step 4 of the run in" in changed.output()
+    assert "has trained 4,096 tokens, and by the stages as given 3,072: give the stages" in changed.output()
+    (tmp_path / "run/config.yaml").unlink()  # the checkpoint's copy takes its place
+    again = Ranks(arguments, tmp_path / "run", size=1, small=False)
+    assert again.wait() == [2]
+    assert "holds something that is not a run" not in again.output()
+    assert again.output().count("absent does not exist") == 2

@@ -156,7 +156,7 @@ def test_a_stale_lock_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for other in (
         ours | {"pid": dead.pid},  # gone
         ours | {"started": 1.0},  # its number now belongs to another process
-        elsewhere,  # an earlier start of this Slurm job
+        elsewhere | {"slurm_restarts": "1"},  # another start of this Slurm job
         elsewhere | {"slurm_job": "6"},  # silent
     ):
         (tmp_path / "run.lock").write_text(json.dumps(other))
@@ -169,7 +169,7 @@ def test_a_stale_lock_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_lock_that_is_touched_from_elsewhere_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssscale.train.lock.HEARTBEAT_S", 0.2)
-    other = RunLock(tmp_path, slurm_job=None)
+    other = RunLock(tmp_path, slurm_job="7")  # another step of the same start of the job
     other.owner |= {"host": "far", "machine": "far/pid:[1]"}
     other.acquire()
     with pytest.raises(UserError, match=f"in use by process {os.getpid()} on far"):
