@@ -78,11 +78,11 @@ class TaskEvaluation:
             add_results(file, content)
         except OSError as error:  # a full disk must not stop training, and metrics.jsonl has the values
             logger.error("%s cannot be written: %s", file, error.strerror)
-        return {
-            f"{result.task}/{name.split(',')[0]}": value
-            for result in outcome.results
-            for name, value in means(result.metrics)
-        }
+        found: dict[str, float] = {}
+        for result in outcome.results:
+            for name, value in means(result.metrics):  # NAME,FILTER: of several filters the first, as in the result
+                found.setdefault(f"{result.task}/{name.split(',')[0]}", value)
+        return found
 
     def _write_items(self, run: Run, tokenizer: TextTokenizer) -> None:
         """Write the items of the cloze task, once per data folder and length."""

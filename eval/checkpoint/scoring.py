@@ -240,8 +240,10 @@ def first_document(error: Exception) -> int | None:
 
 def _scored(task: str, output: dict[str, Any], limit: int | None, length: int) -> Scored:
     samples, metrics = output["samples"][task], output["results"][task]
-    choices = [len(sample["arguments"]) for sample in samples]
     config = output["configs"][task]
+    # With this metric, lm-eval also asks for each choice without its question.
+    asked = 2 if any(metric["metric"] == "acc_mutual_info" for metric in config.get("metric_list") or ()) else 1
+    choices = [len(sample["arguments"]) // asked for sample in samples]
     multiple_choice = config["output_type"] == "multiple_choice"
     in_documents = (config.get("metadata") or {}).get(
         "num_fewshot", 0

@@ -10,10 +10,11 @@ import torch
 
 from eval.checkpoint.command import begun, write
 from eval.checkpoint.documents import read_documents
-from eval.checkpoint.results import results_file, run_folder
+from eval.checkpoint.results import results_file
 from eval.checkpoint.text import TextTokenizer
 from eval.papers.context_losses import PASS_TOKENS
 from eval.papers.retrieval import Haystack
+from eval.papers.runs import described
 from ssscale.errors import UserError
 from ssscale.layout import PackedLayout
 from ssscale.model.decoder import Decoder
@@ -105,11 +106,7 @@ def evaluate(run: Path, changes: list[str], arguments: argparse.Namespace, cells
     file = file.with_name(f"repeats-{file.name}")
     haystack = Haystack(read_documents(arguments.texts), tokenizer)
     settings: dict[str, Any] = {
-        "kind": "repeats",
-        "run": run_folder(checkpoint).resolve().name,
-        "checkpoint": checkpoint.name,
-        "changes": changes,
-        "texts": arguments.texts.name,
+        **described("repeats", checkpoint, changes, arguments.texts),
         "train_length": config.data.length,
         "samples": arguments.samples,
     }

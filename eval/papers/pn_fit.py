@@ -46,14 +46,17 @@ def fit_logarithm(p: np.ndarray, weights: np.ndarray) -> Fit:
     return Fit(a1, float(mean_p - a1 * mean_x), 1 - float(rest / (weights @ dp**2)))
 
 
-def occurrences(lengths: np.ndarray, size: int) -> np.ndarray:
+def occurrences(lengths: np.ndarray, size: int, window: int | None = None) -> np.ndarray:
     """Return how many tokens with a target see n keys, for n = 1 … size, in documents of the given lengths.
 
-    The last token of a document has no target. The count of n = 1 is 0, because the softmax over one key is 1 for any
-    p_1.
+    window: the most keys that a query sees. The last token of a document has no target. The count of n = 1 is 0, because
+    the softmax over one key is 1 for any p_1.
     """
     ended = np.cumsum(np.bincount(np.minimum(lengths, size + 1), minlength=size + 2))
     counts = len(lengths) - ended[1 : size + 1]  # documents of more than n tokens
+    if window is not None and window < size:
+        counts[window - 1] += counts[window:].sum()
+        counts[window:] = 0
     counts[0] = 0
     return counts
 
@@ -120,14 +123,14 @@ def main() -> None:
         raise UserError(f"--figure {file}: the figure is a PNG image, so its name has to end in .png")
     run = Run.open(arguments.run)
     p = learned_pn(run)
-    weights = occurrences(training_lengths(run, arguments.data), len(p))
+    weights = occurrences(training_lengths(run, arguments.data), len(p), run.config.model.position.window)
     fit = fit_logarithm(p, weights.astype(np.float64))
     print(
         f"p_n ≈ {fit.a1:.4f} ln n {fit.a2:+.4f}, R² {fit.r2:.4f} over {int((weights > 0).sum())} n, {run.tokens:,} tokens"
     )
     if arguments.json is not None:
         write(arguments.json, {"kind": "pn", "run": run.name, "pn": p.round(4).tolist(), **fit._asdict()})
-    draw(p, fit, f"{run.name}: {run.tokens / 1e6:,.0f}M tokens", file)
+    draw(p[: run.config.model.position.window], fit, f"{run.name}: {run.tokens / 1e6:,.0f}M tokens", file)
     print(file)
 
 

@@ -1,5 +1,6 @@
 """The runs and the changed keys that a command of this folder takes. Imports no torch."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -32,4 +33,5 @@ def described(kind: str, checkpoint: Path, changes: list[str], texts: Path) -> d
         "checkpoint": checkpoint.name,
         "changes": changes,
         "texts": texts.name,
+        "texts_sha256": hashlib.sha256(texts.read_bytes()).hexdigest(),
     }

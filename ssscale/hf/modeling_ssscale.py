@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -246,7 +246,9 @@ class SSScaleForCausalLM(SSScaleModel, GenerationMixin):
             given = kwargs.get("inputs_embeds") if given is None else given
             prompt = 1 if given is None else given.shape[1]
             new = kwargs.get("max_new_tokens", config.max_new_tokens)
-            length = kwargs.get("max_length", config.max_length if generation_config else None)
+            # The model's own setting counts if it is none of transformers' default.
+            chosen = generation_config is not None or config.max_length != GenerationConfig().max_length
+            length = kwargs.get("max_length", config.max_length if chosen else None)
             if new is None and length is not None:
                 kwargs["final_length"] = max(length, prompt + 1)
             else:

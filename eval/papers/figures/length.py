@@ -29,14 +29,34 @@ def smoothed(losses: np.ndarray, reach: int = 2) -> np.ndarray:
     return (sums[at + near + 1] - sums[at - near]) / (2 * near + 1)
 
 
+def check_same(results: list[dict[str, Any]], length: int) -> None:
+    """Raise UserError if results were not measured on the same targets of a length: their means do not compare."""
+
+    def measured(result: dict[str, Any]) -> dict[str, Any]:
+        entry = result["lengths"][str(length)]
+        of_texts = {key: result.get(key) for key in ("texts", "texts_sha256", "joined")}
+        return of_texts | {key: entry.get(key) for key in ("windows", "targets")}
+
+    first = measured(results[0])
+    for result in results[1:]:
+        for key, value in measured(result).items():
+            if value != first[key]:
+                a, b = label(results[0]), label(result)
+                raise UserError(f"{a} and {b} do not compare: {key} is {first[key]} and {value} at {length:,} tokens")
+
+
 def by_position(paths: list[Path]) -> Figure:
     """Draw the mean loss by position in the longest context."""
     results = of_runs(paths, "long_context")
+    length, windows = longest(results[0])[0], longest(results[0])[1]["windows"]
+    if others := [result for result in results if longest(result)[0] != length]:
+        raise UserError(
+            f"the longest length of {label(others[0])} is not the {length:,} of {label(results[0])}: give both the same"
+        )
+    check_same(results, length)
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    windows = set()
     for index, result in enumerate(results):
-        length, found = longest(result)
-        windows.add(found["windows"])
+        _, found = longest(result)
         losses = np.array(found["losses"]).mean(0)
         middle = (np.arange(len(losses)) + 0.5) * found["bin"]
         colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
@@ -44,7 +64,7 @@ def by_position(paths: list[Path]) -> Figure:
         axes.plot(middle, smoothed(losses), color=colour, linestyle=style, linewidth=1.8, label=label(result))
     for train_length in {result["train_length"] for result in results}:
         axes.axvline(train_length, color="0.4", linestyle=":", linewidth=1.2, label=f"trained on {train_length:,}")
-    title = f"Loss by position, {min(windows)} windows of {length:,} tokens"
+    title = f"Loss by position, {windows} windows of {length:,} tokens"
     axes_of(figure, axes, title, "position in the context (tokens)", "loss (nats per token)")
     axes.set_xscale("log")
     # Inside of the axes, the legend would hide the losses of the first positions.
@@ -68,6 +88,7 @@ def _means(results: list[dict[str, Any]], title: str) -> Figure:
     if len(shared) < 2:
         raise UserError("the results share fewer than two lengths: give every run the same --lengths")
     lengths = sorted(int(text) for text in shared)
+    check_same(results, lengths[-1])
     for index, result in enumerate(results):
         losses = [result["lengths"][str(length)]["mean"] for length in lengths]
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}

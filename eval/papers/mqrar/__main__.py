@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="train on full-length sequences from the start")
     parser.add_argument("--lrs", default="1,2,3,4", help="which of the paper's learning rates, from 1 to 4")
     parser.add_argument("--test-every", type=int, default=Recipe.test_every, help="steps between tests")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and sequences")
     for name, size in (("length", 768), ("keys", 4096), ("values", 4096), ("width", 256)):
         parser.add_argument(f"--{name}", type=int, default=size)
     arguments = parser.parse_args()

@@ -28,10 +28,10 @@ def curve(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until: 
         task = Task(pairs, arguments.length, arguments.keys, arguments.values)
         for core in cores(arguments.cores):
             file = arguments.out / f"{core}-{pairs:03d}.json"
-            if file.is_file():
-                continue
             config = model_config(core, task, arguments.width)
             experiment = Experiment(config, task, recipe, groups, file)
+            if experiment.has_result():
+                continue
             done = experiment.run(until)
             last = experiment.history[-1]["accuracy"] if experiment.history else []
             shown = " ".join(f"{accuracy:.3f}" for accuracy in last)
@@ -48,9 +48,9 @@ def picture(arguments: argparse.Namespace, recipe: Recipe, groups: Groups, until
     """
     for core in cores(arguments.cores):
         file = arguments.out / f"attention-{core}.json"
-        if file.is_file() and '"weights"' in file.read_text(encoding="utf-8"):
-            continue
         experiment = Experiment(model_config(core, LETTERS, 100, 32), LETTERS, recipe, groups, file)
+        if experiment.has_result() and '"weights"' in file.read_text(encoding="utf-8"):
+            continue
         if not experiment.run(until):
             return False
         write_picture(experiment)

@@ -5,9 +5,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ssscale.errors import UserError
+
 if TYPE_CHECKING:
     from eval.papers.mqrar.task import Task
 
+SEEDS = 256  # of trainings: a step has the seed `seed · 2**32 + step`, which stays below `task.TEST_SEED`
 # arXiv:2410.17980, Section 5.1: 10^-4, 10^(-10/3), 10^(-8/3), 10^-2.
 LEARNING_RATES = tuple(10.0**exponent for exponent in (-4, -10 / 3, -8 / 3, -2))
 
@@ -36,6 +39,10 @@ class Recipe:
     test_every: int = 250
     test_examples: int = 512
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < SEEDS:
+            raise UserError(f"--seed={self.seed} must be from 0 to {SEEDS - 1}")
 
     def factor(self, step: int) -> float:
         """Return the factor of the learning rate at a step from 1 to `steps`."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ssscale.errors import UserError
 
-TEST_SEED = 2**40  # first seed of the test sequences, far from the seeds of training steps
+TEST_SEED = 2**40  # first seed of the test sequences, after the seeds of training steps
 
 
 class Examples(NamedTuple):
@@ -41,6 +41,8 @@ class Task:
     def __post_init__(self) -> None:
         if not 1 <= self.pairs <= self.num_keys:
             raise UserError(f"pairs={self.pairs} must be from 1 to num_keys={self.num_keys}")
+        if self.num_values < 1:
+            raise UserError(f"num_values={self.num_values} must be at least 1")
         if self.length % 2 or self.num_queries < 1:
             raise UserError(
                 f"length={self.length} must be even and leave room for a question after {self.pairs} pairs: "

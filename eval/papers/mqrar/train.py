@@ -19,6 +19,7 @@ from eval.papers.mqrar.recipe import Deadline, Recipe
 from eval.papers.mqrar.task import TEST_SEED, Task
 from ssscale.config.schema import ModelConfig, position_config
 from ssscale.errors import UserError
+from ssscale.json_object import read_json
 from ssscale.parallel.groups import Groups
 
 SOLVED = 0.99
@@ -74,6 +75,17 @@ class Experiment:
         """The settings that a resumed training must share with the stopped one."""
         core = self.config.mixers[0]
         return {"core": core, "width": self.config.hidden_size, **asdict(self.task), **asdict(self.recipe)}
+
+    def has_result(self) -> bool:
+        """Return whether the result is on file. Raises UserError if it is one of other settings."""
+        if not self.file.is_file():
+            return False
+        before, identity = read_json(self.file), json.loads(json.dumps(self.identity))
+        other = [key for key, value in identity.items() if before.get(key) != value]
+        if other:
+            what = ", ".join(f"{key}={before.get(key)}, not {identity[key]}" for key in other)
+            raise UserError(f"{self.file} holds a result of {what}: give another --out, or remove it")
+        return True
 
     def run(self, until: Deadline | None = None) -> bool:
         """Train until the task is solved, until the last step, or until the deadline has passed, when the state is saved.
