@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import DataError
-from ssscale.data.torchvision_stand_in import install_stand_in
+from ssscale.data.streaming_patches import import_streaming
 
 Sample = dict[str, Any]
 
@@ -29,7 +29,7 @@ def read_shard(folder: Path, shard: dict[str, Any]) -> Iterator[Sample]:
 
 
 def _open(folder: Path, shard: dict[str, Any]) -> tuple[bytes, Any]:
-    install_stand_in()
+    import_streaming()
     from streaming.base.compression import decompress
     from streaming.base.format.mds.reader import MDSReader
     from streaming.base.hashing import get_hash

@@ -16,7 +16,7 @@ import numpy as np
 
 from data_prep.errors import DataError
 from data_prep.pack import Row
-from ssscale.data.torchvision_stand_in import install_stand_in
+from ssscale.data.streaming_patches import import_streaming
 
 FORMAT = "ssscale-packed"
 VERSION = 1
@@ -121,7 +121,7 @@ class ShardFolder:
 
     def _writer(self, split: str) -> Any:
         if split not in self._writers:
-            install_stand_in()
+            import_streaming()
             from streaming import MDSWriter
 
             # MDSWriter requires an empty folder. The source's folder is not empty when a run continues.

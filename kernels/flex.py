@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from .graph_breaks import breaks_graph
+
 BLOCK = 128
 
 # score_mod(score, batch, head, q_idx, kv_idx) → the changed score; FlexAttention's signature.
@@ -156,7 +158,7 @@ def table_entries(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return entries, first.int() if entries.shape[1] < 2**31 else first
 
 
-@torch.compiler.disable  # the graph of a compiled block breaks here; FlexAttention is compiled on its own
+@breaks_graph  # FlexAttention is compiled on its own
 def table_attention(
     table: Callable[..., Tensor],
     weights: tuple[Tensor, ...],

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, str], Iterable[str]]] = {
             "ssscale/b.py": f"from {KERNELS} import a\nfrom {KERNELS}.a import f\nimport launch.c",
             "ssscale/config/d.py": "from ssscale.errors import E\nfrom ssscale import errors, b",
             "launch/c.py": "import eval.e\nfrom data_prep import f",
-            "data_prep/f.py": "from ssscale.data.torchvision_stand_in import g\nfrom ssscale import b",
+            "data_prep/f.py": "from ssscale.data.streaming_patches import g\nfrom ssscale import b",
         },
         [
             "data_prep/f.py: ssscale",

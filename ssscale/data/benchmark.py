@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from ssscale.data.stream import PackedData, make_loader
-from ssscale.data.torchvision_stand_in import install_stand_in
+from ssscale.data.streaming_patches import import_streaming
 
 MICROBATCH = 4
 
@@ -27,7 +27,7 @@ def ours(data: PackedData, source: str, rows: int, workers: int) -> Iterator[Any
 
 
 def bare(data: PackedData, source: str, rows: int, workers: int) -> Iterator[Any]:
-    install_stand_in()
+    import_streaming()
     from streaming import StreamingDataLoader, StreamingDataset
 
     dataset = StreamingDataset(

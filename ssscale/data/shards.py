@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from ssscale.data.batch import Row
 from ssscale.data.order import WINDOW
-from ssscale.data.torchvision_stand_in import install_stand_in
+from ssscale.data.streaming_patches import import_streaming
 from ssscale.errors import UserError
 from ssscale.names import bad_shard_name, leads_out
 
@@ -69,7 +69,7 @@ class Place:
         file = self.local / name
         if file.is_file() or not self.is_remote:
             return file
-        install_stand_in()
+        import_streaming()
         from streaming.base.storage import CloudDownloader
 
         with locked(file):
@@ -117,7 +117,7 @@ class RowStore:
     """
 
     def __init__(self, place: Place, folder: str, index_sha256: str):
-        install_stand_in()
+        import_streaming()
         from streaming import Stream
         from streaming.base.format import reader_from_json
 

@@ -84,7 +84,7 @@ def initialize(
     Raises UserError if the number of processes is not a multiple of tensor · ulysses · ring, if MASTER_PORT is in use or if
     the ranks of a node cannot divide the optimizer's state, and Stop if rank 0 cannot be reached.
     """
-    from megatron.core import parallel_state
+    from ssscale.parallel.megatron_patches import parallel_state
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -131,7 +131,7 @@ def _start(backend: str, distributed: bool, timeout: datetime.timedelta) -> None
 
 
 def _start_megatron(tensor: int, ulysses: int, ring: int, timeout_minutes: float) -> None:
-    from megatron.core import parallel_state
+    from ssscale.parallel.megatron_patches import parallel_state
 
     world_size = dist.get_world_size()
     if world_size % (tensor * ulysses * ring):
@@ -166,7 +166,7 @@ def _context_groups(
     ulysses: int, ring: int, timeout: datetime.timedelta
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Returns this rank's Ulysses group (adjacent ranks of the context group) and its ring (every ulysses-th of them)."""
-    from megatron.core import parallel_state
+    from ssscale.parallel.megatron_patches import parallel_state
 
     context = parallel_state.get_context_parallel_group()
     if ulysses == 1 or ring == 1:
@@ -191,7 +191,7 @@ def shutdown_together() -> None:
 
 def shutdown() -> None:
     """Destroys Megatron-core's groups and shuts down torch.distributed."""
-    from megatron.core import parallel_state
+    from ssscale.parallel.megatron_patches import parallel_state
 
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -205,7 +205,7 @@ class MegatronMPU:
     """
 
     def __init__(self) -> None:
-        from megatron.core import parallel_state
+        from ssscale.parallel.megatron_patches import parallel_state
 
         self._state = parallel_state
 

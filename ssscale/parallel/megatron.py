@@ -12,13 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ssscale.parallel import fp8, megatron_patches, overlapped
 from ssscale.parallel.groups import Groups
+from ssscale.parallel.megatron_patches import TransformerConfig, initialize_rng_tracker, tensor_parallel
 from ssscale.parallel.operators import (
     column_product,
     cross_entropy,

@@ -1,7 +1,35 @@
-"""Changes to Megatron-core 0.16.1, and to torch because of it."""
+"""Changes to Megatron-core 0.16.1, and to torch because of it.
+
+Megatron-core is imported here alone; other modules take from here what they use of it.
+"""
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
-from megatron.core.tensor_parallel import layers
+
+__all__ = ["TransformerConfig", "apply", "initialize_rng_tracker", "parallel_state", "tensor_parallel"]
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Leaves out the torch.compile of Megatron-core's fused activations and losses, none of which we call.
+
+    torch.compile would import Dynamo and Inductor to decorate them, which takes 2 seconds.
+    """
+    compiler = torch.compile
+    torch.compile = lambda function: function
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+with _nothing_compiled():
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def apply() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers the shapes of the operators in _c10d_functional
+from ssscale_kernels.graph_breaks import breaks_graph
 from ssscale_kernels.versions import mark
 from torch import Tensor
 
@@ -29,7 +30,7 @@ _collectives = torch.ops._c10d_functional
 _library = new_library("ssscale_parallel", __file__)
 
 
-@torch.compiler.disable
+@breaks_graph
 def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function that communicates between ranks without these operators, outside of any compiled graph.
 

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+from ssscale_kernels.graph_breaks import breaks_graph
 from ssscale_kernels.softmax import backends, merge, rectangle
 from ssscale_kernels.softmax.documents import Documents, Rectangles
 from torch import Tensor
@@ -13,7 +14,7 @@ from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import RingShift
 
 
-@torch.compiler.disable  # breaks the graph of a compiled block: Dynamo cannot trace communication between ranks
+@breaks_graph  # Dynamo cannot trace communication between ranks
 def ring_softmax(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, groups: Groups, scale: float | None, backend: str = "auto"
 ) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from ssscale_kernels.graph_breaks import breaks_graph
 from ssscale_kernels.stickbreaking import ops
 from ssscale_kernels.upload import upload
 from torch import Tensor
@@ -15,7 +16,7 @@ from ssscale.parallel.groups import Groups
 from ssscale.parallel.transfer import LineShift
 
 
-@torch.compiler.disable  # breaks the graph of a compiled block: Dynamo cannot trace communication between ranks
+@breaks_graph  # Dynamo cannot trace communication between ranks
 def ring_stickbreaking(
     q: Tensor,
     k: Tensor,

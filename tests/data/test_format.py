@@ -7,13 +7,13 @@ import numpy as np
 
 from data_prep.__main__ import main
 from ssscale.data.stream import PackedData
-from ssscale.data.torchvision_stand_in import install_stand_in
+from ssscale.data.streaming_patches import import_streaming
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_documented_writer(folder: Path, tmp_path: Path) -> None:
-    install_stand_in()
+    import_streaming()
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reference/data_format.md").read_text(), re.DOTALL)
     names: dict = {}
     exec(code, names)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from data_prep.__main__ import main
 from data_prep.read_shards import read_manifest
-from ssscale.data.torchvision_stand_in import install_stand_in
+from ssscale.data.streaming_patches import import_streaming
 from tests.data_prep.conftest import make_texts, write_jsonl
 
 TEXTS = [text for text in make_texts(150, 3) if text.strip()]
@@ -75,7 +75,7 @@ def megatron(root: Path, ids: list[list[int]]) -> str:
 
 def mds(root: Path, ids: list[list[int]], encoding: str = "ndarray:int32", length: int = 50, **options: object) -> str:
     """As llm-foundry writes it: documents one behind the other, each with its EOS, cut into samples."""
-    install_stand_in()
+    import_streaming()
     from streaming import MDSWriter
 
     stream = np.concatenate([[*tokens, 0] for tokens in ids])

@@ -23,7 +23,7 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.key_set import KeySet
-from ssscale.data.torchvision_stand_in import install_stand_in
+from ssscale.data.streaming_patches import import_streaming
 from tests.data_prep.conftest import make_texts, source_flags, write_jsonl
 from tests.data_prep.folders import contents
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
     """Processes are forked, because to import all this anew takes longer than the whole conversion."""
-    install_stand_in()
+    import_streaming()
     import streaming  # noqa: F401
 
     import data_prep.prepare  # noqa: F401

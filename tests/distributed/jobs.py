@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
 from ssscale.config.choices import ShardWithin
@@ -20,6 +19,7 @@ from ssscale.model.decoder import VOCAB_WEIGHTS, Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups, initialize
 from ssscale.parallel.megatron import IGNORE
+from ssscale.parallel.megatron_patches import parallel_state
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint

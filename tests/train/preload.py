@@ -2,9 +2,9 @@
 
 import gc
 
-from ssscale.data.torchvision_stand_in import install_stand_in
+from ssscale.data.streaming_patches import import_streaming
 
-install_stand_in()
+import_streaming()
 
 import deepspeed.comm.mori
 import deepspeed.comm.torch
@@ -14,6 +14,7 @@ import rich.console  # noqa: F401
 import ssscale_kernels.softmax
 import ssscale_kernels.stickbreaking  # noqa: F401
 import streaming.base.format.mds.reader  # noqa: F401
+import torch._dynamo  # by torch.optim
 import torch.utils.tensorboard  # noqa: F401
 import transformers  # noqa: F401
 
