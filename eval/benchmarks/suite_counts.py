@@ -43,10 +43,10 @@ class CountingLM(PackedLM):
             members, counts, torch.randn(sum(counts), dtype=torch.float64), torch.zeros(sum(counts), dtype=torch.bool)
         )
 
-    def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
+    def _generate(self, prompts: dict[int, list[int]], options: dict[str, Any]) -> list[str]:
         self.passes += 1
         self.requests += len(prompts)
-        self.counted += sum(map(len, prompts))
+        self.counted += sum(map(len, prompts.values()))
         self.steps += options["max_gen_toks"]
         return [""] * len(prompts)
 

@@ -339,8 +339,7 @@ class PackedLM(TemplateLM):
             jobs += [[(members[i], options) for i in batch] for batch in batches]
 
         def work(batch: list[tuple[int, dict[str, Any]]]) -> dict[int, str]:
-            numbers = [i for i, _ in batch]
-            texts = self._generate([prompts[i] for i in numbers], numbers, batch[0][1])
+            texts = self._generate({i: prompts[i] for i, _ in batch}, batch[0][1])
             return {i: text for (i, _), text in zip(batch, texts, strict=True)}
 
         def merged(parts: list[dict[int, str]]) -> dict[int, str]:
@@ -349,8 +348,8 @@ class PackedLM(TemplateLM):
         found = self._share_out(named(requests, "texts"), jobs, [len(job) for job in jobs], work, merged)
         return [found[index] for index in range(len(requests))]
 
-    def _generate(self, prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> list[str]:
-        """Generate a text per prompt. Each has a seed of its own: a task may ask for many samples of one prompt."""
+    def _generate(self, prompts: dict[int, list[int]], options: dict[str, Any]) -> list[str]:
+        """Generate a text per prompt. Its number is its seed, because a task may ask for many samples of one prompt."""
         until = [end for end in options.get("until") or [] if end]
         # A token has at least one byte, so this many last tokens contain a new stop string. 8 more for cut characters.
         tail = max((len(end.encode()) for end in until), default=0) + 8
@@ -362,12 +361,12 @@ class PackedLM(TemplateLM):
         with varied_documents():
             texts = generate(
                 self.model,
-                prompts,
+                list(prompts.values()),
                 options["max_gen_toks"],
                 eos_id=self.text.eos_id,
                 temperature=options.get("temperature") or 0.0,
                 top_p=options.get("top_p") or 1.0,
-                seeds=seeds,
+                seed=list(prompts),
                 max_length=self.length,
                 vocab_size=self.text.vocab_size,
                 stop=ended if until else None,

@@ -29,8 +29,7 @@ def generate(
     eos_id: int | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    seed: int = 0,
-    seeds: Sequence[int] | None = None,
+    seed: int | Sequence[int] = 0,
     max_length: int | None = None,
     vocab_size: int | None = None,
     stop: Stop | None = None,
@@ -40,7 +39,7 @@ def generate(
 
     temperature: 0 takes the most likely token. Otherwise tokens are drawn from softmax(logits / temperature),
     restricted to the most likely ones that together hold `top_p` (nucleus sampling, arXiv:1904.09751). seed: prompt i
-    has a generator of its own, seeded with seeds[i], by default seed + i, so its text does not depend on the rest of the
+    has a generator of its own, seeded with seed + i, or with seed[i], so its text does not depend on the rest of the
     batch. max_length: the limit for prompt and text together. vocab_size: the tokenizer's, if the model has more entries;
     ids from it on are never chosen. stop: called with the texts that have just grown; returns for each whether it ends.
 
@@ -50,7 +49,7 @@ def generate(
         raise ValueError("a prompt needs at least one token: begin it with the beginning-of-document token")
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature={temperature} must not be negative and top_p={top_p} must be in (0, 1]")
-    seeds = range(seed, seed + len(prompts)) if seeds is None else seeds
+    seeds = range(seed, seed + len(prompts)) if isinstance(seed, int) else seed
     generators = [torch.Generator().manual_seed(own) for own in seeds]
     texts: list[list[int]] = [[] for _ in prompts]
     room = [max_new_tokens if max_length is None else min(max_new_tokens, max_length - len(p)) for p in prompts]

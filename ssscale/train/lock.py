@@ -134,8 +134,7 @@ class RunLock:
         if other is not None and other["machine"] == self.owner["machine"]:
             started = _started(other["pid"])
             return started is not None and started == other["started"]
-        same_job = other is not None and other["slurm_job"] is not None and other["slurm_job"] == self.owner["slurm_job"]
-        if same_job and other["slurm_restarts"] != self.owner["slurm_restarts"]:
+        if other is not None and self._is_of_another_start(other):
             return False  # Slurm restarts a job only after its earlier start has ended
         before = self._touched()
         end = time.monotonic() + SILENT_S
@@ -144,6 +143,11 @@ class RunLock:
             if self._touched() != before:
                 return True
         return False
+
+    def _is_of_another_start(self, other: dict[str, Any]) -> bool:
+        """Whether another start of this Slurm job has left the lock."""
+        job, restarts = self.owner["slurm_job"], self.owner["slurm_restarts"]
+        return job is not None and bool(other["slurm_job"] == job and other["slurm_restarts"] != restarts)
 
     def _touched(self) -> float:
         try:
