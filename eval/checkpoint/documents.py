@@ -1,5 +1,6 @@
 """Reads documents: JSON lines with the key `text` (or `page`), or a plain text file as one document."""
 
+import hashlib
 import io
 import json
 from collections.abc import Iterator
@@ -32,6 +33,17 @@ def read_documents(file: Path, option: str = "--texts=") -> Iterator[str]:
                 if line.strip():
                     yield _text(line, file, number)
     except (OSError, EOFError, UnicodeDecodeError, zstandard.ZstdError) as error:
+        raise UserError(f"{option}{file} cannot be read: {error}") from None
+
+
+def sha256_of(file: Path, option: str = "--texts=") -> str:
+    """Return the SHA-256 of a file of documents, by which results of other texts are known. Raises UserError as above."""
+    if not file.is_file():
+        raise UserError(f"{option}{file}: there is no such file")
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
         raise UserError(f"{option}{file} cannot be read: {error}") from None
 
 

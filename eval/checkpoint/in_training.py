@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from eval.checkpoint.cloze import build_items, write_items
 from eval.checkpoint.harness import PackedLM
 from eval.checkpoint.results import FOLDER, add_results, results_file
+from eval.checkpoint.scoring import TaskResult
 from eval.checkpoint.suite import find_tasks, run_tasks
 from eval.checkpoint.text import TextTokenizer, held_out
 from ssscale.config.schema import Config
@@ -78,11 +79,7 @@ class TaskEvaluation:
             add_results(file, content)
         except OSError as error:  # a full disk must not stop training, and metrics.jsonl has the values
             logger.error("%s cannot be written: %s", file, error.strerror)
-        found: dict[str, float] = {}
-        for result in outcome.results:
-            for name, value in means(result.metrics):  # NAME,FILTER: of several filters the first, as in the result
-                found.setdefault(f"{result.task}/{name.split(',')[0]}", value)
-        return found
+        return values_of(outcome.results)
 
     def _write_items(self, run: Run, tokenizer: TextTokenizer) -> None:
         """Write the items of the cloze task, once per data folder and length."""
@@ -93,6 +90,15 @@ class TaskEvaluation:
             write_items(build_items(held_out(valid, tokenizer), tokenizer, valid.length), self.items)
         dist.barrier()
         self._items_of = (valid.fingerprint, valid.length)
+
+
+def values_of(results: Iterable[TaskResult]) -> dict[str, float]:
+    """Return {task/metric: mean}. Of the filters of a metric the first counts, as it does in a result."""
+    found: dict[str, float] = {}
+    for result in results:
+        for name, value in means(result.metrics):
+            found.setdefault(f"{result.task}/{name.split(',')[0]}", value)
+    return found
 
 
 def means(metrics: dict[str, object]) -> Iterator[tuple[str, float]]:

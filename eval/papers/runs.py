@@ -1,9 +1,9 @@
 """The runs and the changed keys that a command of this folder takes. Imports no torch."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
+from eval.checkpoint.documents import sha256_of
 from eval.checkpoint.results import check_keys, run_folder
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import find_checkpoint
@@ -33,5 +33,5 @@ def described(kind: str, checkpoint: Path, changes: list[str], texts: Path) -> d
         "checkpoint": checkpoint.name,
         "changes": changes,
         "texts": texts.name,
-        "texts_sha256": hashlib.sha256(texts.read_bytes()).hexdigest(),
+        "texts_sha256": sha256_of(texts),
     }

@@ -96,6 +96,10 @@ def test_logits_generation_and_round_trip(name: str, groups: Groups, tokenizer_f
     for way in ({"cache_implementation": "static"}, {"prefill_chunk_size": 5}):
         again = theirs.generate(tokens, attention_mask=mask, **settings, **way)[:, tokens.shape[1] :]
         assert again.tolist() == text.tolist(), way
+    theirs.generation_config.max_length = tokens.shape[1] + NEW
+    own = settings | {"max_new_tokens": None}
+    again = theirs.generate(tokens, attention_mask=mask, **own)[:, tokens.shape[1] :]
+    assert again.tolist() == text.tolist()
     # Without the cache every token is computed anew from the whole text.
     whole = theirs.generate(tokens, attention_mask=mask, use_cache=False, **settings)[:, tokens.shape[1] :]
     assert whole.tolist() == text.tolist()

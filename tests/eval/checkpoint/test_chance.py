@@ -3,8 +3,9 @@
 import pytest
 
 from eval.checkpoint.chance import WRITTEN, against_chance, interval
+from eval.checkpoint.in_training import values_of
 from eval.checkpoint.paper import SUITE, chance_rows
-from eval.checkpoint.scoring import guessing
+from eval.checkpoint.scoring import _scored, guessing, make_result
 from eval.checkpoint.tasks.local.files import FILES
 
 CHOICES = {
@@ -68,3 +69,29 @@ def test_rows_of_the_papers_tables():
     assert gsm == (("–", "–"),) * 3
     assert len(shown) == 10
     assert set(SUITE) <= set(FILES)
+
+
+@pytest.mark.parametrize(("metrics", "asked"), [(["acc"], 4), (["acc", "acc_mutual_info"], 8)])
+def test_chance_counts_choices_and_not_requests(metrics, asked):
+    """For mutual information, lm-eval also asks for each choice without its question."""
+    samples = [{"doc_id": 0, "arguments": [("question", f" {n}") for n in range(asked)]}]
+    config = {"output_type": "multiple_choice", "metric_list": [{"metric": name} for name in metrics]}
+    output = {
+        "samples": {"t": samples},
+        "results": {"t": {"acc,none": 0.5}},
+        "configs": {"t": config},
+        "n-shot": {"t": 0},
+    }
+    assert _scored("t", output, None, 64).result.chance == 0.25
+
+
+def test_training_logs_the_filter_that_results_name():
+    metrics = {
+        "exact_match,strict": 0.1,
+        "exact_match_stderr,strict": 0.01,
+        "exact_match,flexible": 0.3,
+        "f1,none": 0.2,
+    }
+    result = make_result("t", metrics, chance=None, items=1, num_fewshot=0, limit=None, length=64)
+    assert values_of([result]) == {"t/exact_match": result.value, "t/f1": 0.2}
+    assert result.value == 0.1

@@ -29,6 +29,7 @@ def test_seed_decides_and_the_other_prompts_do_not(model):
     assert drawn == generate(model, PROMPTS, 10, temperature=2.0, seed=3)
     assert drawn != generate(model, PROMPTS, 10, temperature=2.0, seed=4)
     assert drawn[0] == generate(model, PROMPTS[:1], 10, temperature=2.0, seed=3)[0]
+    assert drawn[1:] == generate(model, PROMPTS[1:], 10, temperature=2.0, seed=[4, 5])
 
 
 def test_stops_at_the_end_of_the_document(model):

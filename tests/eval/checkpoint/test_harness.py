@@ -250,3 +250,12 @@ def test_values_on_a_gpu_are_those_of_float64(core, config, groups, tokenizer, m
         for _ in range(10):
             tokens.append(int(exact(torch.tensor(tokens), PackedLayout.from_lengths([len(tokens)]))[-1].argmax()))
         assert tokenizer.decode(tokens[-10:]).split("\n")[0] == text
+
+
+def test_samples_of_one_prompt_differ_and_batches_do_not_change_them(model, tokenizer):
+    """lm-eval asks for `repeats` samples by as many equal requests, which can be in several batches."""
+    options = {"until": [], "do_sample": True, "temperature": 0.7, "max_gen_toks": 16}
+    requests = ask("generate_until", *[("A stick", options)] * 6)
+    few, many = (PackedLM(model, tokenizer, LENGTH, batch_tokens=n).generate_until(requests) for n in (64, 100_000))
+    assert few == many
+    assert len(set(few)) == 6

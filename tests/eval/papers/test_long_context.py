@@ -106,6 +106,25 @@ def test_command_and_figures(run, texts, tmp_path, monkeypatch, capsys, groups):
     assert json.loads(plain.read_text())["lengths"]["32"]["mean"] != 99.0
 
 
+def test_another_text_of_the_same_name(run, texts, tmp_path, monkeypatch, capsys):
+    """Its results are its own, and no figure compares them with those of the first."""
+    other = tmp_path / "other" / texts.name
+    other.parent.mkdir()
+    lines = zstandard.decompress(texts.read_bytes()).splitlines(keepends=True)
+    other.write_bytes(zstandard.compress(b"".join(reversed(lines))))
+    results = []
+    for file in (texts, other):
+        call(monkeypatch, run, "--texts", file, "--lengths", "32,64", "--windows", 1)
+        results.append(json.loads((run / "eval" / "long_context-step-00000010.json").read_text()))
+    assert results[0]["lengths"]["64"]["mean"] != results[1]["lengths"]["64"]["mean"]
+    with pytest.raises(UserError, match="do not compare: texts_sha256 is"):
+        figures.check_same(results, 64)
+    results[1] |= {"texts_sha256": results[0]["texts_sha256"]}
+    results[1]["lengths"]["64"]["targets"] += 1
+    with pytest.raises(UserError, match="do not compare: targets is 62 and 63 at 64 tokens"):
+        figures.check_same(results, 64)
+
+
 def test_too_long_for_the_memory(model, monkeypatch):
     def full(*inputs):
         raise torch.OutOfMemoryError

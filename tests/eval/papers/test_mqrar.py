@@ -223,6 +223,8 @@ def call(monkeypatch, *arguments):
         (["--width", 0], "--width must be even and at least 2"),
         (["--minutes", "nan"], "--minutes must be at least 0, not nan"),
         (["--minutes", -1], "--minutes must be at least 0, not -1"),
+        (["--values", 0], "num_values=0 must be at least 1"),
+        (["--seed", 256], "--seed=256 must be from 0 to 255"),
     ],
 )
 def test_bad_input(arguments, said, tmp_path, monkeypatch, capsys):
@@ -240,6 +242,12 @@ def test_commands_in_miniature(groups, tmp_path, monkeypatch, capsys):
     call(monkeypatch, "curve", *size, "--pairs", 2, "--cores", "stickbreaking", "--steps", 250)
     result = json.loads((tmp_path / "stickbreaking-002.json").read_text())
     assert result["best"] > 0.95
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, "curve", *size, "--pairs", 2, "--cores", "stickbreaking", "--steps", 300)
+    assert stop.value.code == 2
+    assert "stickbreaking-002.json holds a result of steps=250, not 300: give another --out" in capsys.readouterr().err
+    call(monkeypatch, "curve", *size, "--pairs", 2, "--cores", "stickbreaking", "--steps", 250)
+    assert json.loads((tmp_path / "stickbreaking-002.json").read_text()) == result
     assert recall.before(result) is None  # 250 steps are one test
     tests = [{"step": step, "accuracy": [0.1, step / 1000]} for step in (250, 500, 750)]
     stages = [[0.5, 8, 2], [0.1, 64, 2]]  # of 1,000 steps

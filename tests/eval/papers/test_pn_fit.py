@@ -26,6 +26,13 @@ def test_occurrences_count_the_targets_behind_n_keys():
         assert occurrences(lengths, size).tolist() == [0, *expected]
 
 
+def test_beyond_a_window_no_more_keys_are_seen():
+    lengths = np.array([3, 1, 7, 3])
+    seen = [min(n, 4) for length in lengths for n in range(2, length)]
+    assert occurrences(lengths, 9, 4).tolist() == [0, *(seen.count(n) for n in range(2, 10))]
+    assert occurrences(lengths, 9, 9).tolist() == occurrences(lengths, 9, None).tolist()
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_fit_is_weighted_least_squares(noise):
     generator = np.random.default_rng(0)
