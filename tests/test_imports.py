@@ -1,10 +1,12 @@
 """Importing us compiles nothing: Dynamo and Inductor, which take 2 seconds, are imported by what compiles."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,6 +36,17 @@ def test_dynamo_leaves_out_what_was_decorated_before_its_import(found: dict[str,
     assert not found["ours"]["compiling"]
     assert found["ours"]["graphs"] > 2  # on both sides of the break
     assert found["ours"]["breaks"] >= 2
+
+
+def test_a_torch_without_the_private_names_decorates_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._C._dynamo.eval_frame", ModuleType("eval_frame"))
+    spec = importlib.util.spec_from_file_location("other_torch", ROOT / "kernels" / "graph_breaks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("torch.compiler.disable", lambda function: ("decorated", function))
+    assert module.breaks_graph(len) == ("decorated", len)
 
 
 def test_the_data_sets_of_streaming_can_still_be_imported(found: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ torch's fake process group takes the place of NCCL. Exchanges return at once and
 rank's forward and backward pass is as in a run. The table compares ways to compile the blocks, and one rank that
 has the whole model, as a data-parallel rank does:
 
-    pieces               graphs between the exchanges (the default)
-    whole                train.compile_exchanges=true
+    pieces               train.compile_exchanges=false: graphs between the exchanges
+    whole                train.compile_exchanges=true, which auto is on GPUs
     whole, …             also parallel.keep_gathered=true, or parallel.overlap_gathers=true
     tensor=1             the whole model
 
