@@ -104,7 +104,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.batch_size": (AT_LEAST_1, SIZE),
     "train.microbatch": (AT_LEAST_1, SIZE),
     "train.max_steps": (AT_LEAST_0,),
-    "train.seed": (AT_LEAST_0, ("less than 2^43", operator.lt, 2**43)),  # a million of each are seeds of weights
+    "train.seed": (AT_LEAST_0, ("less than 2^43", operator.lt, 2**43)),  # torch takes less than 2^63, and it is multiplied
     "train.z_loss": (AT_LEAST_0,),
     "train.log_every": (AT_LEAST_1,),
     "train.eval_every": (AT_LEAST_0,),
