@@ -72,6 +72,7 @@ BELOW_0: Bound = ("less than 0", operator.lt, 0)
 BELOW_1: Bound = ("less than 1", operator.lt, 1)
 # Larger values cannot be intended, and they overflow counters of 64 or 32 bits.
 SIZE: Bound = ("less than 2^31", operator.lt, 2**31)
+SEED: Bound = ("less than 2^43", operator.lt, 2**43)  # torch's seeds end at 2^63, and each weight has one of a million
 AT_MOST_1024: Bound = ("at most 1024", operator.le, 1024)
 A_YEAR: Bound = ("at most 31,536,000 seconds, a year", operator.le, 31_536_000)
 
@@ -104,7 +105,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "train.batch_size": (AT_LEAST_1, SIZE),
     "train.microbatch": (AT_LEAST_1, SIZE),
     "train.max_steps": (AT_LEAST_0,),
-    "train.seed": (AT_LEAST_0, ("less than 2^43", operator.lt, 2**43)),  # torch takes less than 2^63, and it is multiplied
+    "train.seed": (AT_LEAST_0, SEED),
     "train.z_loss": (AT_LEAST_0,),
     "train.log_every": (AT_LEAST_1,),
     "train.eval_every": (AT_LEAST_0,),
