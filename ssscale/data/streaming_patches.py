@@ -1,7 +1,7 @@
 """The only change to mosaicml-streaming (0.13.0): it is imported without the data sets that it brings.
 
-They need transformers' generation, which imports Dynamo and Inductor (2 seconds), and torchvision, of which there may be
-none for a CPU build of torch. data_prep imports this file too.
+They need transformers' generation, which imports Dynamo and Inductor (2 seconds), and torchvision, which a CPU build of
+torch may lack. data_prep imports this file too.
 """
 
 import sys

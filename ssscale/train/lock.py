@@ -48,8 +48,8 @@ class RunLock:
     """The file `run.lock` in a run folder: JSON that names its owner. A thread touches it every HEARTBEAT_S seconds.
 
     A stale lock is taken over. If the owner ran on this machine since its last boot, the lock is stale when the process is
-    gone. If it belongs to an earlier start of the same Slurm job, it is stale; not so one of the same start, of which several
-    steps may run on different nodes. In all other cases, also if the file is
+    gone. If it belongs to an earlier start of the same Slurm job, it is stale. (Steps of one start may run on several nodes
+    at a time.) In all other cases, also if the file is
     broken, it is stale when it has not been touched for SILENT_S seconds, so that no clocks of machines are compared.
     """
 
