@@ -49,8 +49,8 @@ class RunLock:
 
     A stale lock is taken over. If the owner ran on this machine since its last boot, the lock is stale when the process is
     gone. If it belongs to an earlier start of the same Slurm job, it is stale. (Steps of one start may run on several nodes
-    at a time.) In all other cases, also if the file is
-    broken, it is stale when it has not been touched for SILENT_S seconds, so that no clocks of machines are compared.
+    at a time.) In all other cases, also if the file is broken, it is stale when it has not been touched for SILENT_S seconds,
+    so that no clocks of machines are compared.
     """
 
     def __init__(self, folder: Path, slurm_job: str | None) -> None:
