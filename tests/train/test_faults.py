@@ -83,8 +83,12 @@ def test_nan_for_ever_ends_the_run(arguments: list[str], tmp_path: Path) -> None
     code="",
     do="look at the rows",
 )
-def test_a_spike_is_noted_with_its_rows(arguments: list[str], tmp_path: Path) -> None:
-    ranks = Ranks([*arguments, "train.max_steps=26"], tmp_path / "run", plant=functools.partial(plant, "spike", (24,)))
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_spike_is_noted_with_its_rows(grows: bool, arguments: list[str], tmp_path: Path) -> None:
+    """Also where the batch grows after that step."""
+    warmup = f"train.stages.0.batch_warmup=[{{batch_size: 4, tokens: {24 * 4 * 256}}}]"
+    arguments = [*arguments, "train.max_steps=26", *([warmup, "train.batch_size=8"] if grows else [])]
+    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "spike", (24,)))
     ranks.finish()
     (event,) = events(ranks.run_dir)
     assert (event["event"], event["step"]) == ("loss_spike", 24)
