@@ -28,8 +28,9 @@ class Spikes(Hook):
         step, loss = run.state.step, agreed.last_loss / (run.groups.tensor_size * run.last.num_targets)
         z = self.detector.score(loss)
         if z is not None:
-            last = run.state.samples
-            rows = run.source.rows(range(last - run.plan.at(step - 1).batch_size, last))  # of the step before, as the loss is
+            # The loss is that of the last step, which may have had another batch size.
+            last, size = run.state.samples, run.plan.at(step - 1).batch_size
+            rows = run.source.rows(range(last - size, last))
             logger.warning("step %d: loss %.4g is a spike (z = %.1f); its rows are in events.jsonl", step, loss, z)
             write_event(run.events, {"event": "loss_spike", "step": step, "loss": loss, "z": z, "rows": rows})
 
