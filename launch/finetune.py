@@ -50,10 +50,10 @@ COMMAND = Command(
 )
 # Beginnings of keys whose values fine-tuning chooses, and the options that say them.
 IN_ITS_PLACE = {
-    "train.batch_size": "batch",
-    "train.microbatch": "microbatch",
-    "train.max_steps": "epochs",
-    "train.stages": "lr= and epochs",
+    "train.batch_size": "batch=",
+    "train.microbatch": "microbatch=",
+    "train.max_steps": "epochs=",
+    "train.stages": "lr= and epochs=",
 }
 
 
@@ -77,7 +77,7 @@ def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]
 
     for key, option in IN_ITS_PLACE.items():
         if given := next((text for text in changes if text.partition("=")[0].startswith(key)), None):
-            raise UserError(f"{given} has no effect here: use {option}=")
+            raise UserError(f"{given} has no effect here: use {option}")
     checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # the run reports damage
     config = change(saved_config(checkpoint), changes)
     validate(config)

@@ -58,8 +58,8 @@ class Haystack:
 
     def __init__(self, texts: Iterator[str], tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
-        texts_tokens = [np.array(tokenizer.encode(text.strip() + "\n"), np.int32) for text in texts]
-        self.tokens = np.concatenate([np.empty(0, np.int32), *texts_tokens])
+        encoded = [np.array(tokenizer.encode(text.strip() + "\n"), np.int32) for text in texts]
+        self.tokens = np.concatenate([np.empty(0, np.int32), *encoded])
         kinds = np.flatnonzero(np.bincount(self.tokens))
         table = np.zeros(kinds.max(initial=-1) + 1, bool)
         table[kinds] = [bool(SENTENCE_END.search(tokenizer.decode([int(kind)]))) for kind in kinds]

@@ -48,7 +48,7 @@ def check_same(results: list[dict[str, Any]], length: int) -> None:
 def by_position(paths: list[Path]) -> Figure:
     """Draw the mean loss by position in the longest context."""
     results = of_runs(paths, "long_context")
-    length, windows = longest(results[0])[0], longest(results[0])[1]["windows"]
+    length, first = longest(results[0])
     if others := [result for result in results if longest(result)[0] != length]:
         raise UserError(
             f"the longest length of {label(others[0])} is not the {length:,} of {label(results[0])}: give both the same"
@@ -64,7 +64,7 @@ def by_position(paths: list[Path]) -> Figure:
         axes.plot(middle, smoothed(losses), color=colour, linestyle=style, linewidth=1.8, label=label(result))
     for train_length in {result["train_length"] for result in results}:
         axes.axvline(train_length, color="0.4", linestyle=":", linewidth=1.2, label=f"trained on {train_length:,}")
-    title = f"Loss by position, {windows} windows of {length:,} tokens"
+    title = f"Loss by position, {first['windows']} windows of {length:,} tokens"
     axes_of(figure, axes, title, "position in the context (tokens)", "loss (nats per token)")
     axes.set_xscale("log")
     # Inside of the axes, the legend would hide the losses of the first positions.
