@@ -248,7 +248,7 @@ def _positions_job(study: Study, name: str, method: str, rate: float, seed: int,
     if method in ("rope", "rope_8k") and study.name == "positions":
         scaled = [f"model.position.rope.{key}" for key in ("scaling=dynamic_ntk", f"train_length={form.length}")]
         every += steps.contexts(place, size, run, scaled, slow, "-ntk")
-    if name == "rope" and study.name == "positions":
+    if method == "rope" and study.name == "positions":
         every += steps.contexts(place, size, run, [f"model.position.window={form.length}"], slow, "-window")
 
     def measured() -> dict[str, Any]:
