@@ -33,9 +33,11 @@ def gradients(
         decoder = Decoder(config, groups, sum(LENGTHS), dtype=torch.bfloat16, recompute=recompute)
         initialize_weights(decoder, config, groups, seed=1)
     if device == "cpu":
-        rounded = {name: weight.float().cpu() for name, weight in decoder.state_dict().items()}
+        rounded = decoder
         decoder = Decoder(config, groups, sum(LENGTHS), dtype=torch.float32, recompute=recompute)
-        decoder.load_state_dict(rounded)
+        with torch.no_grad():
+            for weight, on_gpu in zip(decoder.parameters(), rounded.parameters(), strict=True):
+                weight.copy_(on_gpu)
     tokens = torch.arange(sum(LENGTHS), device=device) % config.vocab_size
     if compiled:
         decoder.compile_parts()
