@@ -1,6 +1,6 @@
 """Draws the studies' figures from the JSON files of eval.papers.study: the mean over seeds, and their range as a band."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,21 +271,6 @@ def contexts(folder: Path) -> Figure:
     return figure
 
 
-def recall(folder: Path) -> Figure:
-    """Draw the best accuracy by training step of each MQRAR job, every seed."""
-    results = load(folder, "mqrar")
-    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    for index, (job, some) in enumerate(results.items()):
-        for number, result in enumerate(some):
-            steps = [step for step, _, _ in result["mqrar"]["history"]]
-            best = [max(accuracy) for _, accuracy, _ in result["mqrar"]["history"]]
-            axes.plot(steps, best, **style(index), linewidth=1.5, label=None if number else job)
-    axes_of(figure, axes, f"MQRAR, {seeds_of(results)}", "training step", "share of questions answered")
-    axes.set_ylim(-0.03, 1.03)
-    axes.legend(fontsize=8, framealpha=1, edgecolor="none")
-    return figure
-
-
 def factors(folder: Path) -> Figure:
     """Draw the learned p_n of every seed with its fit (arXiv:2501.19399, Figure 2)."""
     results = load(folder, "pn")
@@ -299,26 +284,6 @@ def factors(folder: Path) -> Figure:
     axes_of(figure, axes, "The learned $p_n$", "n, keys that a query sees", "$p_n$")
     axes.legend(fontsize=9, framealpha=1, edgecolor="none", loc="lower right")
     return figure
-
-
-# study → name of a figure → (key that results need, function, which returns None where there is nothing to compare)
-FIGURES: dict[str, dict[str, tuple[str, Callable[[Path], Figure | None]]]] = {
-    "ssmax": {
-        "losses": ("training", losses),
-        "same_rate": ("training", same_rate),
-        "by_position": ("by_position", by_position),
-        "needles": ("needle", needles),
-        "heads": ("needle", heads),
-        "p_n": ("pn", factors),
-    },
-    "positions": {
-        "losses": ("training", losses),
-        "same_rate": ("training", same_rate),
-        "contexts": ("books", contexts),
-    },
-    "why": {"contexts": ("books", contexts)},
-    "mqrar": {"recall": ("mqrar", recall)},
-}
 
 
 def has(folder: Path, key: str) -> bool:

@@ -1,19 +1,42 @@
 """Draws a study's figures and writes its claims with their verdicts."""
 
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from eval.checkpoint.drawing import save
-from eval.papers.figures.cores import FIGURES as OF_CORES
-from eval.papers.figures.studies import FIGURES, has
-from eval.papers.study.claims import CLAIMS, Claim
+from eval.papers.figures import cores, studies, variations
+from eval.papers.mqrar.recipe import LEARNING_RATES
+from eval.papers.study.claims import CLAIMS, Claim, training_loss
 from eval.papers.study.cores_report import claims, summary
 from eval.papers.study.rates import FILE
 from eval.papers.study.whole import Results, method_of, read_results, validation
 from ssscale.errors import UserError
 from ssscale.json_object import read_json
 
-EVERY = FIGURES | {"cores": OF_CORES}
+# study → name of a figure → (key that results need, function, which returns None where there is nothing to compare)
+FIGURES: dict[str, Mapping[str, tuple[str, Callable[[Path], Figure | None]]]] = {
+    "ssmax": {
+        "losses": ("training", studies.losses),
+        "same_rate": ("training", studies.same_rate),
+        "by_position": ("by_position", studies.by_position),
+        "needles": ("needle", studies.needles),
+        "heads": ("needle", studies.heads),
+        "p_n": ("pn", studies.factors),
+    },
+    "positions": {
+        "losses": ("training", studies.losses),
+        "same_rate": ("training", studies.same_rate),
+        "contexts": ("books", studies.contexts),
+    },
+    "why": {"apart": ("books", variations.apart), "contexts": ("books", studies.contexts)},
+    "cores": cores.FIGURES,
+    "mqrar": {"recall": ("mqrar", variations.by_step)},
+}
 
 
 def claims_of(name: str, results: Results) -> list[Claim]:
@@ -54,7 +77,10 @@ def minutes(results: Results) -> str:
 
 
 def rates(folder: Path) -> str:
-    """Return a table of the learning rates, the chosen one in bold, or nothing without a choice."""
+    """Return a table of the learning rates, the chosen one in bold, or nothing without a choice.
+
+    MQRAR numbers its rates.
+    """
     file = folder / FILE
     if not file.is_file():
         return ""
@@ -62,7 +88,8 @@ def rates(folder: Path) -> str:
     for method, entry in read_json(file).items():
         cells = []
         for rate, loss in entry["losses"].items():
-            cell = f"{rate}: {'NaN' if loss is None else format(loss, '.4f')}"
+            shown = f"{LEARNING_RATES[int(rate) - 1]:.2g}" if folder.name == "mqrar" else rate
+            cell = f"{shown}: {'NaN' if loss is None else format(loss, '.4f')}"
             cells.append(f"**{cell}**" if float(rate) == entry["rate"] else cell)
         lines.append(f"| {method} | {', '.join(cells)} |")
     return "\n".join(lines)
@@ -83,6 +110,29 @@ def whole(results: Results) -> str:
     return "\n".join(lines)
 
 
+def losses(results: Results) -> str:
+    """Return a table of the losses in the shortest and the longest context, or nothing without any. Mean over seeds."""
+    by_key = {key: studies.context_losses(results, key) for key in ("books", "articles")}
+    lines = []
+    for job in by_key["books"]:
+        plain = next(name for name in (job, job.removesuffix("-ntk"), job.removesuffix("-window")) if name in results)
+        first = results[plain][0]
+        name = studies.name_of(re.sub(r"@[^-+]+", "", job))
+        cells = [name, f"{first['rate']:g}", _number(training_loss(first)), _number(validation(first))]
+        for found in by_key.values():
+            for choose in (min, max):
+                some = [of_seed[choose(of_seed)] for of_seed in found.get(job, [])]
+                cells.append(_number(fmean(some) if some else None))
+        lines.append(f"| {' | '.join(cells)} |")
+    head = "| method | rate | training loss, last 10 % | validation loss | books, shortest context | books, longest |"
+    head += " articles, shortest | articles, longest |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *lines]) if lines else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
 def report(name: str, out: Path, to: Path) -> list[Path]:
     """Write TO/NAME.md and the figures TO/NAME/*.png. Returns the files.
 
@@ -95,13 +145,15 @@ def report(name: str, out: Path, to: Path) -> list[Path]:
     if name == "cores" and (tables := summary(results)):
         parts += [tables, line]
     files = []
-    for figure, (key, draw) in EVERY[name].items():
-        drawn = draw(folder) if has(folder, key) else None
+    for figure, (key, draw) in FIGURES[name].items():
+        drawn = draw(folder) if studies.has(folder, key) else None
         if drawn is not None:
             png, pdf = save(drawn, to / name / figure)
             pdf.unlink()
             files.append(png)
             parts += [f"![{figure}]({name}/{figure}.png)", line]
+    if table := losses(results):
+        parts += ["## Losses by context", table, line]
     rows = [row for claim in claims_of(name, results) if (row := claim.row(results)) is not None]
     if rows:
         head = ["| claim | measure | expected lower | expected higher | verdict |", "|---|---|---|---|---|"]
