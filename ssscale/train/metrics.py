@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import os
+import secrets
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -21,10 +23,13 @@ from ssscale.model.flops import PEAK_FLOPS, flops_per_token
 from ssscale.parallel.groups import Groups
 from ssscale.train.appender import Appender
 from ssscale.train.event_file import EventFile
+from ssscale.train.files import replacing
 from ssscale.train.records import keep_until
 from ssscale.train.schedule import stage_at
 
 logger = logging.getLogger("ssscale")
+
+WANDB_ID = "wandb_id.txt"  # in the run folder
 
 
 class Metrics:
@@ -131,7 +136,22 @@ def _wandb(folder: Path) -> Any:
         import wandb
     except ImportError as error:
         raise UserError("train.wandb=true needs the package wandb: pip install wandb, or leave it out") from error
-    return wandb.init(project="ssscale", id=folder.name, name=folder.name, dir=str(folder), resume="allow")
+    project = os.environ.get("WANDB_PROJECT") or "ssscale"
+    try:
+        return wandb.init(project=project, id=wandb_id(folder), name=folder.name, dir=str(folder), resume="allow")
+    except wandb.Error as error:  # no API key, no connection
+        raise UserError(f"train.wandb=true: {error}") from error
+
+
+def wandb_id(folder: Path) -> str:
+    """Returns the run's id for Weights & Biases, the folder's name and eight random digits, the same at each start."""
+    file = folder / WANDB_ID
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    found = f"{folder.name}-{secrets.token_hex(4)}"
+    with replacing(file) as temporary:
+        temporary.write_text(found + "\n", encoding="utf-8")
+    return found
 
 
 def losses_by_position(sums: Tensor, prefix: str) -> dict[str, float]:

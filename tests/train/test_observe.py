@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from ssscale.model.mixers.stickbreaking import KEYS, ROWS, live_tiles
 from ssscale.train.early import check_run
 from ssscale.train.hooks.profile import Profile
 from ssscale.train.hooks.validation import Validation
-from ssscale.train.metrics import Metrics
+from ssscale.train.metrics import Metrics, wandb_id
 from ssscale.train.step import Agreed
 from tests.train.ranks import Ranks
 
@@ -140,6 +141,31 @@ def test_s_of_every_head(split: str, corpus: Path, tmp_path: Path) -> None:
     scales = [record["ssmax_s"] for record in ranks.records() if "ssmax_s" in record]
     assert [len(layer) for layer in scales[0]] == [2, 2]
     assert scales[0] != scales[1]
+
+
+def test_wandb_without_a_key_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the package, `wandb.Error` is what `wandb.init` raises without a key and without a connection."""
+
+    class Error(Exception): ...
+
+    def init(**options: Any) -> None:
+        assert options["project"] == "mine"
+        raise Error("No API key configured")
+
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=Error, init=init))
+    with pytest.raises(UserError, match=r"train\.wandb=true: No API key configured"):
+        Metrics(tmp_path, 1, is_main=True, use_wandb=True).open(0).__enter__()
+
+
+def test_starts_of_a_run_share_an_id_of_wandb_and_runs_do_not(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "1b_sb", tmp_path / "b" / "1b_sb"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    one, other = map(wandb_id, folders)
+    assert one != other
+    assert re.fullmatch(r"1b_sb-[0-9a-f]{8}", one)
+    assert wandb_id(folders[0]) == one
 
 
 def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
