@@ -64,9 +64,13 @@ def _accuracies(axes: Axes, some: list[Result], pairs: list[int]) -> None:
 
 
 def together(folder: Path) -> Results:
-    """Return the results of `why`, and of `positions` beside it, which vary nothing. Raises UserError if there are none."""
+    """Return the results of `why`, and those of the same methods with nothing varied, from `positions` beside it.
+
+    Raises UserError if there are none of `why`.
+    """
     found = load(folder, "books")
-    return {job: some for job, some in read_results(folder.parent / "positions").items() if "@" not in job} | found
+    methods = {job.partition("+")[0] for job in found}
+    return {job: some for job, some in read_results(folder.parent / "positions").items() if job in methods} | found
 
 
 def apart(folder: Path) -> Figure | None:

@@ -140,7 +140,8 @@ def report(name: str, out: Path, to: Path) -> list[Path]:
     """
     folder = out / name
     results = results_of(folder)
-    line = record(name, results)
+    shown = variations.together(folder) if name == "why" else results
+    line = record(name, shown)
     parts = [f"# {name}: figures and claims", f"Written by `python -m eval.papers.study {name} --report`."]
     if name == "cores" and (tables := summary(results)):
         parts += [tables, line]
@@ -152,7 +153,7 @@ def report(name: str, out: Path, to: Path) -> list[Path]:
             pdf.unlink()
             files.append(png)
             parts += [f"![{figure}]({name}/{figure}.png)", line]
-    if table := losses(results):
+    if table := losses(shown):
         parts += ["## Losses by context", table, line]
     rows = [row for claim in claims_of(name, results) if (row := claim.row(results)) is not None]
     if rows:
