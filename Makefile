@@ -33,7 +33,7 @@ export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS ?= 1
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(STAMP)  ## create .venv with the pinned dependencies (STACK=gpu or cpu: by whether there is an NVIDIA GPU)
 
@@ -81,7 +81,7 @@ check: $(STAMP)  ## formatting, lint, types, the rules of tests/architecture.py,
 test: check  ## check and the CPU tests that are quick (12 to 14 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(CHECKED:%=--ignore=%)
 
-test-long: $(STAMP)  ## the other CPU tests of each change, which CI runs as well (about 19 minutes on 2 cores)
+test-long: $(STAMP)  ## the CPU tests that take 10 s or more and are not in `make test`; CI runs them too (about 19 minutes on 2 cores)
 	@$(BIN)/python -m pytest -m "long and not gpu and not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## the tests that take minutes

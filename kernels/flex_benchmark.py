@@ -1,15 +1,14 @@
 """Times position biases and sliding windows, and plain softmax attention for comparison, on one GPU:
 
-python -m ssscale_kernels.flex_benchmark [batch heads length head_dim]
+python -m ssscale_kernels.flex_benchmark [batch] [heads] [length] [head_dim]
 
-Prints ms of forward and of forward + backward in bf16, for 4 × 24 × 4096 × 64 unless given, with one and with four
-documents per row. FIRE's inference computes its MLP inside FlexAttention. Its training computes a table of the bias,
-which FlexAttention reads in forward and adds gradients to in backward; the times include the table. Compilation takes
-about two minutes.
+Prints ms of forward and of forward + backward in bf16, with one and with four documents per row. FIRE's inference
+computes its MLP inside FlexAttention. Its training computes a table of the bias, which FlexAttention reads in forward and
+adds gradients to in backward; the times include the table. Compilation takes about two minutes.
 """
 
+import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -19,7 +18,7 @@ from ssscale_kernels.gpu import require_gpu
 from ssscale_kernels.softmax import softmax_attention
 from torch import Tensor
 
-SHAPE = (4, 24, 4096, 64)
+SHAPE = {"batch": 4, "heads": 24, "length": 4096, "head_dim": 64}
 WINDOWS = (512, 1024, 2048)
 
 
@@ -77,9 +76,16 @@ def cases(inputs: list[Tensor], length: int, each: int) -> dict[str, tuple[Calla
     return found
 
 
-def main(shape: tuple[int, ...]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, size in SHAPE.items():
+        parser.add_argument(name, type=int, nargs="?", default=size, help=f"{size} unless given")
+    shape = parser.parse_args()
     require_gpu()
-    batch, heads, length, head_dim = shape
+    measure(shape.batch, shape.heads, shape.length, shape.head_dim)
+
+
+def measure(batch: int, heads: int, length: int, head_dim: int) -> None:
     # Every case is a graph of its own. Beyond the limit it would run uncompiled.
     torch._dynamo.config.recompile_limit = 64
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {batch} × {heads} × {length} × {head_dim}, bf16")
@@ -105,4 +111,4 @@ def main(shape: tuple[int, ...]) -> None:
 
 
 if __name__ == "__main__":
-    main(tuple(map(int, sys.argv[1:])) or SHAPE)
+    main()

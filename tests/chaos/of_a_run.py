@@ -20,7 +20,20 @@ from tests.train.commands import let_others_in
 GOES_ON, REFUSES = Outcome.GOES_ON, Outcome.REFUSES
 CHECKPOINT, RUN, METRICS, LOCK = "The newest checkpoint", "The run's folder", "metrics.jsonl", "run.lock"
 AHEAD = (BEGUN - 2,)
-PASSED_OVER = "names the file; the checkpoint before it is taken, the broken one renamed to `.broken`"
+PASSED_OVER = (
+    "a message names the file; the run continues from the checkpoint before it, and renames this one to `….broken`"
+)
+FAULTS = {
+    "a bit is flipped": "one bit of a file is flipped",
+    "cut short": "a file is cut short",
+    "empty": "a file is empty",
+    "gone": "a file is missing",
+    "random bytes": "a file holds random bytes",
+    "a block of zeros": "a block of a file is set to zeros",
+    "something is appended": "bytes are appended to a file",
+    "a part is there twice": "a part of a file is repeated",
+    "a folder of its name": "a folder has the place and the name of a file",
+}
 
 
 def harm_a_file(way: Way, scene: Scene) -> None:
@@ -36,10 +49,10 @@ def harm_a_file(way: Way, scene: Scene) -> None:
 for said, way in WAYS.items():
     name = f"checkpoint-{said.replace(' ', '-')}"
     harm = functools.partial(harm_a_file, way)
-    add(Kind(name, CHECKPOINT, f"any of its files: {said}", PASSED_OVER, GOES_ON, harm, resume))
+    add(Kind(name, CHECKPOINT, FAULTS[said], PASSED_OVER, GOES_ON, harm, resume))
 
 
-@kind(CHECKPOINT, "several of its files, in any way", GOES_ON, PASSED_OVER)
+@kind(CHECKPOINT, "several files are damaged in any way", GOES_ON, PASSED_OVER)
 def several_files(scene: Scene) -> None:
     before = snapshot(scene.newest)
     files = sorted(scene.newest.iterdir())
@@ -49,13 +62,18 @@ def several_files(scene: Scene) -> None:
     scene.resumes = AHEAD if changed - {"checksums.json"} else (*AHEAD, BEGUN)
 
 
-@kind(CHECKPOINT, "its folder is gone", GOES_ON, "continues from the one before it")
+@kind(CHECKPOINT, "its folder is missing", GOES_ON, "the run continues from the checkpoint before it")
 def newest_is_gone(scene: Scene) -> None:
     shutil.rmtree(scene.newest)
     scene.resumes = AHEAD
 
 
-@kind(CHECKPOINT, "it was being written, or deleted, at a crash", GOES_ON, "what is not committed is removed")
+@kind(
+    CHECKPOINT,
+    "a crash has interrupted its writing or its deletion",
+    GOES_ON,
+    "the run removes the incomplete checkpoint",
+)
 def half_written(scene: Scene) -> None:
     partial = scene.checkpoints / f"step-{BEGUN + scene.rng.randrange(0, 3):08d}.partial"
     if scene.rng.random() < 0.5:
@@ -68,7 +86,7 @@ def half_written(scene: Scene) -> None:
             any_way(file, scene.rng)
 
 
-@kind(CHECKPOINT, "checksums.json names a file elsewhere", GOES_ON, PASSED_OVER)
+@kind(CHECKPOINT, "checksums.json names a file outside of the checkpoint", GOES_ON, PASSED_OVER)
 def a_name_elsewhere(scene: Scene) -> None:
     file = scene.newest / "checksums.json"
     entries = json.loads(file.read_text())
@@ -80,7 +98,10 @@ def a_name_elsewhere(scene: Scene) -> None:
 
 
 @kind(
-    CHECKPOINT, "a stranger's values, signed with checksums that fit", REFUSES, "names the file and what is wrong in it"
+    CHECKPOINT,
+    "a file holds invalid values, and checksums.json fits them",
+    REFUSES,
+    "the message names the file and what is wrong in it",
 )
 def signed_by_a_stranger(scene: Scene) -> None:
     """The checksums agree, so that it is not broken: what it says is refused."""
@@ -124,9 +145,9 @@ def give_to_nobody(scene: Scene) -> None:
 
 @kind(
     CHECKPOINT,
-    "a file or the folder may not be read (EACCES)",
+    "the user may not read a file or the folder (EACCES)",
     REFUSES,
-    "names the file, after 30 s of trying; renames nothing",
+    "the run tries again for 30 s; then a message names the file, and nothing is renamed",
 )
 def may_not_be_read(scene: Scene) -> None:
     give_to_nobody(scene)
@@ -136,7 +157,12 @@ def may_not_be_read(scene: Scene) -> None:
     scene.harmed, scene.names = target.name, os.strerror(errno.EACCES)
 
 
-@kind(CHECKPOINT, "a file cannot be read for some seconds", GOES_ON, "says so, tries again, continues")
+@kind(
+    CHECKPOINT,
+    "a file cannot be read for some seconds",
+    GOES_ON,
+    "a message says so; the run tries again and continues",
+)
 def may_be_read_again(scene: Scene) -> None:
     give_to_nobody(scene)
     scene.plant = as_nobody_patiently
@@ -159,7 +185,7 @@ def as_nobody_patiently() -> None:
 ALL = "All checkpoints"
 
 
-@kind(ALL, "a file of each is damaged", REFUSES, "no whole checkpoint is left; how to begin again")
+@kind(ALL, "each has a damaged file", REFUSES, "`… has no whole checkpoint left`; the message tells how to begin again")
 def every_checkpoint(scene: Scene) -> None:
     for checkpoint in (scene.older, scene.newest):
         files = [file for file in sorted(checkpoint.iterdir()) if file.name != "checksums.json"]
@@ -172,9 +198,9 @@ def every_checkpoint(scene: Scene) -> None:
 
 @kind(
     ALL,
-    "`checkpoints` is gone, empty, a file, or a link to a disk that is not mounted",
+    "the folder `checkpoints` is missing, empty, a file, or a link to a disk that is not mounted",
     REFUSES,
-    "that the run has saved before, or where the link leads",
+    "the message says that the run has saved before, or where the link leads",
 )
 def not_there(scene: Scene) -> None:
     shutil.rmtree(scene.checkpoints)
@@ -189,17 +215,17 @@ def not_there(scene: Scene) -> None:
 
 
 RECORDED = (
-    "lines that cannot be read, and losses of a step that has two, are moved to metrics.damaged.jsonl; a folder of its name "
-    "is moved to metrics.jsonl.aside-0"
+    "lines that cannot be read, and the losses of a step that has two, are moved to `metrics.damaged.jsonl`; a folder that "
+    "has the file's name is renamed to `metrics.jsonl.aside-0`"
 )
 
 
-@kind(METRICS, "damaged in any way", GOES_ON, RECORDED)
+@kind(METRICS, "the file is damaged in any way", GOES_ON, RECORDED)
 def metrics(scene: Scene) -> None:
     scene.harmed = any_way(scene.run / "metrics.jsonl", scene.rng)
 
 
-@kind(METRICS, "strange lines", GOES_ON, RECORDED)
+@kind(METRICS, "the file has lines that are not records", GOES_ON, RECORDED)
 def strange_lines(scene: Scene) -> None:
     file = scene.run / "metrics.jsonl"
     lines = file.read_bytes().split(b"\n")
@@ -209,31 +235,36 @@ def strange_lines(scene: Scene) -> None:
     file.write_bytes(b"\n".join(lines))
 
 
-@kind(RUN, "config.yaml damaged in any way", GOES_ON, "the newest checkpoint's copy is taken")
+@kind(RUN, "config.yaml is damaged in any way", GOES_ON, "the run uses the copy in the newest checkpoint")
 def run_config(scene: Scene) -> None:
     scene.harmed = any_way(scene.run / "config.yaml", scene.rng)
 
 
-@kind(RUN, "first_save.json or TensorBoard's file damaged in any way", GOES_ON, "nothing")
+@kind(RUN, "first_save.json or the TensorBoard file is damaged in any way", GOES_ON, "nothing")
 def beside_the_checkpoints(scene: Scene) -> None:
     files = [scene.run / "first_save.json", *scene.run.glob("tensorboard/*")]
     file = scene.rng.choice(files)
     scene.harmed = f"{file.name}: {any_way(file, scene.rng)}"
 
 
-@kind(RUN, "events.jsonl holds anything", GOES_ON, "nothing")
+@kind(RUN, "events.jsonl holds random bytes", GOES_ON, "nothing")
 def events(scene: Scene) -> None:
     (scene.run / "events.jsonl").write_bytes(scene.rng.randbytes(scene.rng.randrange(1, 2000)))
 
 
-@kind(RUN, "rollback.json is broken", REFUSES, "names it: it says which rows are passed over after NaN")
+@kind(
+    RUN,
+    "rollback.json is damaged",
+    REFUSES,
+    "the message names the file, which lists the rows that the run skips after NaN",
+)
 def rollback(scene: Scene) -> None:
     contents = [b"", b"[]", b"3", b'{"step": 6}', b'{"step": 6, "skipped": 3}', scene.rng.randbytes(50), b"{" * 9000]
     (scene.run / "rollback.json").write_bytes(scene.rng.choice(contents))
     scene.names = "rollback.json"
 
 
-@kind(RUN, "foreign files and folders", GOES_ON, "nothing; they stay")
+@kind(RUN, "the folder holds foreign files and folders", GOES_ON, "nothing; they stay")
 def foreign_files(scene: Scene) -> None:
     for _ in range(scene.rng.randrange(1, 6)):
         place = scene.rng.choice([scene.run, scene.checkpoints, scene.newest])
@@ -259,14 +290,14 @@ def soon_silent() -> None:
     module.SILENT_S = 1.0
 
 
-@kind(LOCK, "broken", GOES_ON, "taken over when nobody has touched it for 15 s")
+@kind(LOCK, "the file is damaged", GOES_ON, "the run takes the lock over once nothing has touched it for 15 s")
 def broken_lock(scene: Scene) -> None:
     contents = [b"", b"[]", b"3", b"{}", b'{"pid": "x"}', scene.rng.randbytes(40), b"[" * 9000]
     (scene.run / "run.lock").write_bytes(scene.rng.choice(contents))
     scene.plant = soon_silent
 
 
-@kind(LOCK, "left by a process that is gone, on this or another machine", GOES_ON, "taken over")
+@kind(LOCK, "its process has ended, on this or another machine", GOES_ON, "the run takes the lock over")
 def stale_lock(scene: Scene) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -277,7 +308,12 @@ def stale_lock(scene: Scene) -> None:
     scene.plant = soon_silent
 
 
-@kind(LOCK, "held by a run that is alive, also after the clock was set", REFUSES, "process and host of the run")
+@kind(
+    LOCK,
+    "a live run holds it, also after the clock was set",
+    REFUSES,
+    "the message names the process and the host of that run",
+)
 def live_lock(scene: Scene) -> None:
     """The process of this test is alive; touching the lock's file is what a step of the clock looks like."""
     from ssscale.train.lock import _started
@@ -288,7 +324,7 @@ def live_lock(scene: Scene) -> None:
     scene.names = f"in use by process {os.getpid()} on {socket.gethostname()}"
 
 
-@kind(RUN, "times of all files in the future or the past", GOES_ON, "nothing")
+@kind(RUN, "the times of all files are in the future or the past", GOES_ON, "nothing")
 def times_of_files(scene: Scene) -> None:
     for path in (scene.run, *scene.run.rglob("*")):
         when = time.time() + scene.rng.uniform(-1e9, 1e9)

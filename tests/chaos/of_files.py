@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from ssscale.train.checkpoint_folder import verify
 from tests.chaos.damage import WAYS, any_way, file_of, snapshot
-from tests.chaos.kinds import Kind, Outcome, judge, kind
+from tests.chaos.kinds import Kind, Outcome, demand_code, judge, kind
 from tests.chaos.scene import (
     BEGUN,
     END,
@@ -26,9 +26,10 @@ from tests.train.commands import run_command
 from tests.train.lying_names import CASES
 from tests.train.ranks import SMALL, Ranks
 
-GOES_ON, REFUSES, EITHER = Outcome.GOES_ON, Outcome.REFUSES, Outcome.GOES_ON_OR_REFUSES
+REFUSES, EITHER, AS_IT_STANDS = Outcome.REFUSES, Outcome.GOES_ON_OR_REFUSES, Outcome.USES_OR_REFUSES
 DATA, FILE, EXPORT, READING = "The data folder", "The run file", "An export", "Commands that read a run"
-BY_NAME = "names the file"
+BY_NAME = "the message names the file"
+OLDER = "the command takes the checkpoint before it, and a message says so; no file of the run changes"
 
 
 def train_on_own(kind: Kind, scene: Scene) -> None:
@@ -75,7 +76,7 @@ def shard(scene: Scene) -> None:
     scene.names = str(data)
 
 
-@kind(DATA, "a shard or a source is gone", REFUSES, BY_NAME, train_on_own)
+@kind(DATA, "a shard, a source or the whole folder is missing", REFUSES, BY_NAME, train_on_own)
 def data_gone(scene: Scene) -> None:
     data = scene.own_data()
     file = scene.rng.choice([*sorted(data.glob("train/*")), *sorted(data.glob("train/*/*")), data])
@@ -83,7 +84,7 @@ def data_gone(scene: Scene) -> None:
     file.rename(scene.folder / "moved")
 
 
-@kind(DATA, "names and links that lead out of it", REFUSES, "which name or link", train_on_own)
+@kind(DATA, "a name or a link leads out of the folder", REFUSES, "the message gives the name or the link", train_on_own)
 def data_elsewhere(scene: Scene) -> None:
     (scene.folder / "outside/secret").write_bytes(b"not yours")
     name = scene.rng.choice(sorted(set(CASES) - {"source", "source folder is a link", "files"}))
@@ -92,7 +93,7 @@ def data_elsewhere(scene: Scene) -> None:
     scene.harmed, scene.names = name, str(scene.data)
 
 
-@kind(DATA, "other data under the same name", REFUSES, "that the data is another", train_on_own)
+@kind(DATA, "the folder holds other data than before", REFUSES, "the message says that the data differs", train_on_own)
 def other_data(scene: Scene) -> None:
     """As whole as the first, with other texts or another order of its rows."""
     scene.data = scene.world.folder / scene.rng.choice(["data-less", "data-shuffled"])
@@ -115,7 +116,7 @@ def with_run_file(kind: Kind, scene: Scene) -> None:
     if code == 2:
         check_refusal(scene, scene.output, before)
         return
-    demand(code == 0, f"exit code {code}:\n{scene.output}")
+    demand_code(kind, code, scene.output)
     asked = leaves(yaml.safe_load(file.read_bytes())) if file.read_bytes().strip() else {}
     saved = saved_tree(scene.run)
     for key, value in asked.items():
@@ -127,7 +128,11 @@ def with_run_file(kind: Kind, scene: Scene) -> None:
 
 
 @kind(
-    FILE, "damaged in any way", EITHER, "the line or the key; what is still valid is used as it stands", with_run_file
+    FILE,
+    "the file is damaged in any way",
+    AS_IT_STANDS,
+    "the message names the line or the key; a file that is still valid is used as it stands",
+    with_run_file,
 )
 def run_file(scene: Scene) -> None:
     tree = {"include": ["tiny_sb"]}
@@ -159,7 +164,7 @@ def import_it(kind: Kind, scene: Scene) -> None:
         check_refusal(scene, scene.output, snapshot(scene.run))
         demand(not out.exists(), "a part of it was imported")
         return
-    demand(code == 0, f"exit code {code}:\n{scene.output}")
+    demand_code(kind, code, scene.output)
     (checkpoint,) = (out / "checkpoints").glob("step-*")
     demand(verify(checkpoint) is None, "what was imported is not whole")
     ours = load_file(checkpoint / "rank-00000.safetensors")
@@ -169,7 +174,13 @@ def import_it(kind: Kind, scene: Scene) -> None:
     demand(abs(total - found) < 1e-6 * max(1.0, abs(total)), "other weights than those in the file were imported")
 
 
-@kind(EXPORT, "one of its files is damaged in any way", EITHER, "names the file or what is missing", import_it)
+@kind(
+    EXPORT,
+    "one of its files is damaged in any way, and the export is imported",
+    AS_IT_STANDS,
+    "the message names the file or what is missing; the format has no checksums, so weights that are still numbers are used",
+    import_it,
+)
 def export_file(scene: Scene) -> None:
     """Hugging Face's format has no checksums: weights that are numbers are taken as they are."""
     folder = scene.folder / "exported"
@@ -184,21 +195,21 @@ def export_file(scene: Scene) -> None:
 # ---- reading
 
 
-def _read(scene: Scene, module: str, *arguments: str) -> None:
+def _read(kind: Kind, scene: Scene, module: str, *arguments: str) -> None:
     """Goes on with the newest whole checkpoint, which it names."""
     before = snapshot(scene.run)
     plant = Start(scene.folder / "cwd", None)
     given = [f"checkpoint={scene.run}", *arguments]
     code, scene.output = run_command(module, given, scene.folder / "log", plant)
     check_output(code, scene.output)
-    demand(code == 0, f"exit code {code}:\n{scene.output}")
+    demand_code(kind, code, scene.output)
     after = snapshot(scene.run)
     demand({name: after.get(name) for name in before} == before, "reading changed the run's folder")
 
 
 def export_it(kind: Kind, scene: Scene) -> None:
     out = scene.folder / "out"
-    _read(scene, "launch.export", f"out={out}")
+    _read(kind, scene, "launch.export", f"out={out}")
     found = snapshot(out)
     demand(
         any(found == snapshot(scene.world.folder / f"exported-{step}") for step in scene.resumes),
@@ -217,8 +228,8 @@ def _harm_newest(scene: Scene) -> None:
 @kind(
     READING,
     "export: a file of the newest checkpoint is damaged in any way",
-    GOES_ON,
-    "the one before it is taken, which is said",
+    Outcome.TAKES_THE_OLDER,
+    OLDER,
     export_it,
 )
 def export_of_damaged(scene: Scene) -> None:
@@ -226,7 +237,7 @@ def export_of_damaged(scene: Scene) -> None:
 
 
 def evaluate_it(kind: Kind, scene: Scene) -> None:
-    _read(scene, "launch.evaluate", "tasks=none", "baseline=false")
+    _read(kind, scene, "launch.evaluate", "tasks=none", "baseline=false")
     results = [file.stem for file in (scene.run / "eval").glob("*.json")]
     demand(
         results in [[f"step-{step:08d}"] for step in scene.resumes],
@@ -237,8 +248,8 @@ def evaluate_it(kind: Kind, scene: Scene) -> None:
 @kind(
     READING,
     "evaluate: a file of the newest checkpoint is damaged in any way",
-    GOES_ON,
-    "the one before it is taken, which is said",
+    Outcome.TAKES_THE_OLDER,
+    OLDER,
     evaluate_it,
 )
 def evaluate_damaged(scene: Scene) -> None:

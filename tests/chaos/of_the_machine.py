@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.chaos.damage import delete
-from tests.chaos.kinds import Kind, Outcome, kind
+from tests.chaos.kinds import Kind, Outcome, demand_code, kind
 from tests.chaos.scene import (
     HANG_S,
     LONG,
@@ -79,8 +79,9 @@ def train_on_a_disk(kind: Kind, scene: Scene) -> None:
 
         code, output = long_run(scene, during)
         check_output(code, output)
-        demand(code == 0 or (code == 2 and "could not be saved" in output.splitlines()[-1]), f"{code}:\n{output}")
+        demand_code(kind, code, output)
         if code == 2:
+            demand("could not be saved" in output.splitlines()[-1], output)
             (disk / "filler").unlink(missing_ok=True)
             code, output = long_run(scene)
         check_long(scene, code)
@@ -88,9 +89,10 @@ def train_on_a_disk(kind: Kind, scene: Scene) -> None:
 
 @kind(
     DISK,
-    "full for a while or to the end, from any step on",
-    GOES_ON,
-    "training continues, the records wait in memory; exit code 2 where the last step could not be saved",
+    "the disk is full for a while or until the end, from any step on",
+    Outcome.GOES_ON_OR_CONTINUES,
+    "training continues, and the records wait in memory; the run ends with code 2 if the last step cannot be saved, and the "
+    "same command continues it once there is room",
     train_on_a_disk,
 )
 def full_disk(scene: Scene) -> None:
@@ -122,6 +124,7 @@ def train_on_a_read_only_disk(kind: Kind, scene: Scene) -> None:
     )
     code, output = long_run(scene)
     check_output(code, output)
+    demand_code(kind, code, output)
     if code == 2:
         said = output.splitlines()[-1]
         demand("could not be saved" in said or "Read-only file system" in said, output)
@@ -132,9 +135,9 @@ def train_on_a_read_only_disk(kind: Kind, scene: Scene) -> None:
 
 @kind(
     DISK,
-    "read-only for a while or to the end, from any moment on",
-    GOES_ON,
-    "as a full one; at the start exit code 2 and a sentence",
+    "the disk is read-only for a while or until the end, from any moment on",
+    Outcome.GOES_ON_OR_CONTINUES,
+    "as with a full disk; if the disk is read-only when the run starts, the run ends with code 2 and a message",
     train_on_a_read_only_disk,
 )
 def read_only_disk(scene: Scene) -> None:
@@ -160,7 +163,7 @@ def train_long(kind: Kind, scene: Scene) -> None:
     check_long(scene, code)
 
 
-@kind(CLOCK, "set back and forth by years while it trains", GOES_ON, "nothing", train_long)
+@kind(CLOCK, "the clock is set back and forth by years while the run trains", GOES_ON, "nothing", train_long)
 def clock_jumps(scene: Scene) -> None:
     scene.plant = functools.partial(jump, scene.rng.getrandbits(32))
 
@@ -181,7 +184,7 @@ def stop_and_go_on(kind: Kind, scene: Scene) -> None:
 
     code, output = long_run(scene, during)
     check_output(code, output)
-    demand(code in (0, 75), f"exit code {code}:\n{output}")
+    demand_code(kind, code, output)
     if code == 75:
         demand("the same command continues" in output, f"the end says nothing:\n{output}")
         code, output = long_run(scene)
@@ -190,9 +193,9 @@ def stop_and_go_on(kind: Kind, scene: Scene) -> None:
 
 @kind(
     PROCESSES,
-    "SIGTERM, SIGUSR1 or SIGINT at any step",
-    GOES_ON,
-    "the step is saved, exit code 75; the same command continues",
+    "the run gets SIGTERM, SIGUSR1 or SIGINT at any step",
+    Outcome.SAVES_AND_CONTINUES,
+    "the run saves the step and ends; the same command continues it",
     stop_and_go_on,
 )
 def signals(scene: Scene) -> None:
@@ -214,7 +217,7 @@ def pause(kind: Kind, scene: Scene) -> None:
     check_long(scene, code)
 
 
-@kind(PROCESSES, "stopped and continued (SIGSTOP, SIGCONT)", GOES_ON, "nothing", pause)
+@kind(PROCESSES, "the run is paused and continued (SIGSTOP, SIGCONT)", GOES_ON, "nothing", pause)
 def paused(scene: Scene) -> None:
     pass
 
@@ -231,16 +234,19 @@ def start_twice(kind: Kind, scene: Scene) -> None:
         check_output(code, ranks.output())
         if code == 2:
             demand("is in use by process" in ranks.output().splitlines()[-1], ranks.output())
-    demand(0 in codes and set(codes) <= {0, 2}, f"exit codes {codes}:\n{first.output()}\n{second.output()}")
+    demand(
+        0 in codes and set(codes) <= set(kind.outcome.first),
+        f"exit codes {codes}:\n{first.output()}\n{second.output()}",
+    )
     scene.output = first.output()
     check_long(scene, 0)
 
 
 @kind(
     PROCESSES,
-    "started a second time while it trains",
-    GOES_ON,
-    "the second names the process and host of the first, exit code 2",
+    "the same command is started twice",
+    Outcome.ONE_OF_TWO,
+    "one run trains; the other one names the process and the host of the first, and ends",
     start_twice,
 )
 def second_start(scene: Scene) -> None:

@@ -1,10 +1,11 @@
-"""docs/faults.md: what is promised of every fault, made of the tests that show it.
+"""Writes docs/faults.md, the page of all faults, from the promises in the tests.
 
 python -m tests.chaos.table
 """
 
 import importlib
 import json
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,18 +24,30 @@ AREAS = ("Stops and starts", "Files and disks", "Ranks", "Losses", "Slurm")
 COLUMNS = ("what happens", "what is seen", "exit code", "same bits")
 HEAD = """# Faults
 
-This page lists every tested fault: what the user sees, the exit code, and whether the run then ends with the same losses,
-weights and moments, to the last bit, as a run without the fault. `python -m tests.chaos.table` writes it from the tests.
+This page lists every tested fault. `python -m tests.chaos.table` writes it from the tests.
 
-[Exit codes](reference/exit_codes.md) has the meaning of each code. After codes 75 and 76 the same command continues, which
-`pretrain.sbatch` does by itself. An empty cell means that it does not apply, or that no test checks it.
+**Exit code.** [Exit codes](reference/exit_codes.md) explains each code. After codes 75 and 76, run the same command
+again to continue; `pretrain.sbatch` does this by itself.
+
+**Same bits.** This column compares the run with a run that did not have the fault:
+
+- `yes`: both end with the same losses, weights and optimizer moments, to the last bit.
+- `losses`: the losses are the same, to the last bit. Weights and moments are not compared.
+- `from the last save`: the steps after the last save are lost. The same command continues from that save and trains
+  them again.
+- `nothing is changed`: the command ends and leaves the run folder as it was. If the fault is in the data folder, the
+  checkpoints stay as they were, and other files may record the start.
+
+**Empty cells.** The column does not apply to the fault, or no test checks it.
 """
 CHAOS = """
 ## Random damage and kills
-`make test-chaos` tries each row below many times. The file, the bytes and the moment are random; the right outcome is declared
-beforehand (`tests/chaos/`). The following count as failures: a traceback, exit code 70, a hang of more than 60 s, a run that
-starts over, a write outside of the run's folders, and a result that differs by a bit. `make test-long`
-tries some of the rows once.
+`make test-chaos` tries each row below many times. The file, the bytes and the moment are random. The right outcome is
+declared in `tests/chaos/` before a case runs. A case fails if there is a traceback, an exit code other than the
+declared ones, a hang of more than 60 s, a run that starts again from step 0, a write outside of the run's folders, or a
+result that differs by a bit. `make test-long` tries some of the rows once.
+
+In the column "exit code", "2, then 0" means that the command ends with 2 and that the same command then ends with 0.
 """
 
 
@@ -44,18 +57,18 @@ def table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...]) -> list[str]:
 
 
 def recorded() -> list[str]:
-    """What the last whole run of the chaos test has seen."""
+    """Returns the line on the last whole run of the chaos test."""
     if not RECORD.is_file():
         return []
     found = json.loads(RECORD.read_text())
     single, pairs = found["kills"], found["kills_of_one_of_two"]
-    return [
-        f"\nRecorded on {found['date']} at commit {found['commit']}: {found['cases']:,} cases, at least "
-        f"{min(found['by_kind'].values())} of each of {len(found['by_kind'])} kinds; {single['kills']:,} times `kill -9` "
-        f"of a run of one rank ({single['steps']:,} steps); {pairs['kills']} times of one of two ranks "
-        f"({pairs['steps']:,} steps). "
-        f"{len(found['failures'])} failures.\n"
-    ]
+    line = (
+        f"Recorded on {found['date']} at commit {found['commit']}: {found['cases']:,} cases, at least "
+        f"{min(found['by_kind'].values())} of each of {len(found['by_kind'])} kinds; {single['kills']:,} kills (`kill -9`) "
+        f"of a run of one rank ({single['steps']:,} steps); {pairs['kills']} kills of one of two ranks "
+        f"({pairs['steps']:,} steps). {len(found['failures'])} failures."
+    )
+    return ["\n" + textwrap.fill(line, 120) + "\n"]
 
 
 def text() -> str:

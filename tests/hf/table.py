@@ -1,4 +1,4 @@
-"""The table of what users of transformers do: `python -m tests.hf.table` writes docs/reference/transformers.md.
+"""The page of what works in transformers: `python -m tests.hf.table` writes docs/reference/transformers.md.
 
 SSSCALE_TRANSFORMERS_5 must name a folder of `pip install --target` with transformers 5; `make test-transformers5` makes
 it. Each version runs in a process of its own, which knows the exported folders and nothing of this package.
@@ -27,8 +27,8 @@ from tests.models import make_model
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "transformers.md"
 FIVE = "SSSCALE_TRANSFORMERS_5"
-# With rows for ids that the tokenizer does not have. One of them has biases, and norms of queries and keys.
-CORES = {
+# The vocabularies are larger than the tokenizer's. One model has biases, and norms of queries and keys.
+MIXERS = {
     "softmax": replace(make_model("softmax"), vocab_size=304),
     "SSMax": replace(make_model("ssmax", tied=True), vocab_size=304, qkv_bias=True, qk_norm=True),
     "stick-breaking": replace(make_model("stickbreaking"), vocab_size=304),
@@ -44,28 +44,30 @@ GROUPS = {
 }
 HEAD = """# What works in transformers
 
-`python -m tests.hf.table` makes this page: it exports a small model of each core and does what users of transformers
-do with it, in the two pinned versions. A cell says *works* if the values agree with a reference in float64 that reads
-the same folder and is independent of the exported code (`tests/hf/uses/`). A number is the note below the tables with
-the sentence that the user reads. `make test-long` runs nearly all rows with transformers {four}, each with one core in turn
-and the forward passes with all cores, and compares them with this page. `make test-transformers5` runs everything with
-both versions. Everything ran on a CPU; `torch.compile` with `backend="aot_eager"`. The SSMax model also has
-`model.qkv_bias` and `model.qk_norm`.
+`python -m tests.hf.table` writes this page. It exports a small model of each mixer (attention mechanism) and uses it as
+users of transformers do, in the two pinned versions. A cell says *works* if the values agree with a reference in
+float64 that reads the same folder and is independent of the exported code (`tests/hf/uses/`). Other cells name a note
+below the tables, which has the message that the user reads.
+
+`make test-long` runs nearly all rows with transformers {four} and compares them with this page: the forward passes
+with all mixers, and every other row with one of them. `make test-transformers5` runs all rows with both versions.
+Everything ran on a CPU, `torch.compile` with `backend="aot_eager"`. The SSMax model also has `model.qkv_bias` and
+`model.qk_norm`.
 """
 
 Cells = dict[str, dict[str, str]]
 
 
 def make_subjects(folder: Path, groups: Groups) -> list[dict[str, str]]:
-    """Exports a model of each core in float32 and in bfloat16."""
+    """Exports a model of each mixer in float32 and in bfloat16."""
     tokenizer = make_tokenizer(folder / "tokenizer.json")
     subjects = []
-    for core, model in CORES.items():
-        run = folder / core
+    for mixer, model in MIXERS.items():
+        run = folder / mixer
         write_checkpoint(model, groups, run, tokenizer)
-        entry = {"core": core}
+        entry = {"mixer": mixer}
         for key, dtype in (("folder", "float32"), ("bfloat16", "bfloat16")):
-            entry[key] = str(run / f"{core}_{dtype}".replace("-", "_"))
+            entry[key] = str(run / f"{mixer}_{dtype}".replace("-", "_"))
             export_checkpoint(run / "checkpoints" / "step-00000007", Path(entry[key]), 0, 0, dtype)
         subjects.append(entry)
     for entry, other in zip(subjects, [*subjects[1:], subjects[0]]):
@@ -90,7 +92,7 @@ def run_uses(subjects: list[dict[str, str]], folder: Path, packages: str, slow: 
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(found.read_text())
     results["cells"] = {
-        use: {core: sentence(cell, subjects) for core, cell in row.items()} for use, row in results["cells"].items()
+        use: {mixer: sentence(cell, subjects) for mixer, cell in row.items()} for use, row in results["cells"].items()
     }
     return results
 
@@ -109,7 +111,7 @@ def write_page(versions: list[dict[str, Any]]) -> str:
     count = 0
     lines = []
     names = [version["version"] for version in versions]
-    columns = [f"{core} {name}" for name in names for core in CORES]
+    columns = [f"{mixer} {name}" for name in names for mixer in MIXERS]
     for group, title in GROUPS.items():
         lines += ["", f"## {title}", "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
         for use, row in versions[0]["cells"].items():
@@ -118,14 +120,14 @@ def write_page(versions: list[dict[str, Any]]) -> str:
             count += 1
             cells = []
             for version in versions:
-                for core in CORES:
-                    cell = version["cells"][use][core]
+                for mixer in MIXERS:
+                    cell = version["cells"][use][mixer]
                     cells.append(cell if cell == "works" else f"note {notes.setdefault(cell, len(notes) + 1)}")
-            assert row.keys() == CORES.keys()
+            assert row.keys() == MIXERS.keys()
             lines.append(f"| {use} | {' | '.join(cells)} |")
     lines += ["", "## Notes", ""]
     lines += [f"{number}. {note.replace('|', chr(92) + '|')}" for note, number in notes.items()]
-    summary = f"\n{count} uses, {len(CORES)} cores, transformers {' and '.join(names)}.\n"
+    summary = f"\n{count} uses, {len(MIXERS)} mixers, transformers {' and '.join(names)}.\n"
     return HEAD.format(four=names[0]) + summary + "\n".join(lines) + "\n"
 
 
@@ -140,8 +142,8 @@ def read_page(text: str) -> dict[str, Cells]:
             columns = line.strip("| ").split(" | ")
         elif line.startswith("| "):
             for column, cell in zip(columns, cells[1:], strict=True):
-                core, _, version = column.rpartition(" ")
-                found.setdefault(version, {}).setdefault(cells[0], {})[core] = notes.get(cell, cell)
+                mixer, _, version = column.rpartition(" ")
+                found.setdefault(version, {}).setdefault(cells[0], {})[mixer] = notes.get(cell, cell)
     return found
 
 
@@ -162,7 +164,7 @@ def main() -> None:
         results = [run_uses(subjects, folder, where, not options.fast, options.only) for where in wanted]
     for result in results:
         for use, row in result["cells"].items():
-            failed = {core: cell for core, cell in row.items() if cell != "works"}
+            failed = {mixer: cell for mixer, cell in row.items() if cell != "works"}
             print(f"{result['version']} {result['seconds'][use]:6.1f} s  {use}", *failed.items(), sep="\n    ")
         print(f"{sum(result['seconds'].values()):.0f} s")
     if whole:

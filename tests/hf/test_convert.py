@@ -1,4 +1,4 @@
-"""Exported models against ours: every core with every position method, padded batches, cached generation, the way back."""
+"""Exported models against ours: every mixer with every position method, padded batches, cached generation, the way back."""
 
 import json
 import os

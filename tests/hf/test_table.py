@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from ssscale.parallel.groups import Groups
-from tests.hf.table import CORES, FIVE, PAGE, make_subjects, read_page, run_uses, write_page
+from tests.hf.table import FIVE, MIXERS, PAGE, make_subjects, read_page, run_uses, write_page
 
 
 def test_most_uses_with_the_installed_transformers(
     groups: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each use with one of the cores, in turn; one forward pass with all of them."""
+    """Each use with one of the mixers, in turn; one forward pass with all of them."""
     for name in (
         "RANK",
         "LOCAL_RANK",
@@ -24,8 +24,8 @@ def test_most_uses_with_the_installed_transformers(
     assert sorted(found["names"]) == sorted(page)
     assert len(found["cells"]) > 90
     for use, row in found["cells"].items():
-        for core, cell in row.items():
-            assert (use, core, cell) == (use, core, page.get(use, {}).get(core))
+        for mixer, cell in row.items():
+            assert (use, mixer, cell) == (use, mixer, page.get(use, {}).get(mixer))
 
 
 def test_the_page_reads_as_it_was_written() -> None:
@@ -35,7 +35,7 @@ def test_the_page_reads_as_it_was_written() -> None:
     assert len(cells) == 2
     for rows in cells.values():
         assert len(rows) >= 50
-        assert all(row.keys() == CORES.keys() for row in rows.values())
+        assert all(row.keys() == MIXERS.keys() for row in rows.values())
         assert all(
             cell and "FAILED" not in cell and "note" not in cell[:4] for row in rows.values() for cell in row.values()
         )

@@ -1,4 +1,4 @@
-"""Every command of the kernels ends with one sentence and exit code 2 where there is no GPU."""
+"""Commands of the kernels: each has --help, and ends with one sentence and exit code 2 if there is no GPU."""
 
 import importlib
 import sys
@@ -20,6 +20,17 @@ def test_all_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_needs_no_gpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    module = importlib.import_module(name)
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == 0
+    assert f"python -m {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_without_a_gpu_a_command_says_so(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -27,7 +38,7 @@ def test_without_a_gpu_a_command_says_so(
     monkeypatch.setattr(sys, "argv", [name, *([str(tmp_path / "out")] if name.endswith(("measure", "stalls")) else [])])
     module = importlib.import_module(name)
     with pytest.raises(SystemExit) as end:
-        module.main(*([module.SHAPE] if "flex" in name else []))
+        module.main()
     assert end.value.code == 2
     said = capfd.readouterr()
     assert (said.out, said.err) == (

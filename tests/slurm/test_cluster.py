@@ -137,9 +137,9 @@ def queued() -> str:
 @promises(
     "Slurm",
     "`env.sh` fails",
-    seen="before anything is queued: ``slurm/env.sh, line 2: `module load cuda` ended with code 127``",
+    seen="no job is queued: ``slurm/env.sh, line 2: `module load cuda` ended with code 127``",
     code="2",
-    do="what it says",
+    do="follow the message",
 )
 def test_an_environment_that_fails_is_said_before_anything_waits(slurm: None, tmp_path: Path) -> None:
     site = tmp_path / "site.sh"
@@ -156,10 +156,10 @@ def test_an_environment_that_fails_is_said_before_anything_waits(slurm: None, tm
 
 @promises(
     "Slurm",
-    "an interface that the node does not have",
+    "`interface=` names an interface that the node does not have",
     seen="the job ends: `interface=ib0: node1 has only lo eth0`",
     code="2",
-    do="what it says",
+    do="follow the message",
 )
 @pytest.mark.parametrize(
     ("options", "sentence"),

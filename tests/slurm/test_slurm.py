@@ -81,46 +81,46 @@ def unplug(job: Job) -> None:
 
 @promises(
     "Slurm",
-    "the early signal",
-    seen="saved, queued itself again, went on",
+    "the job gets the early signal",
+    seen="the job saves and queues itself again; the next start continues",
     code="",
     identical="losses",
 )
 @promises(
     "Slurm",
     "`scontrol requeue`",
-    seen="went on from the last checkpoint",
+    seen="the next start continues from the last checkpoint",
     code="",
     identical="losses",
 )
 @promises(
     "Slurm",
-    "preempted by another partition",
-    seen="the early signal; saved, queued again, went on after the other job",
+    "a job of another partition preempts the job",
+    seen="the job gets the early signal, saves and is queued again; it continues after the other job",
     code="",
     identical="losses",
 )
 @promises(
     "Slurm",
-    "a worker is killed",
-    seen="srun 137; queued itself again",
+    "one rank is killed",
+    seen="srun ends with 137; the job queues itself again and continues",
     code="",
     identical="losses",
 )
 @promises(
     "Slurm",
     "a node crashes",
-    seen="its peer: code 76; Slurm queues the job again for the node's failure",
+    seen="the ranks of the other node end with code 76; Slurm queues the job again because a node failed",
     code="",
     identical="losses",
 )
 @promises(
     "Slurm",
-    "a cable is pulled",
-    seen="Slurm marks the node down after `SlurmdTimeout` and queues the job again",
+    "the network cable of a node is pulled",
+    seen="after `SlurmdTimeout`, Slurm marks the node as down and queues the job again",
     code="",
     identical="losses",
-    do="plug it in",
+    do="plug the cable in",
 )
 @pytest.mark.parametrize("fault", [requeue, early_signal, kill_a_rank, preempt, crash, unplug])
 def test_a_job_gets_over(
@@ -142,8 +142,8 @@ def test_a_job_gets_over(
 
 @promises(
     "Slurm",
-    "the time limit comes near",
-    seen="saved at the signal, queued itself again",
+    "the job comes near its time limit",
+    seen="Slurm sends the early signal; the job saves and queues itself again",
     code="",
     identical="losses",
 )
@@ -169,9 +169,9 @@ def test_the_time_limit(slurm: None, corpus: Path, tmp_path: Path) -> None:
 @promises(
     "Slurm",
     "`scancel`",
-    seen="saved and stayed cancelled",
+    seen="the job saves and stays cancelled",
     code="",
-    do="the same command starts it again",
+    do="run the same command to continue",
 )
 def test_a_cancelled_job_saves_and_stays_cancelled(slurm: None, corpus: Path, tmp_path: Path) -> None:
     job = Job(tmp_path / "run", corpus, steps=100_000)
@@ -205,10 +205,10 @@ def test_what_follows_a_job(slurm: None, corpus: Path, tmp_path: Path) -> None:
 
 @promises(
     "Slurm",
-    "unknown partition, more nodes than there are",
+    "the partition does not exist, or has fewer nodes than the job asks for",
     seen="`Slurm refuses the job: … invalid partition specified: nowhere`",
     code="2",
-    do="what it says",
+    do="follow the message",
 )
 @pytest.mark.parametrize(
     ("options", "sentence"),

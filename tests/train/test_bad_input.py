@@ -62,11 +62,11 @@ def test_bad_input_is_one_sentence(
 
 @promises(
     "Files and disks",
-    "resuming with a changed model, optimizer or seed",
+    "a run is resumed with another model, optimizer or seed",
     seen="`… holds a run with another configuration: model.hidden_size was 128 and is now 64`",
     code="2",
     identical="nothing is changed",
-    do="the old value, or another `run_dir`",
+    do="give the old value, or another `run_dir`",
 )
 def test_a_run_folder_is_never_overwritten(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -110,11 +110,11 @@ def without_permission() -> Iterator[None]:
 
 @promises(
     "Files and disks",
-    "a run folder without permission",
+    "the run folder may not be written",
     seen="`run_dir=… cannot be written: Permission denied`",
     code="2",
     identical="nothing is changed",
-    do="another `run_dir`",
+    do="get write permission, or give another `run_dir`",
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
 @pytest.mark.parametrize("mode", [0o755, 0o700])

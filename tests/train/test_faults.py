@@ -25,8 +25,8 @@ def arguments(corpus: Path) -> list[str]:
 
 @promises(
     "Losses",
-    "NaN at a step on one rank",
-    seen="the step changes nothing on any rank; noted in `events.jsonl`",
+    "the gradients of one rank are NaN in one step",
+    seen="all ranks skip the step, and no weight changes; `events.jsonl` records the step",
     code="",
 )
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -44,8 +44,11 @@ def test_nan_on_one_rank_skips_the_step_on_all(zero: int, arguments: list[str], 
 
 @promises(
     "Losses",
-    "NaN in `train.max_skipped` steps in a row",
-    seen="back to the last checkpoint, passing over the rows read since; written in `events.jsonl` and in the state",
+    "`train.max_skipped` steps in a row have NaN gradients",
+    seen=(
+        "the run goes back to the last checkpoint and skips the rows read since then; `events.jsonl` and the state of the "
+        "checkpoints record these rows"
+    ),
     code="",
 )
 def test_nan_in_a_row_goes_back_and_passes_over_the_rows(arguments: list[str], tmp_path: Path) -> None:
@@ -64,12 +67,12 @@ def test_nan_in_a_row_goes_back_and_passes_over_the_rows(arguments: list[str], t
 
 @promises(
     "Losses",
-    "NaN again after going back 3 times",
-    seen="`… with other rows: lower the learning rate`",
+    "the gradients are NaN again after the run has gone back to the same checkpoint 3 times",
+    seen="the run ends: `… with other rows: lower the learning rate`",
     code="77",
-    do="that; the rows are in `events.jsonl`",
+    do="lower the learning rate; the skipped rows are in `events.jsonl`",
 )
-def test_nan_for_ever_ends_the_run(arguments: list[str], tmp_path: Path) -> None:
+def test_repeated_nan_ends_the_run(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=12", "train.max_skipped=2"]
     ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "nan", tuple(range(6, 99))))
     assert ranks.wait() == [77, 77]
@@ -78,10 +81,10 @@ def test_nan_for_ever_ends_the_run(arguments: list[str], tmp_path: Path) -> None
 
 @promises(
     "Losses",
-    "a loss spike (robust z above `train.spike_z`)",
-    seen="step, loss, z and the step's rows in `events.jsonl`",
+    "the loss jumps (a robust z above `train.spike_z`)",
+    seen="`events.jsonl` records the step, its loss, its z and its rows; training continues",
     code="",
-    do="look at the rows",
+    do="look at these rows",
 )
 @pytest.mark.parametrize("grows", [False, True])
 def test_a_spike_is_noted_with_its_rows(grows: bool, arguments: list[str], tmp_path: Path) -> None:
@@ -125,14 +128,14 @@ def flip_after_a_save() -> None:
 
 @promises(
     "Ranks",
-    "one bit of a weight differs between two ranks",
+    "a weight differs by one bit between two ranks",
     seen=(
-        "`step 8: norm.weight differs …` at the next multiple of `train.guard_every` (100) steps and before "
-        "that step is saved"
+        "the run ends at the next multiple of `train.guard_every` (100) steps, before it saves that step: "
+        "`step 8: norm.weight differs …`"
     ),
     code="79",
     identical="from the last save",
-    do="the same command; a machine that does it again is broken",
+    do="run the same command again; a machine where it happens again is broken: exclude it",
 )
 def test_a_flipped_bit_ends_the_run_before_it_is_saved(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=12", "train.guard_every=4", "parallel.zero_stage=0"]
@@ -154,12 +157,12 @@ def hang_on_one_disk() -> None:
     "Ranks",
     "one rank hangs",
     seen=(
-        "`no progress for 3 s at step 3: rank 1 (forward on HOST) is behind the others`, every rank's stacks "
-        "in `stacks/`"
+        "the run ends: `no progress for 3 s at step 3: rank 1 (forward on HOST) is behind the others`; the stacks of all "
+        "ranks are in `stacks/`"
     ),
     code="76",
     identical="from the last save",
-    do="the same command; read `stacks/rank-00001.txt`",
+    do="run the same command again; if it happens again, read `stacks/rank-00001.txt`",
 )
 def test_a_hanging_rank_is_named_and_all_stacks_are_written(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=12", "train.watchdog=3"]
@@ -180,38 +183,41 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
 
 @promises(
     "Ranks",
-    "one rank dies without a word",
-    seen="the others: `rank 0, step 3, backward: another rank is gone`",
+    "one rank ends without a message",
+    seen="the other ranks end: `rank 0, step 3, backward: another rank is gone`",
     code="76",
     identical="from the last save",
-    do="the same command",
+    do="run the same command again",
 )
 @promises(
     "Ranks",
-    "one rank fails",
+    "one rank ends with an error",
     seen=(
-        "it says why, the others say the same: `rank 0, step 3, agreement: rank 1 has ended: …`; the "
-        "traceback in `stacks/error-rank-00001.txt`"
+        "the rank gives its error; the other ranks end and repeat it: `rank 0, step 3, agreement: rank 1 has ended: …`; the "
+        "traceback is in `stacks/error-rank-00001.txt`"
     ),
-    code="that of the rank",
+    code="the code of the failed rank",
     identical="from the last save",
-    do="what it says",
+    do="follow the message",
 )
 @promises(
     "Ranks",
     "one rank crashes (SIGSEGV)",
-    seen="the others: `rank 1 has crashed: its stacks are in stacks/crash-rank-00001.txt`",
+    seen="the other ranks end: `rank 1 has crashed: its stacks are in stacks/crash-rank-00001.txt`",
     code="70",
     identical="from the last save",
-    do="look at the stacks",
+    do="look at the stacks in the file that the message names",
 )
 @promises(
     "Ranks",
-    "out of GPU memory (planted)",
-    seen="rank, step, phase, what stays between steps and what came on top, and the key to change",
+    "one rank is out of GPU memory (simulated)",
+    seen=(
+        "the message gives the rank, the step, the phase, the memory that stays between steps, the memory that the step "
+        "added, and the key to change"
+    ),
     code="78",
     identical="from the last save",
-    do="that key",
+    do="change the key that the message names",
 )
 @pytest.mark.parametrize(
     ("fault", "codes", "sentence"),
@@ -244,11 +250,11 @@ def on_every_rank(fault: str) -> None:
 
 @promises(
     "Ranks",
-    "a rank is gone the fourth time in a row at the same step; or all ranks find the same error of their connections twice",
-    seen="`the same has happened 4 times at this step`",
+    "at the same step, a rank is lost four times in a row, or all ranks get the same connection error twice in a row",
+    seen="the run ends with another code, and Slurm does not restart it: `the same has happened 4 times at this step`",
     code="70",
     identical="from the last save",
-    do="the tracebacks in `stacks/`",
+    do="read the tracebacks in `stacks/`; remove this folder before the next start",
 )
 @pytest.mark.parametrize(
     ("planted", "ends"),

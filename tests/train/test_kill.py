@@ -23,11 +23,11 @@ ARGUMENTS = ["train.eval_rows=4", "train.eval_every=100", "train.save_every=4", 
 
 @promises(
     "Stops and starts",
-    "`kill -9` of all processes at any step or moment of a save",
-    seen="every start continues",
+    "all processes are killed (`kill -9`) at any step, or at any moment of a save",
+    seen="the next start continues the run",
     code="",
     identical="yes",
-    do="the same command",
+    do="run the same command again",
 )
 def test_a_run_killed_six_times_ends_bit_identical(corpus: Path, tmp_path: Path) -> None:
     """`make test-chaos` kills 1,000 times."""
@@ -76,10 +76,10 @@ def test_the_main_job_killed_at_two_random_steps_ends_bit_identical(tmp_path: Pa
 @promises(
     "Stops and starts",
     "a rank is killed while its data workers are stuck",
-    seen="the workers end with it",
+    seen="the data workers end too",
     code="137",
     identical="from the last save",
-    do="the same command",
+    do="run the same command again",
 )
 def test_a_killed_rank_takes_its_workers_with_it(corpus: Path, tmp_path: Path) -> None:
     """Stopped ones stand for those that wait to hand over a batch: they do not look whether the rank is still there."""

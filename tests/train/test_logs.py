@@ -47,7 +47,7 @@ LINES = {
 @promises(
     "Files and disks",
     "a line of `metrics.jsonl` is damaged",
-    seen="moved to `metrics.damaged.jsonl`, said once; every other line stays",
+    seen="the line is moved to `metrics.damaged.jsonl`, with one message; all other lines stay",
     code="0",
     identical="yes",
 )
@@ -122,12 +122,12 @@ def tensorboard_losses(run: Path) -> dict[int, float]:
     "Files and disks",
     "the disk is full between saves",
     seen=(
-        "`metrics.jsonl cannot be written: …; kept in memory`, said once; metrics, TensorBoard and events "
-        "are written when there is room"
+        "one message, `metrics.jsonl cannot be written: …; kept in memory`; metrics, TensorBoard and events are written "
+        "as soon as the disk has room"
     ),
     code="0",
     identical="yes",
-    do="make room before the run ends",
+    do="make room on the disk before the run ends",
 )
 def test_training_goes_on_over_a_full_disk_and_nothing_is_lost(corpus: Path, tmp_path: Path) -> None:
     arguments = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=1000", "train.max_steps=400"]

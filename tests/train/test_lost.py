@@ -110,14 +110,14 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[disks.Preloadin
 
 @promises(
     "Files and disks",
-    "a checkpoint that cannot be read for the moment (EIO, ESTALE, EACCES)",
+    "a checkpoint cannot be read (EIO, ESTALE, EACCES)",
     seen=(
-        "tried again for 30 s (`SSSCALE_READ_RETRY_S`), then `… cannot be read: Input/output error; nothing "
-        "there was changed`"
+        "the command tries again for 30 s (`SSSCALE_READ_RETRY_S`) and then says `… cannot be read: Input/output error; "
+        "nothing there was changed`"
     ),
     code="2",
     identical="nothing is changed",
-    do="mend the disk; move the checkpoint away to take the one before it",
+    do="repair the disk; or move the checkpoint away, and the run continues from the one before it",
 )
 @pytest.mark.parametrize(
     ("path", "code"),
@@ -196,11 +196,11 @@ def impatient() -> None:
 
 @promises(
     "Files and disks",
-    "`checkpoints` is gone, empty, or a link to a disk that is not mounted",
+    "the folder `checkpoints` is missing, empty, or a link to a disk that is not mounted",
     seen="`… has saved checkpoints before (first_save.json) and … has none now`",
     code="2",
     identical="nothing is changed",
-    do="mount it; or begin again with another `run_dir`, or after moving the folder away",
+    do="mount the disk or restore the folder; or begin again: give another `run_dir`, or move the run folder away",
 )
 @pytest.mark.parametrize("loss", LOST)
 def test_a_run_that_has_saved_never_begins_again_by_itself(
@@ -248,11 +248,11 @@ def test_checkpoints_that_may_not_be_listed(copy: Path, corpus: Path, arguments:
 
 @promises(
     "Stops and starts",
-    "killed before the first save",
-    seen="the run begins again",
+    "the run is killed before its first save",
+    seen="the next start begins again with step 1",
     code="",
     identical="yes",
-    do="the same command",
+    do="run the same command again",
 )
 def test_a_run_killed_before_its_first_save_begins_again(corpus: Path, tmp_path: Path) -> None:
     few = [f"data.path={corpus}", "data.num_workers=0", "train.save_every=100"]
@@ -316,9 +316,12 @@ def test_retention_waits_for_an_export(
 @promises(
     "Files and disks",
     "a checkpoint is deleted while it is evaluated or exported",
-    seen="retention waits for readers; on a file system without locks `… was deleted or replaced while it was read`",
+    seen=(
+        "the training run keeps the checkpoint until the command has read it; a file system without locks cannot do this, "
+        "and the command says `… was deleted or replaced while it was read`"
+    ),
     code="2",
-    do="the same command; a larger `train.keep`",
+    do="run the same command again; if it happens again, set a larger `train.keep`",
 )
 @pytest.mark.parametrize(("command", "opens"), [("export", 2), ("evaluate", 1)])
 def test_a_checkpoint_that_vanishes_while_it_is_read(

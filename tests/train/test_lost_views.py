@@ -43,11 +43,11 @@ def see_nothing(folder: Path, rank: str, seconds: float, retry: str) -> None:
 
 @promises(
     "Ranks",
-    "one rank does not see the newest checkpoint, or reads other bytes of it",
-    seen="tried again for 30 s, then `rank 1 on HOST: … is missing, which other ranks do not find`",
+    "one rank does not see the newest checkpoint, or reads other bytes in it than the other ranks",
+    seen=("the ranks try again for 30 s and then end: `rank 1 on HOST: … is missing, which other ranks do not find`"),
     code="2",
     identical="nothing is changed",
-    do="look at that host's mount or memory",
+    do="check the mounts and the memory of the host that the message names",
 )
 @pytest.mark.parametrize("hidden", ["checkpoints", "checkpoints/step-00000006"])
 def test_ranks_that_see_different_checkpoints_stop(

@@ -81,11 +81,11 @@ def test_a_broken_checkpoint_is_passed_over(run: Path, corpus: Path, tmp_path: P
 
 @promises(
     "Files and disks",
-    "no whole checkpoint is left",
-    seen="`… has no whole checkpoint left`, and what is wrong",
+    "every checkpoint is damaged",
+    seen="`… has no whole checkpoint left`; the message says what is wrong with the newest one",
     code="2",
     identical="nothing is changed",
-    do="restore one; or begin again with another `run_dir`",
+    do="restore a checkpoint; or begin again: give another `run_dir`, or move the run folder away",
 )
 def test_nothing_whole_is_left(run: Path, corpus: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
@@ -125,10 +125,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @promises(
     "Files and disks",
     "the disk is full during a save",
-    seen="`No space left on device`, the old checkpoint stays whole, training continues",
-    code="0; 2 where it is the last save",
+    seen="`No space left on device`; the old checkpoint stays whole, and training continues",
+    code="0; 2 if the last save of the run fails",
     identical="yes",
-    do="make room; the same command",
+    do="make room on the disk; after code 2 run the same command again",
 )
 def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
     small_disk: Path, corpus: Path, tmp_path: Path
@@ -149,11 +149,11 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
 
 @promises(
     "Files and disks",
-    "the disk is full when a stage changes the model",
-    seen="`stage … changes the model, and step 8 could not be saved`",
+    "the disk is full at the start of a stage that changes the model",
+    seen="the run ends: `stage … changes the model, and step 8 could not be saved`",
     code="2",
     identical="from the last save",
-    do="make room; the same command",
+    do="make room on the disk; run the same command again",
 )
 def test_a_model_is_never_changed_on_older_weights(small_disk: Path, corpus: Path) -> None:
     """The stage that changes the model begins from a save of the step before it, which does not fit here."""

@@ -31,11 +31,11 @@ def arguments(corpus: Path) -> list[str]:
 
 @promises(
     "Stops and starts",
-    "SIGUSR1, SIGTERM or SIGINT to one rank",
-    seen="all ranks save the same step: `… is saved, the same command continues`",
+    "one rank gets SIGUSR1, SIGTERM or SIGINT",
+    seen="all ranks save the same step and end: `… is saved, the same command continues`",
     code="75",
     identical="yes",
-    do="the same command",
+    do="run the same command again",
 )
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, arguments: list[str], tmp_path: Path) -> None:
@@ -56,11 +56,11 @@ def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, argumen
 
 @promises(
     "Stops and starts",
-    "SIGUSR1, SIGTERM or SIGINT during the start",
-    seen="`… before the first step; the same command starts the run`",
+    "the run gets SIGUSR1, SIGTERM or SIGINT while it starts",
+    seen="it ends: `… before the first step; the same command starts the run`",
     code="75",
     identical="yes",
-    do="the same command",
+    do="run the same command again",
 )
 def test_a_signal_during_the_start_stops_before_the_first_step(arguments: list[str], tmp_path: Path) -> None:
     with running([*arguments, "train.max_steps=2000"], tmp_path / "run") as ranks:
@@ -82,11 +82,11 @@ def stop_slowly() -> None:
 
 @promises(
     "Stops and starts",
-    "a second SIGTERM or SIGINT",
-    seen="leaves at once",
+    "the run gets a second SIGTERM or SIGINT while it stops",
+    seen="it ends at once, without a save",
     code="128 + signal",
     identical="from the last save",
-    do="the same command",
+    do="run the same command again",
 )
 def test_a_second_signal_leaves_at_once(arguments: list[str], tmp_path: Path) -> None:
     with running([*arguments, "train.max_steps=2000"], tmp_path / "run", plant=stop_slowly) as ranks:
@@ -100,10 +100,10 @@ def test_a_second_signal_leaves_at_once(arguments: list[str], tmp_path: Path) ->
 
 @promises(
     "Stops and starts",
-    "two runs on one folder",
-    seen="the second: `… is in use by process 4711 on node3`; the first continues",
+    "a second run starts in a folder that a run uses",
+    seen="the second run ends: `… is in use by process 4711 on node3`; the first run continues",
     code="2",
-    do="wait, stop it, or another `run_dir`",
+    do="wait for the first run, stop it, or give another `run_dir`",
 )
 def test_a_folder_in_use_is_refused(arguments: list[str], tmp_path: Path) -> None:
     with running([*arguments, "train.max_steps=2000"], tmp_path / "run", size=1) as first:
@@ -140,10 +140,11 @@ def test_a_folder_in_use_is_refused_after_the_clock_was_set(arguments: list[str]
 
 @promises(
     "Stops and starts",
-    "a lock left by a dead run",
+    "a run that was killed has left its lock (`run.lock`)",
     seen=(
-        "taken over: same boot of the same host: the process is gone; same Slurm job: an earlier start; "
-        "else, also where the file is broken: nobody has touched it for 15 s"
+        "The new run takes the lock over. If the old run was on the same host, and the host has not booted since, its process "
+        "must be gone. If the old run was an earlier start of the same Slurm job, the lock is taken at once. In all other "
+        "cases, also if the file is broken, the new run waits until nothing has touched the lock for 15 s."
     ),
     code="",
 )
@@ -179,10 +180,10 @@ def test_a_lock_that_is_touched_from_elsewhere_is_alive(tmp_path: Path, monkeypa
 
 @promises(
     "Stops and starts",
-    "torchrun is killed alone",
-    seen="its workers get SIGTERM, save and end",
+    "only torchrun is killed",
+    seen="the ranks get SIGTERM, save and end",
     code="75",
-    do="the same command",
+    do="run the same command again",
 )
 def test_workers_stop_when_torchrun_is_killed_alone(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]

@@ -109,10 +109,10 @@ def test_a_signal_is_passed_on_and_the_step_is_saved(corpus: Path, tmp_path: Pat
 @promises(
     "Ranks",
     "one rank of `gpus=N` is killed",
-    seen="`rank 1 was killed (SIGKILL): …`, no rank is left",
+    seen="`rank 1 was killed (SIGKILL): …`; the other ranks end too",
     code="76",
     identical="from the last save",
-    do="the same command",
+    do="run the same command again",
 )
 def test_a_killed_rank_ends_the_others(corpus: Path, tmp_path: Path) -> None:
     with started(corpus, tmp_path / "run", "train.max_steps=1000000") as run:
@@ -130,10 +130,10 @@ def test_a_killed_rank_ends_the_others(corpus: Path, tmp_path: Path) -> None:
 
 @promises(
     "Stops and starts",
-    "`launch/pretrain.py gpus=N` is killed alone",
-    seen="its workers save and end",
+    "only the command `launch/pretrain.py gpus=N` is killed",
+    seen="the ranks save and end",
     code="75",
-    do="the same command",
+    do="run the same command again",
 )
 def test_ranks_stop_when_the_command_is_killed_alone(corpus: Path, tmp_path: Path) -> None:
     with started(corpus, tmp_path / "run", "train.max_steps=1000000") as run:

@@ -205,7 +205,7 @@ def from_config(s: Subject) -> None:
     assert all(weight.isfinite().all() for weight in model.parameters())
     std = s.model.config.initializer_range
     assert 0.9 * std < model.blocks[0].mlp.gate_up.weight.std() < 1.1 * std
-    if s.core == "SSMax":
+    if s.mixer == "SSMax":
         same(model.blocks[0].attention.weights.s, torch.full((4,), s.model.config.mixer["ssmax"]["scale"]))
 
 

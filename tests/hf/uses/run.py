@@ -1,7 +1,7 @@
 """Run the uses in a process that knows transformers and nothing of ours. Arguments: the folders and the results, as JSON.
 
 Given: {"subjects": [fields of Subject], "slow": bool, "only": pattern of names}. Without `slow`, slow uses are left out, and
-the others run with one core each, in turn, except for `forward`. Found: {"version", "cells": {use: {core: "works", a
+the others run with one mixer each, in turn, except for `forward`. Found: {"version", "cells": {use: {mixer: "works", a
 sentence, or "FAILED: …"}}, "seconds": {use}, "groups": {use}, "names": of all uses}.
 """
 
@@ -47,17 +47,19 @@ def main(given: Path, found: Path) -> None:
     groups: dict[str, str] = {}
     for turn, entry in enumerate(asked["subjects"]):
         scratch = Path(tempfile.mkdtemp())
-        subject = Subject(entry["core"], Path(entry["folder"]), Path(entry["bfloat16"]), Path(entry["other"]), scratch)
+        subject = Subject(entry["mixer"], Path(entry["folder"]), Path(entry["bfloat16"]), Path(entry["other"]), scratch)
         for number, use in enumerate(USES):
             due = use.group == "forward" or number % len(asked["subjects"]) == turn
             if not (asked["slow"] or (due and not use.slow)) or not re.search(asked["only"], use.name):
                 continue
             subject.scratch = Path(tempfile.mkdtemp(dir=scratch))
             begin = time.monotonic()
-            cells.setdefault(use.name, {})[subject.core] = outcome(use, subject)
+            cells.setdefault(use.name, {})[subject.mixer] = outcome(use, subject)
             seconds[use.name] = seconds.get(use.name, 0.0) + time.monotonic() - begin
             groups[use.name] = use.group
-            print(f"{seconds[use.name]:.1f} s {use.name}, {subject.core}: {cells[use.name][subject.core]}", flush=True)
+            print(
+                f"{seconds[use.name]:.1f} s {use.name}, {subject.mixer}: {cells[use.name][subject.mixer]}", flush=True
+            )
         shutil.rmtree(scratch)
     ours = [name for name in sys.modules if name.split(".")[0] in ("ssscale", "megatron")]
     assert not ours, ours

@@ -41,9 +41,9 @@ def use(name: str, slow: bool = False) -> Callable[[Callable[["Subject"], "str |
 
 @dataclass
 class Subject:
-    """Folders: the export; the same in bfloat16; the export of another core; an empty one for what a use writes."""
+    """Folders: the export; the same in bfloat16; the export of another mixer; an empty one for what a use writes."""
 
-    core: str
+    mixer: str
     folder: Path
     bfloat16: Path
     other: Path
