@@ -128,16 +128,23 @@ def test_nan_for_ever_ends_the_run(arguments: list[str], tmp_path: Path) -> None
     code="",
     do="look at the rows",
 )
-@pytest.mark.parametrize("grows", [False, True])
-def test_a_spike_is_noted_with_its_rows(grows: bool, arguments: list[str], tmp_path: Path) -> None:
-    """Also where the batch grows after that step."""
-    warmup = f"train.stages.0.batch_warmup=[{{batch_size: 4, tokens: {24 * 4 * 256}}}]"
-    arguments = [*arguments, "train.max_steps=26", *([warmup, "train.batch_size=8"] if grows else [])]
+@pytest.mark.parametrize("then", ["", "the batch grows", "the folder changes"])
+def test_a_spike_is_noted_with_its_rows(then: str, corpus: Path, arguments: list[str], tmp_path: Path) -> None:
+    """Also where the next step has another batch size, or rows of another folder."""
+    arguments = [*arguments, "train.max_steps=26"]
+    if then == "the batch grows":
+        warmup = f"train.stages.0.batch_warmup=[{{batch_size: 4, tokens: {24 * 4 * 256}}}]"
+        arguments += [warmup, "train.batch_size=8"]
+    if then == "the folder changes":
+        shutil.copytree(corpus, tmp_path / "other")
+        stages = staged("mix: {code: 1.0}", f"mix: {{docs: 1.0}}, data_path: {tmp_path / 'other'}")
+        arguments += [stages, f"train.stages.0.tokens={24 * 4 * 256}"]
     ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "spike", (24,)))
     ranks.finish()
     (event,) = events(ranks.run_dir)
     assert (event["event"], event["step"]) == ("loss_spike", 24)
     assert sum(len(rows) for rows in event["rows"].values()) == 4
+    assert then != "the folder changes" or event["rows"].keys() == {"code"}
 
 
 def test_spikes_are_robust_deviations() -> None:
