@@ -27,6 +27,7 @@ from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.splits import global_shape, local_part, local_ranges, split_dim
+from ssscale.train.stages import Skipped, read_skipped
 
 logger = logging.getLogger("ssscale")
 
@@ -40,10 +41,10 @@ class TrainState:
     step: int = 0  # optimizer steps taken, including skipped ones
     applied_steps: int = 0  # steps that changed the weights
     tokens: int = 0
-    samples: int = 0  # rows consumed by all ranks
+    samples: int = 0  # rows of the current data folder consumed by all ranks, including those left out
     data_fingerprint: str = ""
     valid_loss: float | None = None  # nats per token; None if this step was not evaluated
-    skipped: tuple[tuple[int, int], ...] = ()  # (step, number of rows that are left out after it)
+    skipped: Skipped = ()  # rows that are left out after NaN
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class CheckpointReader:
         """Returns the progress of the run and the number of ranks that wrote the checkpoint."""
         saved = json.loads((self.path / "state.json").read_bytes())
         state = TrainState(**{key: saved[key] for key in TrainState.__dataclass_fields__})
-        state = replace(state, skipped=tuple((int(step), int(rows)) for step, rows in state.skipped))
+        state = replace(state, skipped=read_skipped(state.skipped))
         numbers = (state.step, state.applied_steps, state.tokens, state.samples, saved["ranks"])
         if any(type(number) is not int or number < 0 for number in numbers) or saved["ranks"] < 1:
             raise ValueError(f"state.json: {saved}")

@@ -224,7 +224,7 @@ class Run:
         self.engine.set_batch_size(part.batch_size, self.config.train.microbatch_rows)
 
     def roll_back(self) -> None:
-        """Goes back to the last checkpoint, and leaves out the rows that were read since then.
+        """Goes back to the last checkpoint, and leaves out the rows of all data folders that were read since then.
 
         Raises Stop if there is no checkpoint, or if the run has gone back to it MAX_ROLLBACKS times.
         """
@@ -235,18 +235,17 @@ class Run:
         if found is None:
             raise Stop(f"losses are NaN up to step {step} and there is no checkpoint to go back to", DIVERGED)
         reader = CheckpointReader(found)
-        state, passed = reader.state, self.state.skipped
-        if passed and passed[-1][0] == state.step:  # not from the rollback file, which the main rank may have changed
-            state = replace(state, skipped=passed)
-        times = sum(at == state.step for at, _ in state.skipped)
+        # What was left out before is not read from the rollback file, which the main rank may have changed.
+        state, before = reader.state, self.state.skipped
+        times = sum(entry[0] == state.step for entry in before)
         if times == MAX_ROLLBACKS:
             raise Stop(
                 f"losses are NaN up to step {step}, after going back to step {state.step} {times} times with other rows: "
                 "lower the learning rate or look at events.jsonl",
                 DIVERGED,
             )
-        rows = self.plan.rows_between(state.step, step)
-        self.state = replace(state, skipped=(*state.skipped, (state.step, rows)))
+        self.state = replace(state, skipped=self.plan.leave_out(before, step, state.step))
+        rows = sum(self.state.skipped[-1][1::2])
         if self.groups.is_main:
             write_rollback(self.folder, self.state)
             write_event(self.events, {"event": "rollback", "step": step, "to": state.step, "rows": rows})

@@ -16,7 +16,7 @@ from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import SMALL, Condition, inspect, list_checkpoints, saved_config, step_of
 from ssscale.train.files import move_folder_aside, write_file
-from ssscale.train.stages import Plan
+from ssscale.train.stages import Plan, read_skipped
 
 if TYPE_CHECKING:
     from ssscale.train.checkpoint import TrainState
@@ -136,7 +136,7 @@ def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
         return state
     try:
         saved = json.loads(file.read_bytes())
-        skipped = tuple((int(step), int(rows)) for step, rows in saved["skipped"])
+        skipped = read_skipped(saved["skipped"])
         return replace(state, skipped=skipped) if saved["step"] == state.step else state
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error

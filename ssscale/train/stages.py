@@ -4,9 +4,10 @@ A step belongs to the stage in which it ends, and the last step of the run may e
 batch warmup changes the tokens per step, the tokens before it must be a whole number of steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ssscale.config.load import changed_model
 from ssscale.config.schema import Config, ModelConfig, StageConfig
@@ -18,13 +19,26 @@ CHANGEABLE = {
     "position",
 }  # keys of `model` that keep its weights, or define how new ones start
 
+# The times that a run went back to a checkpoint after NaN, in the order in which they happened. Each is (step, rows, step,
+# rows, ...): the run went back to the first step, and leaves out what it had read since, `rows` rows after each `step`.
+# There is one such pair per stage, because a stage may change the data folder or its mix.
+Skipped = tuple[tuple[int, ...], ...]
+
+
+def read_skipped(saved: Any) -> Skipped:
+    """Returns the `Skipped` of parsed JSON. Raises ValueError or TypeError if it has another form."""
+    skipped = tuple(tuple(int(number) for number in entry) for entry in saved)
+    for entry in skipped:
+        if not entry or len(entry) % 2 or min(entry) < 0 or 0 in entry[1::2]:
+            raise ValueError(f"skipped: {entry} is not pairs of a step and a number of rows")
+    return skipped
+
 
 @dataclass(frozen=True)
 class Part:
     """Consecutive steps of one stage with one batch size.
 
     batch_size: rows per step over all ranks. length: tokens per row.
-    first_sample: rows that earlier parts take from the same data folder.
     """
 
     stage: int
@@ -32,7 +46,6 @@ class Part:
     length: int
     first_step: int  # number of steps before this part
     num_steps: int
-    first_sample: int
 
     @property
     def tokens_per_step(self) -> int:
@@ -92,18 +105,16 @@ class Plan:
         self.parts: list[Part] = []
         step = tokens = end = 0
         before = True  # whether the steps so far add up exactly to the tokens of their stages
-        taken: dict[str, int] = {}  # rows taken so far, by data folder
         for index, stage in enumerate(config.train.stages):
             own = self.configs[index]
             end += stage.tokens
             for size, count, whole in self._sizes(own, stage, index, end - tokens):
-                part = Part(index, size, own.data.length, step, count, taken.get(own.data.path, 0))
+                part = Part(index, size, own.data.length, step, count)
                 if self.parts and self.parts[-1].tokens_per_step != part.tokens_per_step:
                     self._check_whole(before, stage, index)
                 before = whole
                 self.parts += [part] if count else []
                 step, tokens = step + count, tokens + count * part.tokens_per_step
-                taken[own.data.path] = part.first_sample + count * size
         self.total_steps = step if config.train.max_steps is None else min(step, config.train.max_steps)
 
     def _sizes(self, own: Config, stage: StageConfig, index: int, tokens: int) -> list[tuple[int, int, bool]]:
@@ -155,32 +166,59 @@ class Plan:
         """Returns the tokens that the run has trained after `step` steps."""
         return sum(max(0, min(step - part.first_step, part.num_steps)) * part.tokens_per_step for part in self.parts)
 
-    def mixes(self, path: str, skipped: Sequence[tuple[int, int]] = ()) -> list[tuple[int, dict[str, float] | None]]:
-        """Returns (first sample, mix) of each stage that reads the data folder `path`, for `Order`.
+    def mixes(self, path: str, skipped: Skipped = ()) -> list[tuple[int, dict[str, float] | None]]:
+        """Returns (first sample, mix) of each change of the stage that reads the data folder `path`, for `Order`.
 
-        skipped: pairs (step, rows that are left out after it).
+        Rows that are left out are samples of the stage that had read them. So each source goes on after all its rows that
+        were read, whatever the mix was.
         """
-        found: dict[int, tuple[int, dict[str, float] | None]] = {}
+        found: list[tuple[int, dict[str, float] | None]] = []
+        samples, last = 0, None
+        for step, rows in self._read(skipped, 0, self.parts[-1].last_step):
+            stage = self.at(step).stage
+            if self.configs[stage].data.path == path:
+                if stage != last:
+                    found.append((samples, self.configs[stage].train.stages[stage].mix))
+                samples, last = samples + rows, stage
+        return found
+
+    def next_sample(self, step: int, skipped: Skipped = ()) -> int:
+        """Returns the sample of its data folder with which the step after `step` steps begins."""
+        path = self._path(step)
+        before = tuple(entry for entry in skipped if entry[0] <= step)
+        return sum(rows for at, rows in self._read(before, 0, step) if self._path(at) == path)
+
+    def leave_out(self, skipped: Skipped, step: int, to: int) -> Skipped:
+        """Returns `skipped` after the run goes back from `step` to the checkpoint of step `to`.
+
+        All rows read since this checkpoint are left out. If the run had gone back to later checkpoints, which are lost,
+        this includes the rows that it left out there.
+        """
+        kept = tuple(entry for entry in skipped if entry[0] <= to)
+        read: list[int] = []
+        for at, rows in self._read(skipped[len(kept) :], to, step):
+            if read and self.at(read[-2]).stage == self.at(at).stage:
+                read[-1] += rows
+            else:
+                read += [at, rows]
+        return (*kept, tuple(read))
+
+    def _path(self, step: int) -> str:
+        return self.configs[self.at(step).stage].data.path
+
+    def _read(self, skipped: Skipped, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Yields (step, rows read after it) in the order of reading, from `first` to `last` steps. Each pair is of one part.
+
+        skipped: the times that the run went back in between.
+        """
+        for entry in skipped:
+            yield from self._rows(first, entry[0])
+            yield from zip(entry[::2], entry[1::2], strict=True)
+            first = entry[0]
+        yield from self._rows(first, last)
+
+    def _rows(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         for part in self.parts:
-            own = self.configs[part.stage]
-            if own.data.path == path and part.stage not in found:
-                first = part.first_sample + self._passed(path, skipped, part.first_step)
-                found[part.stage] = (first, own.train.stages[part.stage].mix)
-        return list(found.values())
-
-    def rows_between(self, first: int, last: int) -> int:
-        """Returns the rows that the steps after `first` up to `last` read from the data folder in use at `first`."""
-        path = self.configs[self.at(first).stage].data.path
-        parts = (part for part in self.parts if self.configs[part.stage].data.path == path)
-        return sum(max(0, min(last, part.last_step) - max(first, part.first_step)) * part.batch_size for part in parts)
-
-    def next_sample(self, step: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
-        """Returns the sample of its data folder with which the step after `step` steps begins. skipped: see `mixes`."""
-        part = self.at(step)
-        path = self.configs[part.stage].data.path
-        return part.first_sample + (step - part.first_step) * part.batch_size + self._passed(path, skipped, step + 1)
-
-    def _passed(self, path: str, skipped: Sequence[tuple[int, int]], before: int) -> int:
-        """Returns the rows of a data folder that were left out after steps below `before`."""
-        here = (rows for at, rows in skipped if at < before and self.configs[self.at(at).stage].data.path == path)
-        return sum(here)
+            begin, end = max(first, part.first_step), min(last, part.last_step)
+            if begin < end:
+                yield begin, (end - begin) * part.batch_size

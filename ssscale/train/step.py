@@ -12,7 +12,7 @@ from ssscale.data.batch import Batch, sums_by_source, take_share
 from ssscale.train.schedule import learning_rate
 
 if TYPE_CHECKING:
-    from ssscale.train.run import Run
+    from ssscale.train.run import Run, Source
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Done:
     """The result of a step on this rank."""
 
     batches: Sequence[Batch]
+    source: "Source"  # of the batches; the next stage may read another one
     num_targets: int  # over all ranks
     lr: float
     # Losses and numbers of targets by source, of this rank (`sums_by_source`): [2, number of sources] float64, on the CPU.
@@ -95,4 +96,5 @@ def train_step(run: "Run", batches: Sequence[Batch], num_targets: int, prepare: 
     run.mark("hooks")
     sums, last = result.told[: sums.numel()].view(sums.shape), result.told[sums.numel() :]
     terms = dict(zip(terms, last, strict=True))
-    return Done(batches, num_targets, lr, sums, terms, float(sums[0].sum()), result.grad_norm, result.skipped)
+    loss = float(sums[0].sum())
+    return Done(batches, run.source, num_targets, lr, sums, terms, loss, result.grad_norm, result.skipped)

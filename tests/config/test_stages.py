@@ -1,14 +1,17 @@
 """The plan of a run: steps, tokens and rows of every stage."""
 
+import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from ssscale.config import load_config
 from ssscale.config.schema import BatchWarmup, Config, DataConfig, ModelChanges, StageConfig, TrainConfig
+from ssscale.data.order import Order
 from ssscale.errors import UserError
-from ssscale.train.stages import Plan, stage_config
+from ssscale.train.stages import Plan, Skipped, read_skipped, stage_config
 from ssscale.validate import validate
 
 STICKS = ModelChanges({"mixers": ["stickbreaking"]})
@@ -24,7 +27,7 @@ def run(*stages: StageConfig, batch: int = 4, max_steps: int | None = None) -> C
 
 def test_a_step_belongs_to_the_stage_in_which_it_ends() -> None:
     plan = Plan(run(StageConfig("a", 100), StageConfig("b", 50, mix={"x": 1.0})))
-    assert [(p.stage, p.first_step, p.num_steps, p.first_sample) for p in plan.parts] == [(0, 0, 2, 0), (1, 2, 2, 8)]
+    assert [(p.stage, p.first_step, p.num_steps) for p in plan.parts] == [(0, 0, 2), (1, 2, 2)]
     assert plan.total_steps == 4
     assert plan.mixes("a") == [(0, None), (8, {"x": 1.0})]
     assert [plan.tokens(step) for step in (0, 1, 3, 4, 9)] == [0, 40, 120, 160, 160]
@@ -41,15 +44,89 @@ def test_batches_grow_and_data_folders_go_on_where_they_were_left() -> None:
     config = run(*stages)
     validate(config, world_size=1)
     plan = Plan(config)
-    sizes = [(p.stage, p.batch_size, p.length, p.num_steps, p.first_sample) for p in plan.parts]
+    sizes = [(p.stage, p.batch_size, p.length, p.num_steps, plan.next_sample(p.first_step)) for p in plan.parts]
     assert sizes == [(0, 1, 10, 2, 0), (0, 2, 10, 3, 2), (0, 4, 10, 3, 8), (1, 2, 20, 2, 0), (2, 2, 10, 5, 20)]
     assert plan.total_steps == 15
     assert plan.mixes("a") == [(0, None), (20, None)]
     assert [plan.next_sample(step) for step in (0, 2, 3, 7, 8, 10, 14, 15)] == [0, 2, 4, 16, 0, 20, 28, 30]
-    skipped = [(6, 5), (9, 3)]  # five rows of a, three of b
+    skipped = ((6, 5), (9, 3))  # five rows of a, three of b
     assert [plan.next_sample(step, skipped) for step in (7, 9, 10)] == [21, 5, 25]
     assert plan.mixes("a", skipped) == [(0, None), (25, None)]
     assert plan.mixes("b", skipped) == [(0, None)]
+
+
+SHARDS = {"x": [900], "y": [600]}
+VARIED = [  # its steps read 1 1 3 3 | 3 3 3 | 2 2 2 | 3 3 3 rows of a a a b, and the mix of a changes each time
+    StageConfig("a", 80, batch_warmup=[BatchWarmup(1, 20)], mix={"x": 0.7, "y": 0.3}),
+    StageConfig("b", 90, mix={"x": 0.2, "y": 0.8}),
+    StageConfig("c", 120, data_path="b", length=20, batch_size=2),
+    StageConfig("d", 90, data_path="a", length=10, batch_size=3, mix={"y": 1.0}),
+]
+
+
+def read(plan: Plan, first: int, last: int, skipped: Skipped) -> Iterator[tuple[str, int, int]]:
+    """(data folder, source, row) of all rows of some steps."""
+    for step in range(first, last):
+        part = plan.at(step)
+        path = plan.configs[part.stage].data.path
+        order, sample = Order(SHARDS, plan.mixes(path, skipped), seed=1), plan.next_sample(step, skipped)
+        yield from (
+            (path, found.source, found.row) for found in map(order.__getitem__, range(sample, sample + part.batch_size))
+        )
+
+
+@pytest.mark.parametrize(
+    "returns",
+    [
+        [],
+        [(3, 1)],  # the batch has grown
+        [(4, 2)],  # from the end of a stage
+        [(6, 3)],  # the mix has changed
+        [(6, 4)],  # to the beginning of a stage
+        [(9, 5)],  # the folder has changed
+        [(12, 2)],  # from the third stage of a folder to the first
+        [(12, 8)],
+        [(6, 3), (6, 3), (9, 3)],  # to the same checkpoint
+        [(6, 3), (7, 4), (9, 7), (12, 8)],
+        [(9, 6), (9, 6), (9, 2), (5, 2), (12, 7)],  # the checkpoint of step 6 is lost, and that of step 2 is taken
+    ],
+)
+def test_no_row_is_read_twice_or_left_unread_when_a_run_goes_back(returns: list[tuple[int, int]]) -> None:
+    """Each source of each folder is read in its own order, whatever folders, mixes and batches the run goes back over."""
+    plan = Plan(run(*VARIED, batch=3))
+    assert [plan.at(step).batch_size for step in range(13)] == [1, 1, 3, 3, 3, 3, 3, 2, 2, 2, 3, 3, 3]
+    rows: list[tuple[str, int, int]] = []
+    step = 0
+    skipped: Skipped = ()
+    for before, to in returns:
+        rows += read(plan, step, before, skipped)
+        skipped, step = plan.leave_out(skipped, before, to), to
+        assert read_skipped(json.loads(json.dumps(skipped))) == skipped
+        assert skipped[-1][0] == to
+    rows += read(plan, step, plan.total_steps, skipped)
+    for path in ("a", "b"):
+        for source, name in enumerate(SHARDS):
+            alone = Order(SHARDS, [(0, {name: 1.0})], seed=1)
+            found = [row for at, of, row in rows if (at, of) == (path, source)]
+            assert found == [alone[k].row for k in range(len(found))]
+            assert found
+
+
+def test_what_was_left_out_in_one_stage_is_a_pair_as_before() -> None:
+    """States of older versions hold a pair each time: rows of the stage that trains after the checkpoint."""
+    plan = Plan(run(*VARIED, batch=3))
+    assert plan.leave_out((), 3, 1) == ((1, 4),)  # one step of one row, and one of three
+    assert plan.leave_out(((1, 4),), 9, 5) == ((1, 4), (5, 6, 7, 4))
+    assert plan.leave_out(((5, 3),), 9, 5) == ((5, 3), (5, 6, 7, 4))
+    assert plan.leave_out(((1, 4), (6, 3)), 8, 2) == ((1, 4), (2, 6, 4, 12, 7, 2))
+    assert plan.mixes("a", ((5, 100),)) == [(0, VARIED[0].mix), (8, VARIED[1].mix), (117, VARIED[3].mix)]
+    assert plan.mixes("a", ((3, 100),)) == [(0, VARIED[0].mix), (108, VARIED[1].mix), (117, VARIED[3].mix)]
+
+
+@pytest.mark.parametrize("saved", [3, [3], [[]], [[1]], [[1, 2, 3]], [[1, -2]], [[1, 0]], ["ab"], [[1, None]]])
+def test_rows_left_out_that_no_run_has_written(saved: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        read_skipped(saved)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import functools
 import os
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,50 @@ def test_nan_in_a_row_goes_back_and_passes_over_the_rows(arguments: list[str], t
     assert [record["step"] for record in records] == list(range(1, 13))
 
 
+def staged(first: str, second: str) -> str:
+    """Six steps of one stage and any number of the next. first, second: keys of the stages."""
+    schedule = "schedule: {kind: constant, lr: 1e-3}"
+    stages = [
+        f"{{name: a, tokens: {6 * 4 * 256}, {schedule}, {first}}}",
+        f"{{name: b, tokens: 99999, {schedule}, {second}}}",
+    ]
+    return f"train.stages=[{', '.join(stages)}]"
+
+
+def rows_at(ranks: Ranks, step: int) -> dict[str, int]:
+    """Rows of each source up to a step, those that were passed over included."""
+    (record,) = (record for record in ranks.records() if record["step"] == step and "loss" in record)
+    return {name.removeprefix("tokens/"): count // 256 for name, count in record.items() if name.startswith("tokens/")}
+
+
+def test_rows_of_two_mixes_are_passed_over_in_both(arguments: list[str], tmp_path: Path) -> None:
+    """NaN after the mix has changed: each source goes on after its rows that were read, the checkpoint's and the NaN's."""
+    stages = staged("mix: {code: 1.0}", "mix: {docs: 1.0}")
+    arguments = [*arguments, stages, "train.max_steps=12", "train.max_skipped=2"]
+    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "nan", (7, 8)))
+    ranks.finish()
+    assert "back to step 4, passing over 16 rows" in ranks.output()
+    assert rows_at(ranks, 12) == {"code": 6 * 4 + 8, "docs": 6 * 4 + 8}
+    state = state_of(list_checkpoints(tmp_path / "run/checkpoints")[-1])
+    assert (state["samples"], state["skipped"]) == (12 * 4 + 16, [[4, 8, 6, 8]])
+    Ranks([*arguments, "train.max_steps=14"], tmp_path / "run").finish()  # and the state says so to the next start
+    assert rows_at(ranks, 14) == {"code": 6 * 4 + 8, "docs": 8 * 4 + 8}
+
+
+def test_rows_of_two_folders_are_passed_over_in_both(corpus: Path, arguments: list[str], tmp_path: Path) -> None:
+    """NaN after the folder has changed, where nothing was saved at the change."""
+    shutil.copytree(corpus, tmp_path / "other")
+    stages = staged("mix: {code: 1.0}", f"mix: {{docs: 1.0}}, data_path: {tmp_path / 'other'}")
+    arguments = [*arguments, stages, "train.max_skipped=2"]
+    Ranks([*arguments, "train.max_steps=4"], tmp_path / "run").finish()
+    arguments = [*arguments, "train.max_steps=10", "train.save_every=0"]
+    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "nan", (3, 4)))  # steps 7 and 8
+    ranks.finish()
+    assert "back to step 4, passing over 16 rows" in ranks.output()
+    assert [rows_at(ranks, step)["code"] for step in (4, 5, 6)] == [16, 28, 32]
+    assert [rows_at(ranks, step)["docs"] for step in (7, 10)] == [12, 24]
+
+
 @promises(
     "Losses",
     "the gradients are NaN again after the run has gone back to the same checkpoint 3 times",
@@ -86,16 +131,23 @@ def test_repeated_nan_ends_the_run(arguments: list[str], tmp_path: Path) -> None
     code="",
     do="look at these rows",
 )
-@pytest.mark.parametrize("grows", [False, True])
-def test_a_spike_is_noted_with_its_rows(grows: bool, arguments: list[str], tmp_path: Path) -> None:
-    """Also where the batch grows after that step."""
-    warmup = f"train.stages.0.batch_warmup=[{{batch_size: 4, tokens: {24 * 4 * 256}}}]"
-    arguments = [*arguments, "train.max_steps=26", *([warmup, "train.batch_size=8"] if grows else [])]
+@pytest.mark.parametrize("then", ["", "the batch grows", "the folder changes"])
+def test_a_spike_is_noted_with_its_rows(then: str, corpus: Path, arguments: list[str], tmp_path: Path) -> None:
+    """Also where the next step has another batch size, or rows of another folder."""
+    arguments = [*arguments, "train.max_steps=26"]
+    if then == "the batch grows":
+        warmup = f"train.stages.0.batch_warmup=[{{batch_size: 4, tokens: {24 * 4 * 256}}}]"
+        arguments += [warmup, "train.batch_size=8"]
+    if then == "the folder changes":
+        shutil.copytree(corpus, tmp_path / "other")
+        stages = staged("mix: {code: 1.0}", f"mix: {{docs: 1.0}}, data_path: {tmp_path / 'other'}")
+        arguments += [stages, f"train.stages.0.tokens={24 * 4 * 256}"]
     ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(plant, "spike", (24,)))
     ranks.finish()
     (event,) = events(ranks.run_dir)
     assert (event["event"], event["step"]) == ("loss_spike", 24)
     assert sum(len(rows) for rows in event["rows"].values()) == 4
+    assert then != "the folder changes" or event["rows"].keys() == {"code"}
 
 
 def test_spikes_are_robust_deviations() -> None:

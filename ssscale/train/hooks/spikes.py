@@ -28,9 +28,9 @@ class Spikes(Hook):
         step, loss = run.state.step, agreed.last_loss / (run.groups.tensor_size * run.last.num_targets)
         z = self.detector.score(loss)
         if z is not None:
-            # The loss is that of the last step, which may have had another batch size.
+            # The loss is that of the last step, which may have had another batch size and data folder.
             last, size = run.state.samples, run.plan.at(step - 1).batch_size
-            rows = run.source.rows(range(last - size, last))
+            rows = run.last.source.rows(range(last - size, last))
             logger.warning("step %d: loss %.4g is a spike (z = %.1f); its rows are in events.jsonl", step, loss, z)
             write_event(run.events, {"event": "loss_spike", "step": step, "loss": loss, "z": z, "rows": rows})
 
