@@ -132,8 +132,8 @@ class Run:
             self.events = open_events(self.folder)
             self.part = self.plan.at(self.state.step)
             self.config = self.configs.of(self.part)
-            last = self.plan.configs[self.plan.at(max(self.state.step - 1, 0)).stage].data.path
-            trained_on = self.state.data_fingerprint or None if last == self.config.data.path else None
+            same = self.plan.folder(max(self.state.step - 1, 0)) == self.plan.folder(self.state.step)
+            trained_on = self.state.data_fingerprint or None if same else None
             self.source = open_source(self.config, self.plan, self.state, trained_on)
             self.place.take(config)
             self.peers.open()
@@ -179,7 +179,7 @@ class Run:
             valid_loss=None,
             applied_steps=state.applied_steps + (not done.skipped),
             tokens=state.tokens + self.part.tokens_per_step,
-            samples=self.plan.next_sample(state.step, state.skipped) + self.part.batch_size,
+            samples=self.plan.samples(state.step + 1, state.skipped),
             data_fingerprint=self.source.fingerprint,
         )
         self.watch.step(self.saving.writer.active)
@@ -189,12 +189,16 @@ class Run:
 
     def _check_stages(self) -> None:
         """Raises UserError if the checkpoint was trained by other stages: its rows and learning rates would not go on."""
-        step, tokens = self.state.step, self.plan.tokens(self.state.step)
-        if tokens != self.state.tokens:
-            raise UserError(
-                f"train.stages: step {step} of the run in {self.folder} has trained {self.state.tokens:,} tokens, and by the "
-                f"stages as given {tokens:,}: give the stages up to there as they were, or run_dir=FOLDER for a new run"
-            )
+        state, plan = self.state, self.plan
+        for did, was, now in (
+            ("trained {:,} tokens", state.tokens, plan.tokens(state.step)),
+            ("read {:,} rows of its data folder", state.samples, plan.samples(state.step, state.skipped)),
+        ):
+            if was != now:
+                raise UserError(
+                    f"train.stages: step {state.step} of the run in {self.folder} has {did.format(was)}, and by the stages as "
+                    f"given {now:,}: give the stages up to there as they were, or run_dir=FOLDER for a new run"
+                )
 
     def begin_step(self) -> None:
         self.watchdog.begin(self.state.step + 1)

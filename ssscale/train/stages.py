@@ -4,6 +4,7 @@ A step belongs to the stage in which it ends, and the last step of the run may e
 batch warmup changes the tokens per step, the tokens before it must be a whole number of steps.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,11 @@ def read_skipped(saved: Any) -> Skipped:
         if not entry or len(entry) % 2 or min(entry) < 0 or 0 in entry[1::2]:
             raise ValueError(f"skipped: {entry} is not pairs of a step and a number of rows")
     return skipped
+
+
+def folder_of(path: str) -> str:
+    """Returns the same text for all spellings of a data folder, whose rows are counted together."""
+    return path.rstrip("/") if "://" in path else os.path.abspath(path)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class Plan:
     def __init__(self, config: Config) -> None:
         self.configs = [stage_config(config, index) for index in range(len(config.train.stages))]
         self.models = [own.model for own in self.configs]
+        self.folders = [folder_of(own.data.path) for own in self.configs]
         self.parts: list[Part] = []
         step = tokens = end = 0
         before = True  # whether the steps so far add up exactly to the tokens of their stages
@@ -173,10 +180,10 @@ class Plan:
         were read, whatever the mix was.
         """
         found: list[tuple[int, dict[str, float] | None]] = []
-        samples, last = 0, None
+        folder, samples, last = folder_of(path), 0, None
         for step, rows in self._read(skipped, 0, self.parts[-1].last_step):
             stage = self.at(step).stage
-            if self.configs[stage].data.path == path:
+            if self.folders[stage] == folder:
                 if stage != last:
                     found.append((samples, self.configs[stage].train.stages[stage].mix))
                 samples, last = samples + rows, stage
@@ -184,9 +191,13 @@ class Plan:
 
     def next_sample(self, step: int, skipped: Skipped = ()) -> int:
         """Returns the sample of its data folder with which the step after `step` steps begins."""
-        path = self._path(step)
+        folder = self.folder(step)
         before = tuple(entry for entry in skipped if entry[0] <= step)
-        return sum(rows for at, rows in self._read(before, 0, step) if self._path(at) == path)
+        return sum(rows for at, rows in self._read(before, 0, step) if self.folder(at) == folder)
+
+    def samples(self, step: int, skipped: Skipped = ()) -> int:
+        """Returns the samples that a run has read after `step` steps, of the data folder of the last of them."""
+        return self.next_sample(step - 1, skipped) + self.at(step - 1).batch_size if step else 0
 
     def leave_out(self, skipped: Skipped, step: int, to: int) -> Skipped:
         """Returns `skipped` after the run goes back from `step` to the checkpoint of step `to`.
@@ -203,8 +214,9 @@ class Plan:
                 read += [at, rows]
         return (*kept, tuple(read))
 
-    def _path(self, step: int) -> str:
-        return self.configs[self.at(step).stage].data.path
+    def folder(self, step: int) -> str:
+        """Returns the data folder of the step after `step` steps, as `folder_of` spells it."""
+        return self.folders[self.at(step).stage]
 
     def _read(self, skipped: Skipped, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yields (step, rows read after it) in the order of reading, from `first` to `last` steps. Each pair is of one part.

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,17 @@ def test_batches_grow_and_data_folders_go_on_where_they_were_left() -> None:
     assert [plan.next_sample(step, skipped) for step in (7, 9, 10)] == [21, 5, 25]
     assert plan.mixes("a", skipped) == [(0, None), (25, None)]
     assert plan.mixes("b", skipped) == [(0, None)]
+
+
+@pytest.mark.parametrize(
+    ("first", "again"), [("a", "a/"), ("a", "./a"), ("a", f"{Path.cwd()}/b/../a"), ("s3://bucket/a", "s3://bucket/a/")]
+)
+def test_a_folder_spelled_in_another_way_goes_on_where_it_was_left(first: str, again: str) -> None:
+    stages = [StageConfig("a", 80), StageConfig("b", 80, data_path="b"), StageConfig("c", 80, data_path=again)]
+    config = run(*stages)
+    plan = Plan(replace(config, data=replace(config.data, path=first)))
+    assert [plan.next_sample(step) for step in (1, 2, 4, 5)] == [4, 0, 8, 12]
+    assert plan.mixes(first) == plan.mixes(again) == [(0, None), (8, None)]
 
 
 SHARDS = {"x": [900], "y": [600]}

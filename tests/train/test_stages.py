@@ -1,5 +1,6 @@
 """A run whose stages change core, RoPE base, length, data and batch, stopped inside any of them."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,27 @@ def test_what_is_trained_is_saved_before_a_stage_begins(corpus: Path, tmp_path: 
     assert again.wait() == [2]
     assert "holds something that is not a run" not in again.output()
     assert again.output().count("absent does not exist") == 2
+
+
+def test_a_run_does_not_go_on_at_another_row_of_its_folder(corpus: Path, tmp_path: Path) -> None:
+    """The first stage's folder was another one: the third would begin at its first row again, and say nothing."""
+    tokens, schedule = 4 * 256 * 2, "schedule: {kind: constant, lr: 1e-3}"
+    shutil.copytree(corpus, tmp_path / "other")
+
+    def arguments(third: Path) -> list[str]:
+        paths = ["null", tmp_path / "other", third]
+        stages = [f"{{name: s{n}, tokens: {tokens}, {schedule}, data_path: {path}}}" for n, path in enumerate(paths)]
+        return [f"train.stages=[{', '.join(stages)}]", "train.save_every=5", "data.num_workers=0"]
+
+    keys = [*arguments(corpus), f"data.path={corpus}", "train.max_steps=5"]
+    Ranks(keys, tmp_path / "run", size=1).finish()
+    (tmp_path / "moved").symlink_to(corpus)
+    keys = [*arguments(corpus), f"data.path={tmp_path / 'moved'}"]
+    stopped = Ranks(keys, tmp_path / "run", size=1)
+    assert stopped.wait() == [2]
+    assert "step 5 of the run in" in stopped.output()
+    assert "has read 12 rows of its data folder, and by the stages as given 4: give the stages" in stopped.output()
+    keys = [*arguments(tmp_path / "moved"), f"data.path={tmp_path / 'moved'}"]
+    moved = Ranks(keys, tmp_path / "run", size=1)  # one folder, wherever it is
+    moved.finish()
+    assert state_of(tmp_path / "run/checkpoints/step-00000006")["samples"] == 16
