@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import enum
+import functools
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,13 @@ from ssscale.config.schema import MixerConfig, ModelChanges, ModelConfig, Optimi
 
 def hints(kind: Any) -> dict[str, Any]:
     """Returns the keys of a section with their annotations. A registry's section has one key per registered name."""
+    return {name: _registered(hint) for name, hint in _annotations(kind).items()}
+
+
+@functools.cache  # a load asks several times for each section
+def _annotations(kind: Any) -> dict[str, Any]:
     found = typing.get_type_hints(kind)
-    found = {name: hint for name, hint in found.items() if typing.get_origin(hint) is not typing.ClassVar}
-    return {name: _registered(hint) for name, hint in found.items()}
+    return {name: hint for name, hint in found.items() if typing.get_origin(hint) is not typing.ClassVar}
 
 
 def _registered(hint: Any) -> Any:

@@ -5,8 +5,10 @@ YAML and interpolates. The types are built here for two reasons: OmegaConf's str
 frozen dataclasses, and every mistake must give one sentence that names its key and, for YAML, its file.
 """
 
+import copy
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import types
@@ -168,8 +170,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
 
 def _yaml(text: str, source: str) -> Tree:
     try:
-        check_nodes(text)
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        tree = copy.deepcopy(_parsed(text))
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{source} is not valid YAML{line}: {error.problem or error.context}") from None
@@ -182,6 +183,12 @@ def _yaml(text: str, source: str) -> Tree:
     if not isinstance(tree, dict):
         raise UserError(f"{source} must hold `key: value` lines, not a list")
     return typing.cast(Tree, tree)
+
+
+@functools.lru_cache(maxsize=64)  # a study reads the same files for each of its runs
+def _parsed(text: str) -> Any:
+    check_nodes(text)
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def _shown(path: Path) -> str:

@@ -1,6 +1,9 @@
 """Formulas for parameters and FLOPs, which need no model to be built."""
 
 import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 from ssscale.config.schema import ModelConfig
 from ssscale.model.weight import Weight, projection_weights
@@ -25,12 +28,21 @@ def parameters_by_part(model: ModelConfig, length: int) -> dict[str, int]:
     """
     d = model.hidden_size
     attention = 2 * d * model.head_size * (model.num_heads + model.kv_heads)
-    declared = declared_weights(model, length).values()
+    # Of one layer per mixer: `ssscale.train.scale` counts the parameters of a model for each of a thousand layouts.
+    declared = [weight for mixer in model.used.values() for weight in mixer.shared_weights(model, length).values()]
+    layers = Counter(model.mixers[layer % len(model.mixers)] for layer in range(model.num_layers))
+    sizes = (
+        number * _size(_layer_weights(model, model.mixer_called(name)).values()) for name, number in layers.items()
+    )
     return {
         "embedding": model.vocab_size * d * (1 if model.tie_embeddings else 2),
         "matrices": model.num_layers * (attention + 3 * d * model.ffn_hidden_size),
-        "vectors": model.num_layers * 2 * d + d + sum(math.prod(weight.shape) for weight in declared),
+        "vectors": model.num_layers * 2 * d + d + _size(declared) + sum(sizes),
     }
+
+
+def _size(weights: Iterable[Weight]) -> int:
+    return sum(math.prod(weight.shape) for weight in weights)
 
 
 def declared_weights(model: ModelConfig, length: int) -> dict[str, Weight]:
@@ -39,11 +51,16 @@ def declared_weights(model: ModelConfig, length: int) -> dict[str, Weight]:
     for name, mixer in model.used.items():
         found |= {f"shared.{name}.{own}": weight for own, weight in mixer.shared_weights(model, length).items()}
     for layer, mixer in enumerate(model.layer_mixers):
-        at = f"blocks.{layer}.attention"
-        found |= {f"{at}.weights.{own}": weight for own, weight in mixer.weights(model).items()}
-        found |= {f"{at}.position_weights.{own}": w for own, w in model.place_of(mixer).weights(model).items()}
-        found |= {f"{at}.projection_weights.{own}": weight for own, weight in projection_weights(model).items()}
+        own = _layer_weights(model, mixer)
+        found |= {f"blocks.{layer}.attention.{name}": weight for name, weight in own.items()}
     return found
+
+
+def _layer_weights(model: ModelConfig, mixer: Any) -> dict[str, Weight]:
+    """Returns the weights that each layer with a mixer declares, by their names within its attention."""
+    found = {f"weights.{name}": weight for name, weight in mixer.weights(model).items()}
+    found |= {f"position_weights.{name}": weight for name, weight in model.place_of(mixer).weights(model).items()}
+    return found | {f"projection_weights.{name}": weight for name, weight in projection_weights(model).items()}
 
 
 def flops_per_token(model: ModelConfig, length: int, causal_half: bool) -> float:

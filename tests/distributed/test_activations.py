@@ -79,11 +79,21 @@ def _kept(decoder: Decoder, groups: Groups) -> int:
     return sum(size for size, _ in kept.values())
 
 
-@pytest.mark.parametrize("recompute", list(Recompute))
-@pytest.mark.parametrize("core", ["ssmax", "stickbreaking", "ssmax_norm", "stickbreaking_norm"])  # softmax: as ssmax
-def test_each_layer_keeps_what_the_formula_says(core: str, recompute: Recompute, groups: Groups) -> None:
+def check_formula(core: str, recompute: Recompute, groups: Groups) -> None:
     kept = kept_bytes(core, groups, compiled=True, recompute=recompute) / TOKENS
     assert kept == pytest.approx(formula(core, ParallelConfig(), recompute=recompute), rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("core", ["ssmax", "stickbreaking"])  # softmax: as ssmax
+def test_each_layer_keeps_what_the_formula_says(core: str, recompute: Recompute, groups: Groups) -> None:
+    check_formula(core, recompute, groups)
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("core", ["ssmax_norm", "stickbreaking_norm"])
+def test_each_layer_with_norms_of_heads_keeps_it_too(core: str, recompute: Recompute, groups: Groups) -> None:
+    check_formula(core, recompute, groups)
 
 
 def kept_when_shared(core: str, tensor: int, ulysses: int, ring: int, compiled: bool = False, **options: Any) -> int:

@@ -155,20 +155,27 @@ def test_the_operators_compute_what_megatron_computes_bit_by_bit(
         assert set(found.values()) == {0.0}
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(
-    "option", [{"overlap_gathers": True}, {"copy_engines": True}, {"copy_engines": True, "hides": 0}]
-)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_own_tokens_may_be_multiplied_while_others_arrive(
-    ranks: int, option: dict[str, Any], keep: bool, pool2: Pool, pool4: Pool
-) -> None:
-    layout = {"tensor": ranks, "ulysses": 1, "sequence": True, **option, "keep_gathered": keep}
-    pool = {2: pool2, 4: pool4}[ranks]
+ARRIVE = [{"overlap_gathers": True}, {"copy_engines": True}, {"copy_engines": True, "hides": 0}]
+
+
+def check_own_tokens(pool: Pool, option: dict[str, Any], keep: bool) -> None:
+    layout = {"tensor": pool.size, "ulysses": 1, "sequence": True, **option, "keep_gathered": keep}
     for found, *_ in pool.run(WHOLE, core="ssmax", backend=None, **layout):
         assert len(found) > 10
         for name, error in found.items():
             assert error <= 1e-5, name
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("option", ARRIVE)
+def test_own_tokens_may_be_multiplied_while_others_arrive(option: dict[str, Any], keep: bool, pool2: Pool) -> None:
+    check_own_tokens(pool2, option, keep)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("option", ARRIVE)
+def test_own_tokens_of_four_ranks_may_be_multiplied_too(option: dict[str, Any], keep: bool, pool4: Pool) -> None:
+    check_own_tokens(pool4, option, keep)
 
 
 @pytest.mark.parametrize(
