@@ -101,7 +101,7 @@ test-gpu-stack:  ## the CPU tests nearest to torch with what GPU machines instal
 	$(GPU_VENV)/bin/python -m pip check
 	$(GPU_VENV)/bin/python -m pytest -m "not gpu and not slow" tests/model tests/kernels tests/hf tests/train/test_engine.py tests/distributed/test_compiled.py tests/distributed/test_gathered_blocks.py tests/data/test_remote.py
 
-test-triton: $(STAMP)  ## the kernels compiled for Hopper: all by the Triton of the other stack (downloads it), and by this one's what `make test` leaves out
+test-triton: $(STAMP)  ## the kernels compiled for Hopper: all by the Triton of the other stack (downloads it), and the slow ones by this one
 	@for version in $$(sed -n 's/^triton==//p' constraints-gpu.txt constraints-cpu.txt); do
 		folder= marks=slow
 		if [ $$(PYTHONPATH= $(BIN)/python -c 'from importlib.metadata import version; print(version("triton"))') != $$version ]; then
