@@ -78,10 +78,10 @@ check: $(STAMP)  ## formatting, lint, types, the rules of tests/architecture.py,
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q $(CHECKED)
 
-test: check  ## check and the CPU tests that are quick (12 to 14 minutes on 2 cores)
+test: check  ## check and the CPU tests that are quick (about 11 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(CHECKED:%=--ignore=%)
 
-test-long: $(STAMP)  ## the CPU tests that take 10 s or more and are not in `make test`; CI runs them too (about 19 minutes on 2 cores)
+test-long: $(STAMP)  ## the CPU tests that `make test` leaves out; CI runs them too (about 19 minutes on 2 cores)
 	@$(BIN)/python -m pytest -m "long and not gpu and not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## the tests that take minutes
