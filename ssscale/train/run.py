@@ -197,7 +197,7 @@ class Run:
             if was != now:
                 raise UserError(
                     f"train.stages: step {state.step} of the run in {self.folder} has {did.format(was)}, and by the stages as "
-                    f"given {now:,}: give the stages up to there as they were, or run_dir=FOLDER for a new run"
+                    f"given {now:,}: give the stages and data up to there as they were, or run_dir=FOLDER for a new run"
                 )
 
     def begin_step(self) -> None:

@@ -129,6 +129,9 @@ def write_rollback(folder: Path, state: "TrainState") -> None:
 def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
     """Returns the state of a checkpoint, with the rows to leave out that `write_rollback` has saved for it.
 
+    The file is of this checkpoint if it adds returns to its step, and nothing else, to what the checkpoint leaves out. It
+    stays after the run has gone on, and the step may have been trained again from an earlier checkpoint since.
+
     Raises UserError if rollback.json is broken or cannot be read.
     """
     file = folder / "rollback.json"
@@ -137,7 +140,9 @@ def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
     try:
         saved = json.loads(file.read_bytes())
         skipped = read_skipped(saved["skipped"])
-        return replace(state, skipped=skipped) if saved["step"] == state.step else state
+        before, returns = skipped[: len(state.skipped)], skipped[len(state.skipped) :]
+        here = saved["step"] == state.step and before == state.skipped
+        return replace(state, skipped=skipped) if here and all(step == state.step for step, *_ in returns) else state
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:

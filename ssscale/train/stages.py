@@ -5,6 +5,7 @@ batch warmup changes the tokens per step, the tokens before it must be a whole n
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -162,7 +163,11 @@ class Plan:
 
     def at(self, step: int) -> Part:
         """Returns the `Part` to which the step after `step` steps belongs. At the end of the run, it is the last one."""
-        return next((part for part in self.parts if step < part.last_step), self.parts[-1])
+        return self.parts[min(bisect_right(self.ends, step), len(self.parts) - 1)]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        return [part.last_step for part in self.parts]
 
     @cached_property
     def total_tokens(self) -> int:

@@ -47,8 +47,8 @@ def test_nan_on_one_rank_skips_the_step_on_all(zero: int, arguments: list[str], 
     "Losses",
     "`train.max_skipped` steps in a row have NaN gradients",
     seen=(
-        "the run goes back to the last checkpoint and skips the rows read since then; `events.jsonl` and the state of the "
-        "checkpoints record these rows"
+        "the run goes back to the last checkpoint and skips the rows read since then; `events.jsonl` records how "
+        "many, and the state of the checkpoints which"
     ),
     code="",
 )
@@ -115,7 +115,7 @@ def test_rows_of_two_folders_are_passed_over_in_both(corpus: Path, arguments: li
     "the gradients are NaN again after the run has gone back to the same checkpoint 3 times",
     seen="the run ends: `… with other rows: lower the learning rate`",
     code="77",
-    do="lower the learning rate; the skipped rows are in `events.jsonl`",
+    do="lower the learning rate; `events.jsonl` has the steps and how many rows were skipped",
 )
 def test_repeated_nan_ends_the_run(arguments: list[str], tmp_path: Path) -> None:
     arguments = [*arguments, "train.max_steps=12", "train.max_skipped=2"]

@@ -10,7 +10,8 @@ from ssscale.config import load_config
 from ssscale.config.choices import Precision
 from ssscale.config.kinds import spelled
 from ssscale.errors import UserError
-from ssscale.train.run_folder import check_folder, record_config
+from ssscale.train.checkpoint import TrainState
+from ssscale.train.run_folder import check_folder, read_rollback, record_config, write_rollback
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,22 @@ def test_yaml_reads_what_is_spelled() -> None:
     for value in (None, True, False, 3, 0.5, "muon", ["softmax", None], {"web": 0.5, "code": False}):
         assert yaml.safe_load(spelled(value)) == value
     assert spelled(Precision.bf16) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("saved", "left_out", "found"),
+    [
+        ([(20, 8)], [], [(20, 8)]),
+        ([(20, 8), (20, 4, 21, 6)], [], [(20, 8), (20, 4, 21, 6)]),
+        ([(10, 8), (20, 8)], [(10, 8)], [(10, 8), (20, 8)]),
+        ([(10, 8), (20, 8)], [], []),  # step 20 was trained again, from a checkpoint before the first return
+        ([(10, 8), (20, 8)], [(10, 4)], [(10, 4)]),
+        ([(20, 8)], [(10, 8)], [(10, 8)]),
+    ],
+)
+def test_a_rollback_of_another_past_is_not_read(
+    saved: list[tuple[int, ...]], left_out: list[tuple[int, ...]], found: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    write_rollback(tmp_path, TrainState(step=20, skipped=tuple(saved)))
+    assert read_rollback(tmp_path, TrainState(step=20, skipped=tuple(left_out))).skipped == tuple(found)
+    assert read_rollback(tmp_path, TrainState(step=10)).skipped == ()

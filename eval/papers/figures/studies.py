@@ -25,7 +25,7 @@ NAMES = {
     "ssmax_during": "(f) switched during",
     "ssmax_pn": "learned $p_n$",
     "sb": "stick-breaking",
-    "sb_rem": "with remainder",
+    "sb_rem": "stick-breaking, remainder",
     "rope": "RoPE",
     "rope-ntk": "RoPE, NTK",
     "alibi": "ALiBi",
@@ -33,7 +33,7 @@ NAMES = {
     "nope": "NoPE",
     "window512": "window 512",
     "window1024": "window 1,024",
-    "rope-window": "window 2,048",
+    "rope-window": "RoPE, window 2,048",
     "rope_8k": "RoPE, trained on 8K",
     "rope_8k-ntk": "RoPE, trained on 8K, NTK",
 }

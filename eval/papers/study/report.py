@@ -1,7 +1,7 @@
 """Draws a study's figures and writes its claims with their verdicts."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -116,21 +116,21 @@ def losses(results: Results) -> str:
     lines = []
     for job in by_key["books"]:
         plain = next(name for name in (job, job.removesuffix("-ntk"), job.removesuffix("-window")) if name in results)
-        first = results[plain][0]
+        some = results[plain]
         name = studies.name_of(re.sub(r"@[^-+]+", "", job))
-        cells = [name, f"{first['rate']:g}", _number(training_loss(first)), _number(validation(first))]
+        cells = [name, f"{some[0]['rate']:g}", _mean(map(training_loss, some)), _mean(map(validation, some))]
         for found in by_key.values():
             for choose in (min, max):
-                some = [of_seed[choose(of_seed)] for of_seed in found.get(job, [])]
-                cells.append(_number(fmean(some) if some else None))
+                cells.append(_mean(of_seed[choose(of_seed)] for of_seed in found.get(job, [])))
         lines.append(f"| {' | '.join(cells)} |")
     head = "| method | rate | training loss, last 10 % | validation loss | books, shortest context | books, longest |"
     head += " articles, shortest | articles, longest |"
     return "\n".join([head, "|---|---|---|---|---|---|---|---|", *lines]) if lines else ""
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def _mean(values: Iterable[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    return f"{fmean(found):.3f}" if found else ""
 
 
 def report(name: str, out: Path, to: Path) -> list[Path]:
@@ -161,7 +161,11 @@ def report(name: str, out: Path, to: Path) -> list[Path]:
         text = "A verdict compares the ranges over seeds: `holds` and `does not hold here` mean that they are apart."
         parts += ["## Claims", text, "\n".join([*head, *rows]), line]
     if table := rates(folder):
-        parts += ["## Learning rates, chosen on validation documents", table, line]
+        parts += [
+            f"## Learning rates, chosen on {'32 pairs' if name == 'mqrar' else 'validation documents'}",
+            table,
+            line,
+        ]
     if table := whole(results):
         parts += ["## Whole trainings at two learning rates", table, line]
     parts += ["## Minutes", minutes(results), line]
