@@ -12,7 +12,7 @@ from ssscale.config.schema import Config, ModelConfig, StageConfig
 from ssscale.errors import UserError
 from ssscale.model.positions.base import Position
 from ssscale.train.microbatch import with_microbatch
-from ssscale.train.stages import Plan, stage_config
+from ssscale.train.stages import Plan, folder_of, stage_config
 from ssscale.validate_parallel import alternatives, check_parallel, check_world, near_divisors
 
 
@@ -335,7 +335,8 @@ def _check_change(config: Config, own: Config, stage: StageConfig, index: int) -
     key = f"train.stages.{index}"
     if stage.model is not None:
         _check_model_change(stage, before.model, own.model, f"{key}.model")
-    if stage.length not in (None, before.data.length) and own.data.path == before.data.path:
+    same = folder_of(own.data.path) == folder_of(before.data.path)
+    if same and stage.length not in (None, before.data.length):
         raise UserError(
             f"{key}.length={stage.length} needs data packed to this length: set {key}.data_path, as {own.data.path} has "
             f"rows of {before.data.length} tokens"

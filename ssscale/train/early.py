@@ -30,13 +30,14 @@ def check_run(config: Config) -> None:
     if config.init_from is not None and not saved and not os.path.lexists(folder / FIRST_SAVE):
         find_checkpoint(Path(config.init_from), "init_from", newest=True)
     step = next((step_of(path) for path in reversed(saved) if intact(path)), 0)
-    own = plan.configs[plan.at(step).stage]
+    now = plan.at(step).stage
+    own = plan.configs[now]
     sources = check_data(own)
     if sources and config.train.eval_every:
         _check_validation(own.data.path)
     for index, stage in enumerate(config.train.stages):
         unknown = [name for name in stage.mix or {} if name not in sources]
-        if sources and unknown and plan.configs[index].data.path == own.data.path:
+        if sources and unknown and plan.folders[index] == plan.folders[now]:
             raise UserError(
                 f"train.stages.{index}.mix names {unknown[0]!r}, which is not a source of {own.data.path} "
                 f"({', '.join(sources)}): use its sources, or null for all in proportion to their sizes"

@@ -158,6 +158,10 @@ def test_rows_left_out_that_no_run_has_written(saved: object) -> None:
         ),
         ([StageConfig("a", 100, length=20)], r"stages.0.length=20 needs data packed to this length"),
         (
+            [StageConfig("a", 100), StageConfig("b", 100, data_path="./a/", length=20)],
+            r"stages.1.length=20 needs data packed to this length",
+        ),
+        (
             [StageConfig("a", 100, model=ModelChanges({"mixers": ["stickbreaking"]}))],
             r"stages.0.model.mixers=.stickbreaking.: .* not from softmax",
         ),
