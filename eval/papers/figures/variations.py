@@ -10,11 +10,17 @@ from matplotlib.figure import Figure
 from eval.checkpoint.drawing import BASELINE, COLOURS, MARKERS, STYLES, axes_of
 from eval.papers.figures import recall
 from eval.papers.figures.studies import NAMES, context_losses, load, seeds_of
+from eval.papers.study.studies import SHORT_FIRST, VARIED
 from eval.papers.study.whole import Result, Results, read_results
 
-SHORT_FIRST = "curriculum_"  # begins the names of jobs that train on short sequences first
-KINDS = ("", "tokens", "width", "heads", "books")
-CHANGED = ("nothing", "4 times\nthe tokens", "32 heads\nof 32", "8 heads\nof 64", "only books")
+KINDS = ("", *VARIED)
+CHANGED = {
+    "": "nothing",
+    "tokens": "4 times\nthe tokens",
+    "width": "32 heads\nof 32",
+    "heads": "8 heads\nof 64",
+    "books": "only books",
+}
 Contexts = dict[str, list[dict[int, float]]]  # job → {length: loss}, one per seed
 HIGHEST = 0.3  # nats; what is farther from stick-breaking is not drawn
 
@@ -90,7 +96,7 @@ def apart(folder: Path) -> Figure | None:
             axes.axhline(0, color=BASELINE, linewidth=1.2)
             axes.set_xlim(-0.5, len(KINDS) - 0.5)
             axes.set_ylim(-HIGHEST, HIGHEST)
-            axes.set_xticks(range(len(KINDS)), CHANGED)
+            axes.set_xticks(range(len(KINDS)), [CHANGED[kind] for kind in KINDS])
             title = f"{key}, {text} context: above stick-breaking"
             axes_of(figure, axes, title, "", "difference (nats per token)")
             axes.legend(fontsize=8, framealpha=1, edgecolor="none", loc="lower right")

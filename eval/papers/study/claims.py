@@ -9,6 +9,7 @@ import numpy as np
 
 from eval.papers.figures.studies import context_losses
 from eval.papers.study.sizes import FULL
+from eval.papers.study.studies import VARIED
 from eval.papers.study.whole import Results, at, of_job
 
 Values = dict[int, float]  # seed → value
@@ -196,7 +197,7 @@ def _positions() -> list[Claim]:
 
 def _why() -> list[Claim]:
     claims = []
-    for kind in ("tokens", "width", "heads", "books"):
+    for kind in VARIED:
         for key in ("books", "articles"):
             quantity = f"loss on {key} in the longest context, nats"
             measure = Context(key, "", True)

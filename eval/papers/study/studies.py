@@ -34,6 +34,7 @@ POSITIONS = ("sb", "sb_rem", "rope", "alibi", "fire", "nope", "window512", "wind
 WHY = ("sb", "alibi", "window512", "rope")
 VARIED = ("tokens", "width", "heads", "books")
 CORES = ("softmax", "stickbreaking")
+SHORT_FIRST = "curriculum_"  # begins the names of MQRAR's jobs that train on short sequences first
 FROM_SOFTMAX = ("ssmax_after", "ssmax_during")  # which have softmax's learning rate
 AT_TWO_RATES = {"ssmax": ("softmax", "ssmax", "ssmax_bias", "ssmax_fixed"), "positions": WHY}
 THREE_SEEDS = [("ssmax", "softmax"), ("ssmax", "ssmax"), ("ssmax", "ssmax_bias")]
@@ -300,7 +301,7 @@ def mqrar(study: Study) -> list[Job]:
         job = _recall_job(study, f"{core}_{pairs}", core, pairs, seed, many, size.minutes + 0.7)
         jobs.append(replace(job, rate=rate, method=core))
     for core, pairs, seed in runs:
-        name = f"curriculum_{core}_{pairs}"
+        name = f"{SHORT_FIRST}{core}_{pairs}"
         jobs.append(_recall_job(study, name, core, pairs, seed, ["--minutes", "60"], 1.5))
     return jobs
 
