@@ -219,6 +219,11 @@ class Runner:
         minutes = duration([*left, *(works(job) for job in jobs)], self.per_gpu) * self.slower
         return self.seconds + 60 * minutes <= self.deadline
 
+    def _trainings_before(self, running: Running) -> int:
+        """Count the trainings on its GPU of jobs that started before it. One that packs first is not held up by later ones."""
+        before = self.running[: self.running.index(running)]
+        return sum(other.step.trains for other in before if other.gpu is running.gpu and other.step)
+
     def _next_step(self, running: Running) -> None:
         """Start the next step, unless another job runs the same one. Without one, write the result."""
         left = running.job.left
@@ -231,7 +236,7 @@ class Runner:
         there = [other.step for other in busy if other.step]
         if busy and (step.alone or any(other.alone for other in there)):
             return
-        if step.trains and sum(other.trains for other in there) >= TRAININGS:
+        if step.trains and self._trainings_before(running) >= TRAININGS:
             return
         file = self.place.work / "logs" / f"{running.job.label.replace('/', '-')}-{step.name}.log"
         file.parent.mkdir(parents=True, exist_ok=True)

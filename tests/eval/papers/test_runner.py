@@ -178,6 +178,19 @@ def test_two_trainings_share_a_gpu(place):
     assert [x.command for x in Clocked.all[4:]] == [["a", "train"], ["b", "test"], ["c", "train"]]
 
 
+def test_a_training_does_not_wait_for_those_of_later_jobs(place):
+    """They started while it packed its rows. Otherwise the first of a list could be trained last."""
+    jobs = [job(place, n, replace(step(place, n, "train", 5.0), trains=True)) for n in "abcd"]
+    jobs[0] = replace(jobs[0], steps=(step(place, "a", "pack", 0.5), *jobs[0].steps))
+    found = Runner(place, jobs, [Gpu("0", 140.0)], per_gpu=4, start=Clocked)
+    found._admit(list(jobs))
+    assert [x.command for x in Clocked.all] == [["a", "pack"], ["b", "train"], ["c", "train"]]
+    Clocked.all[0].code = 0
+    found._collect()
+    found._admit([])
+    assert [x.command for x in Clocked.all[3:]] == [["a", "train"]]
+
+
 def test_a_job_that_needs_its_gpu_to_the_end_waits_for_an_empty_one(place):
     """It takes no place beside others, which would run alone then, and none is taken beside it."""
     alone = [job(place, n, replace(step(place, n, "train", 5.0), alone=True)) for n in "ab"]
