@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import statistics
 import time
@@ -30,6 +31,8 @@ from ssscale.train.schedule import stage_at
 logger = logging.getLogger("ssscale")
 
 WANDB_ID = "wandb_id.txt"  # in the run folder
+NOT_IN_IDS = r"[^\w.-]"  # W&B refuses / \ # ? % : in ids
+ID = r"[\w.-]{1,128}"
 
 
 class Metrics:
@@ -144,11 +147,22 @@ def _wandb(folder: Path) -> Any:
 
 
 def wandb_id(folder: Path) -> str:
-    """Returns the run's id for Weights & Biases, the folder's name and eight random digits, the same at each start."""
+    """Returns the run's id for Weights & Biases, the folder's name and eight random digits, the same at each start.
+
+    Raises UserError if the file that keeps it holds no id.
+    """
     file = folder / WANDB_ID
     if file.is_file():
-        return file.read_text(encoding="utf-8").strip()
-    found = f"{folder.name}-{secrets.token_hex(4)}"
+        try:
+            found = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"train.wandb=true: {file} cannot be read: {error}; delete it to begin a new run there"
+            ) from error
+        if not re.fullmatch(ID, found):
+            raise UserError(f"train.wandb=true: {file} holds no id of a run; delete it to begin a new run there")
+        return found
+    found = f"{re.sub(NOT_IN_IDS, '-', folder.name)[:64]}-{secrets.token_hex(4)}"
     with replacing(file) as temporary:
         temporary.write_text(found + "\n", encoding="utf-8")
     return found

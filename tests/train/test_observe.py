@@ -166,6 +166,18 @@ def test_starts_of_a_run_share_an_id_of_wandb_and_runs_do_not(tmp_path: Path) ->
     assert one != other
     assert re.fullmatch(r"1b_sb-[0-9a-f]{8}", one)
     assert wandb_id(folders[0]) == one
+    odd = tmp_path / "50 % of #3: ä"
+    odd.mkdir()
+    assert re.fullmatch(r"50---of--3--ä-[0-9a-f]{8}", wandb_id(odd))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a/b\n", b"two\nlines\n"])
+def test_a_damaged_id_of_wandb_is_a_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "wandb_id.txt").write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"wandb_id\.txt (cannot be read|holds no id of a run).*; delete it to begin a new run"
+    ):
+        wandb_id(tmp_path)
 
 
 def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
