@@ -23,8 +23,9 @@ OUT/NAME/JOB-sSEED.json. A file that exists is not made again. The order is:
 chosen, and a further seed as soon as it is known at which rate. --jobs takes names as --print shows them, also without
 study or seed.
 
-Jobs share the GPUs of the machine, up to --per-gpu on each, and two of them train at a time. --print only prints their
-commands. --plan MINUTES prints which jobs fit into which stay of so many minutes on one GPU.
+Jobs share the GPUs of the machine, up to --per-gpu on each, and one trains while fewer than two that started before it
+do. --print only prints their commands. --plan MINUTES prints which jobs fit into which stay of so many minutes on one
+GPU.
 
 Models stay in --work until their job has ended, and are not brought back. --deadline starts no job that would not end
 within so many seconds. --pause stops what is running after so many seconds: trainings save, and the same command
