@@ -121,10 +121,24 @@ class Settings:
         return dataclasses.asdict(self)
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which yaml.SafeLoader takes the last one without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.composer.ComposerError(None, None, f"found duplicate key {key.value}", key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+
 def from_yaml(file: str, overrides: dict[str, Any]) -> Settings:
     """Returns the settings of a YAML file, with those of `overrides` that are not None. Raises DataError."""
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        values = yaml.load(Path(file).read_text(encoding="utf-8"), UniqueKeys)
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -133,6 +147,8 @@ def from_yaml(file: str, overrides: dict[str, Any]) -> Settings:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         raise DataError(f"{file} is not YAML{line}: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise DataError(f"{file} is nested too deeply, or contains itself") from error
     if not isinstance(values, dict):
         raise DataError(f"{file} must hold keys and values")
     return from_dict(values | {key: value for key, value in overrides.items() if value is not None}, file)

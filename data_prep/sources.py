@@ -93,14 +93,17 @@ def find_inputs(pattern: str) -> list[Input]:
     return sorted(found, key=lambda found: found.path)
 
 
-def _walk(folder: Path) -> Iterator[Input]:
+def _walk(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Input]:
+    here = folder.resolve()
+    if here in above:
+        raise DataError(f"{folder} is a link to a folder that holds it: remove it, or name the folders to read")
     whole = _whole_folder(folder)
     if whole:
         yield whole
         return
     for path in folder.iterdir():
         if path.is_dir():
-            yield from _walk(path)
+            yield from _walk(path, (*above, here))
         elif path.is_file() and (kind := _kind(path.name)) and kind != "megatron-data":
             yield _file(str(path), kind)
 

@@ -38,6 +38,27 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
 
 
 @pytest.mark.parametrize(
+    ("sources", "sentence"),
+    [
+        (["a={root}/b", "a={root}/a.jsonl"], "source 'a' reads {root}/a.jsonl twice"),
+        (["a={root}/a.jsonl", "a={root}/b:valid"], "b/link.jsonl for training and for validation: name it once"),
+        (["a={root}/c"], "{root}/c/self is a link to a folder that holds it"),
+    ],
+)
+def test_links_to_what_is_read_already(sources, sentence, tokenizer, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(GOOD * 5)
+    for folder in "bc":
+        (tmp_path / folder).mkdir()
+    (tmp_path / "b" / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    (tmp_path / "c" / "d.jsonl").write_text(GOOD * 5)
+    (tmp_path / "c" / "self").symlink_to(tmp_path / "c")
+    flags = [flag for source in sources for flag in ("--source", source.format(root=tmp_path))]
+    defaults = ["--out", str(tmp_path / "out"), "--tokenizer", tokenizer, "--length", "16", "--workers", "1"]
+    assert main(["pack", *defaults, *flags]) == 2
+    assert sentence.format(root=tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (["--source", "a={root}/nowhere"], "no input at {root}/nowhere"),
@@ -68,6 +89,9 @@ def test_broken_lines_name_file_and_line(line, sentence, tokenizer, tmp_path, ca
             ["--source", "a={root}", "--source", "a={root}/a.jsonl:valid"],
             "a.jsonl for training and for validation: name it",
         ),
+        (["--config", "{root}/again.yaml"], "again.yaml is not YAML in line 2: found duplicate key sources"),
+        (["--config", "{root}/inner.yaml"], "inner.yaml is not YAML in line 2: found duplicate key a"),
+        (["--config", "{root}/deep.yaml"], "deep.yaml is nested too deeply, or contains itself"),
         (["--source", "a={root}/a.jsonl", "--out", "{root}"], "{root} holds something else (a.jsonl)"),
         (["--source", "a={root}/a.jsonl", "--out", "{root}/a.jsonl"], "a.jsonl is a file"),
         (["--source", "a={root}/a.jsonl", "--workers", "0"], "--workers 0"),
@@ -103,6 +127,9 @@ def test_flags_and_files(flags, sentence, tokenizer, tmp_path, capsys, monkeypat
     (tmp_path / "latin.yaml").write_bytes(b"caf\xe9: 1\n")
     (tmp_path / "cut.yaml").write_text("seed: 1\nsources: {a: b\n")
     (tmp_path / "buffer.yaml").write_text("buffer_tokens: 0\n")
+    (tmp_path / "again.yaml").write_text(f"sources: {{a: {tmp_path}/a.jsonl}}\nsources: {{b: {tmp_path}/a.jsonl}}\n")
+    (tmp_path / "inner.yaml").write_text(f"sources:\n  {{a: {tmp_path}/a.jsonl, a: {tmp_path}/b.jsonl}}\n")
+    (tmp_path / "deep.yaml").write_text("seed: " + "[" * 3000)
     (tmp_path / "a.txt").write_text("text " * 99)
     (tmp_path / "text.yaml").write_text(f"sources: {{a: {tmp_path}/a.txt}}\nwhere: {{a: {{language: en}}}}\n")
     for name, condition in (("bound", "{mim: 1}"), ("word", "{min: x}"), ("none", "{}")):

@@ -62,7 +62,11 @@ def test_squad(tmp_path, name):
     assert example.tokens[example.prompt :] == encode(" A stick")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"data": [1]}', '{"data": []}'])
+# Half of a surrogate pair, which no tokenizer takes.
+LONE = r'{"data": [{"paragraphs": [{"context": "\ud800 a", "qas": [{"question": "b", "answers": [{"text": "c"}]}]}]}]}'
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"data": [1]}', '{"data": []}', LONE])
 def test_other_files(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError, match=r"^questions="):
