@@ -90,7 +90,7 @@ def _inputs(settings: Settings, source: str) -> Inputs:
     for split, patterns in (("train", settings.sources[source]), ("valid", settings.valid.get(source, []))):
         inputs = [item for pattern in patterns for item in find_inputs(pattern)]
         for item in inputs:
-            path = os.path.realpath(item.path)
+            path = os.path.realpath(item.path)  # a link is the file that it leads to
             if path in splits:
                 twice = "twice" if splits[path] == split else "for training and for validation"
                 raise DataError(f"source {source!r} reads {item.path} {twice}: name it once")

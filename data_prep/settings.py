@@ -122,7 +122,7 @@ class Settings:
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which yaml.SafeLoader takes the last one without a word."""
+    """Refuses a key that a mapping has twice. yaml.SafeLoader takes the last one without a word."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

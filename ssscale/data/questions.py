@@ -72,10 +72,8 @@ def _questions(squad: dict[str, Any]) -> Iterator[Question]:
             for qa in paragraph["qas"]:
                 texts = [answer["text"] for answer in qa["answers"]]
                 question = Question(paragraph["context"], qa["question"], texts[0] if texts else "")
-                for part in question:
-                    part.encode(
-                        "utf-8"
-                    )  # fails for half of a surrogate pair, which JSON may hold and no tokenizer takes
+                # Fails for half of a surrogate pair, which JSON may hold and no tokenizer takes.
+                "".join(question).encode()
                 if all(part.strip() for part in question):
                     yield question
 

@@ -22,8 +22,9 @@ from ssscale.launcher import tied
 
 ROOT = Path(__file__).resolve().parents[3]
 MEMORY = 0.9  # share of a GPU's memory that jobs may declare
-# Of a GPU. Five at once train no more tokens in all than one, and all end late (docs/log/2026-11-29-trainings-together.md).
-# Two fill the GPU while one of them starts. Beside tests, which keep the host busy, it is not idle either.
+# Of a GPU: a job trains while fewer than these of earlier jobs do. Five at once train no more tokens in all than one, and
+# all end late (docs/log/2026-11-29-trainings-together.md). Two fill the GPU while one of them starts. Beside tests, which
+# keep the host busy, it is not idle either.
 TRAININGS = 2
 START = 0.3  # minutes at the start of a step in which it does not come on
 GRACE = 90.0  # seconds that a stopped step may take to save
