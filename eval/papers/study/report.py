@@ -52,17 +52,22 @@ def results_of(folder: Path) -> Results:
     return found
 
 
+def short(commit: str) -> str:
+    """Return a commit of 40 hexadecimal digits by its first seven, and any other name as it is."""
+    return commit[:7] if re.fullmatch("[0-9a-f]{40}", commit) else commit
+
+
 def record(name: str, results: Results) -> str:
     """Return the line that docs/results requires after a table or a picture."""
     every = [result for some in results.values() for result in some]
 
-    def each(key: str) -> str:
-        return ", ".join(sorted({str(result[key]) for result in every}))
+    def each(key: str, of: Callable[[str], str] = str) -> str:
+        return ", ".join(sorted({of(str(result[key])) for result in every}))
 
     seeds = ", ".join(str(seed) for seed in sorted({result["seed"] for result in every}))
     date = max(str(result["date"]) for result in every)
     command = f"python -m eval.papers.study {name} --seeds {seeds.replace(' ', '')}"
-    return f"Command: `{command}` · Commit: {each('commit')} · Machine: {each('device')} · Date: {date}"
+    return f"Command: `{command}` · Commit: {each('commit', short)} · Machine: {each('device')} · Date: {date}"
 
 
 def minutes(results: Results) -> str:

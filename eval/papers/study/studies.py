@@ -6,7 +6,7 @@ ssmax      arXiv:2501.19399, Figures 2 and 4 to 8: softmax (a), ssmax (b), ssmax
 positions  arXiv:2410.17980, Figure 5: sb, sb_rem, rope (also with NTK scaling and with a window of 2,048, which changes
            nothing in training on 2,048 tokens), alibi, fire, nope, window512, window1024, rope_8k (the control), METHOD@RATE
 why        what decides between stick-breaking, ALiBi, a window and RoPE: METHOD+tokens (four times as many), METHOD+width
-           (32 heads of 32 as in the paper), METHOD+heads (8 of 64), METHOD+books (trained on nothing else)
+           (32 heads of 32 as in the paper, at two rates), METHOD+heads (8 of 64), METHOD+books (trained on nothing else)
 mqrar      arXiv:2410.17980, Figure 3: CORE_PAIRS without short sequences first, curriculum_CORE_PAIRS with them
 
 Jobs whose name begins with rate- try learning rates.
@@ -277,9 +277,12 @@ def why(study: Study) -> list[Job]:
     jobs = []
     for kind, method in itertools.product(VARIED, WHY):
         changes, training = varied[kind]
-        rate = base.whole(method)[base.best(method)]
-        for seed in study.seeds_of(method):
-            job = _positions_job(study, f"{method}+{kind}", method, rate, seed, *changes, **training)
+        name, rate = f"{method}+{kind}", base.whole(method)[base.best(method)]
+        rates = {name: rate}
+        if kind == "width":  # A wider model may want a smaller rate. Adam's falls by the width in arXiv:2203.03466.
+            rates[at(name, rate / 2)] = rate / 2
+        for (job_name, job_rate), seed in itertools.product(rates.items(), study.seeds_of(method)):
+            job = _positions_job(study, job_name, method, job_rate, seed, *changes, **training)
             jobs.append(replace(job, after=base.compared(method)))
     return jobs
 

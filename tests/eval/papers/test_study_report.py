@@ -8,7 +8,7 @@ import pytest
 
 from eval.papers.figures.studies import context_losses
 from eval.papers.figures.variations import apart, by_step, differences, together
-from eval.papers.study.report import losses, rates
+from eval.papers.study.report import losses, rates, record
 from eval.papers.study.whole import read_results
 
 NTK = "model.position.rope.scaling=dynamic_ntk model.position.rope.train_length=2048"
@@ -84,3 +84,11 @@ def test_mqrar(tmp_path: Path) -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["softmax + RoPE, 32 pairs", "stick-breaking, 128 pairs"]
     assert len(short_first.lines) == 2
     assert "| softmax | 0.0001: 8.0000, **0.0022: 0.1000**, 0.01: NaN |" in rates(folder)
+
+
+def test_commits_are_written_short() -> None:
+    """Whatever --commit was: two forms of one commit would read as two commits."""
+    common = {"seed": 0, "device": "NVIDIA H200", "date": "2026-11-29"}
+    commits = ("be54d53", "be54d53" + "0" * 33, "c55e06d+", "unknown")
+    line = record("why", {"sb": [{**common, "commit": commit} for commit in commits]})
+    assert line.split(" · ")[1] == "Commit: be54d53, c55e06d+, unknown"

@@ -12,6 +12,7 @@ from eval.papers.study import __main__ as command
 from eval.papers.study import runner
 from eval.papers.study.jobs import Job
 from eval.papers.study.sizes import SIZES
+from eval.papers.study.studies import WHY
 
 
 @pytest.fixture
@@ -90,8 +91,9 @@ def test_one_command_runs_several_studies(ran, study, capsys):
     assert sum(map(len, of.values())) == len(rates)
     assert further == [f"ssmax/{m}-s{seed}" for seed in (1, 2) for m in ("softmax", "ssmax", "ssmax_bias")]
     other = [f"ssmax/{m}@0.001-s0" for m in ("softmax", "ssmax", "ssmax_bias", "ssmax_fixed")]
-    assert [label for label in jobs if "@" in label] == other
-    assert len(jobs) == len(set(jobs)) == 7 + 4 + 16 + 2
+    half = [f"why/{m}+width@0.001-s0" for m in WHY]
+    assert sorted(label for label in jobs if "@" in label) == sorted(other + half)
+    assert len(jobs) == len(set(jobs)) == 7 + 4 + 16 + 4 + 2
     assert "sb: 0.002 (at the edge of those tried)" in capsys.readouterr().out
     ran.clear()
     assert study("ssmax,why,mqrar", "--rates") == 0

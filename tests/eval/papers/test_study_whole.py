@@ -12,7 +12,7 @@ from eval.papers.study.jobs import Job, Place
 from eval.papers.study.report import whole
 from eval.papers.study.sizes import TINY
 from eval.papers.study.studies import WHY, Study, positions, ssmax, why
-from eval.papers.study.whole import of_job, read_results
+from eval.papers.study.whole import method_of, of_job, read_results
 
 # method → {learning rate: validation loss}; the first rate is the chosen one
 LOSSES = {"softmax": {2e-3: 2.9, 1e-3: 3.0}, "ssmax": {1e-3: 3.0, 2e-3: 2.95}, "ssmax_bias": {2e-3: 2.92}}
@@ -141,16 +141,20 @@ def test_positions_have_both_rates_of_what_is_varied(place: Place) -> None:
 
 
 def test_what_is_varied_has_the_better_rate(place: Place) -> None:
-    """Once all whole trainings of the method have ended, for which it waits."""
+    """Once all whole trainings of the method have ended, for which it waits. A wider model is also tried at half of it."""
     for job, rate, loss in (("sb", 2e-3, 3.0), ("sb@0.001", 1e-3, 2.9), ("rope", 4e-3, 3.0), ("rope@0.001", 1e-3, 2.9)):
         (place.out / "positions" / f"{job}-s0.json").write_text(json.dumps(result(job, rate, 0, loss)))
     jobs = {job.name: job for job in why(Study("why", place, TINY))}
     rates = {name: job.rate for name, job in jobs.items() if job.has_rate}
     kinds = ("tokens", "width", "heads", "books")
-    assert rates == {f"sb+{kind}": 1e-3 for kind in kinds} | {f"rope+{kind}": 4e-3 for kind in kinds}
+    assert rates == {f"sb+{kind}": 1e-3 for kind in kinds} | {f"rope+{kind}": 4e-3 for kind in kinds} | {
+        "sb+width@0.0005": 5e-4,
+        "rope+width@0.002": 2e-3,
+    }
     assert [file.name for file in jobs["rope+books"].after] == [
         "rope-s0.json",
         "rope@0.001-s0.json",
         "rope@0.002-s0.json",
     ]
-    assert {name for name, job in jobs.items() if job.gib > jobs["sb+books"].gib} == {f"{x}+width" for x in WHY}
+    wide = {method_of(name) for name, job in jobs.items() if job.gib > jobs["sb+books"].gib}
+    assert wide == {f"{method}+width" for method in WHY}
