@@ -17,7 +17,7 @@ from data_prep.errors import DataError
 from data_prep.interrupt import INTERRUPTED, raise_again
 from data_prep.progress import Progress
 from data_prep.settings import PACKINGS, Settings, from_dict, from_yaml
-from data_prep.unforeseen import describe
+from data_prep.unforeseen import describe, output_full, print_any_character
 
 FAILED = 70  # EX_SOFTWARE
 TERMINATED = 143  # as shells show SIGTERM
@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Unless it is 0, one sentence is printed to stderr.
     """
+    print_any_character()
     console = Console(markup=False, emoji=False)
     args = argparse.Namespace()
     try:
@@ -35,11 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
         args = _parser().parse_args(arguments)
         with Progress() as progress:
             args.run(args, console, progress)
+        sys.stdout.flush()
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # for example a full disk, or a folder without write permission
-        where = error.filename or getattr(args, "out", "data_prep")
+        where = error.filename or ("the output" if output_full() else getattr(args, "out", "data_prep"))
         print(f"error: {error.strerror or error}: {where}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as end:

@@ -66,6 +66,9 @@ class Settings:
             raise DataError(
                 "give either a tokenizer (--tokenizer FILE) or the size of one to train (--train-vocab-size N)"
             )
+        for key, token in (("bos", self.bos), ("eos", self.eos)):
+            if token == "":
+                raise DataError(f"{key} is empty: name a token of the tokenizer")
         if self.packing not in PACKINGS:
             raise DataError(f"packing {self.packing!r} is not one of {', '.join(PACKINGS)}")
         if self.length < 2:

@@ -27,6 +27,10 @@ BOUNDARIES = (
     ("<|begin_of_text|>", "<|end_of_text|>"),
 )
 
+# The trainer of `tokenizers` reserves 72 bytes per entry at once, and ends the process where it cannot. Saving a tokenizer
+# prints every id below the largest that has no token.
+LARGEST = 2**24
+
 
 @dataclass(frozen=True)
 class TokenizerInfo:
@@ -74,7 +78,7 @@ def describe(file: str, bos: str | None = None, eos: str | None = None) -> Token
 
 def vocab_size(tokenizer: Tokenizer) -> int:
     """Returns the largest id + 1, which is the number of embeddings that a model needs."""
-    return int(max(tokenizer.get_vocab(with_added_tokens=True).values())) + 1
+    return int(max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
 
 def load(file: str) -> Tokenizer:
@@ -85,6 +89,8 @@ def load(file: str) -> Tokenizer:
         tokenizer = Tokenizer.from_file(file)
     except Exception as error:  # tokenizers raises no specific exception
         raise DataError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
+    if vocab_size(tokenizer) > LARGEST:
+        raise DataError(f"{file} has token id {vocab_size(tokenizer) - 1}: ids must be below {LARGEST:,}")
     # A special token that is spelled out in a document must not create a boundary.
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()

@@ -11,11 +11,11 @@ from data_prep.parse import document_key
 from data_prep.progress import Progress
 from data_prep.settings import Settings
 from data_prep.sources import Input, find_inputs
+from data_prep.tokenize import LARGEST
 from data_prep.write_shards import write_whole
 
 BOUNDARY = "<|endoftext|>"
 SMALLEST = 257  # 256 bytes and the boundary token
-LARGEST = 2**24  # the trainer reserves 72 bytes per entry at once, and ends the process where it cannot
 
 
 def train_tokenizer(settings: Settings, vocab_size: int, out: Path, progress: Progress) -> None:

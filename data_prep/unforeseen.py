@@ -1,6 +1,8 @@
-"""Reports of unexpected errors: one sentence, and the file with the traceback."""
+"""Output that cannot be written, and unexpected errors: one sentence, and the file that holds the traceback."""
 
+import io
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -21,9 +23,21 @@ def describe(error: BaseException, command: str) -> str:
     return f"{sentence}; an unexpected error: the whole traceback is in {name}"
 
 
-def describe_os_error(error: OSError) -> str | None:
-    """Returns one sentence for an error of the operating system, or None if it names no file."""
-    if error.filename is None or error.strerror is None:
-        return None
-    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
-    return f"{name}: {error.strerror}"
+def print_any_character() -> None:
+    """Lets stdout print `?` for characters that its encoding lacks, such as → in ASCII, in place of an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def output_full() -> bool:
+    """Whether the disk of stdout is full. To find out, a line is added: Python drops what it could not write.
+
+    If so, what is left to print is discarded, because Python would complain when it exits.
+    """
+    try:
+        if not sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

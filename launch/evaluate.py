@@ -186,6 +186,8 @@ def settings_of(options: dict[str, Any], changes: list[str]) -> Settings:
     suite = options.get("suite")
     whole = {"stickbreaking_paper": ",".join(SUITE), "ruler": "ruler", None: "cloze"}
     tasks = options.get("tasks", whole[suite])
+    if not any(tasks.split(",")):
+        raise UserError(f"tasks={tasks} names no task: write tasks=none to measure the loss alone")
     names = [name for name in tasks.split(",") if name and name != "none"]
     ruler = list(TASKS) if "ruler" in names else [name for name in names if name in TASKS]
     names = [name for name in names if name not in (*ruler, "ruler")]

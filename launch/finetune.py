@@ -81,9 +81,12 @@ def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]
     checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # the run reports damage
     config = change(saved_config(checkpoint), changes)
     validate(config)
-    for file in options["questions"].split(","):
+    files = options["questions"].split(",")
+    for index, file in enumerate(files):
         if not Path(file).is_file():
             raise UserError(f"questions={file}: there is no such file")
+        if any(os.path.samefile(file, other) for other in files[:index]):
+            raise UserError(f"questions={options['questions']}: {file} is named twice")
     check_unused(Path(options["run_dir"]))
     check_writable(options["run_dir"])
     return checkpoint, config

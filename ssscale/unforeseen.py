@@ -1,11 +1,15 @@
-"""Unexpected errors: one sentence, and the file that holds the traceback."""
+"""Output that cannot be written, and unexpected errors: one sentence, and the file that holds the traceback."""
 
+import errno
+import io
 import os
 import select
 import sys
 import tempfile
 import time
 import traceback
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def describe(error: BaseException, command: str) -> str:
@@ -37,13 +41,44 @@ def output_unread(error: BaseException) -> bool:
     poll.register(1, 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _discard_output()
     return True
 
 
+def _output_full() -> bool:
+    """Whether the disk of stdout is full. To find out, a line is added: Python drops what it could not write."""
+    try:
+        if not sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\n")
+    except OSError as error:
+        return error.errno in FULL
+    return False
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_any_character() -> None:
+    """Lets stdout print `?` for characters that its encoding lacks, such as → in ASCII, in place of an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
 def describe_os_error(error: OSError) -> str | None:
-    """Returns one sentence for an error of the operating system, or None if the error does not name a file."""
-    if error.filename is None or error.strerror is None:
+    """Returns one sentence for an error of the operating system.
+
+    None if the error does not name a file, unless a disk is full. If that is the one of stdout, what is left to print is
+    discarded, because Python would complain when it exits.
+    """
+    if error.strerror is None:
         return None
+    if error.filename is None:
+        if error.errno not in FULL:
+            return None
+        if _output_full():
+            _discard_output()
+            return f"the output cannot be written: {error.strerror}"
+        return f"{error.strerror}: make room for the files that this command writes"
     name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
     return f"{name}: {error.strerror}"

@@ -11,6 +11,7 @@ from ssscale.config.registry import IN_PLUGIN, MIXERS, OPTIMIZERS, POSITIONS, SC
 from ssscale.config.schema import Config, ModelConfig, StageConfig
 from ssscale.errors import UserError
 from ssscale.model.positions.base import Position
+from ssscale.names import is_plain_path
 from ssscale.train.microbatch import with_microbatch
 from ssscale.train.stages import Plan, folder_of, stage_config
 from ssscale.validate_parallel import alternatives, check_parallel, check_world, near_divisors
@@ -23,6 +24,8 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     gpu: whether the run uses GPUs, which decides what `train.precision=auto` means.
     """
     _check_leaves(config, "")
+    if not is_plain_path(config.name):
+        raise UserError(f"name={config.name} must be like run or sweep/run, without ..: run_dir= takes any folder")
     _check_numbers(config)
     if world_size is not None and world_size >= 2**31:
         raise UserError("more than 2^31 processes: no machine has so many")

@@ -155,6 +155,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source} cannot be read: {error}") from None
     own = _yaml(text, source)
+    if not own:
+        raise UserError(f"{source} is empty: it would train the defaults, which are no recipe")
     includes = own.pop("include", None) or []
     if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
         raise UserError(

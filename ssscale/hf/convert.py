@@ -288,6 +288,8 @@ def _fill(model: nn.Module, weights: dict[str, Any], folder: Path) -> None:
             weight.zero_()
         if list(value.shape) != wanted:
             raise UserError(f"{folder}: {name} is {list(value.shape)}, but config.json describes {wanted}")
+        if not value.is_floating_point():
+            raise UserError(f"{folder}: {name} has {value.dtype}, which is no type of trained weights")
         if not value.isfinite().all():
             raise UserError(f"{folder}: {name} has NaN or Inf")
         weight[: wanted[0]] = value

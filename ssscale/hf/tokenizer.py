@@ -10,14 +10,19 @@ from tokenizers.processors import TemplateProcessing
 from ssscale.errors import UserError
 
 PAD = "<|pad|>"
+LARGEST = 2**24  # as of data_prep: saving a tokenizer prints every id below the largest that has no token
 
 
 def open_tokenizer(file: Path) -> Tokenizer:
     """Raises UserError if the file is no tokenizer."""
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no specific exception
         raise UserError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
+    last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if last >= LARGEST:
+        raise UserError(f"{file} has token id {last}: ids must be below {LARGEST:,}")
+    return tokenizer
 
 
 def write_tokenizer(file: Path, out: Path, vocab_size: int, bos_id: int, eos_id: int) -> dict[str, Any]:

@@ -161,6 +161,7 @@ def test_a_wrong_argument_gives_a_sentence(argument, expected):
         ("a: b\n  c: d", "{path} is not valid YAML in line 2"),
         ("name: a\nname: b", "{path} is not valid YAML in line 2"),
         ("- a", "{path} must hold `key: value` lines, not a list"),
+        ("# a: b", "{path} is empty: it would train the defaults, which are no recipe"),
         ("name: ${a", "{path} is not valid YAML"),
         ("include: [nope]", "include of 'nope' in {path}: there is no configs/nope.yaml; did you mean"),
         ("include: [nope.yaml]", "include of 'nope.yaml' in {path}: there is no file"),

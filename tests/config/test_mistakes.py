@@ -54,8 +54,16 @@ CASES = [
     ),
     ("launch/evaluate.py checkpoint=RUN suite=ruler tensor=2", "tensor=2 does not divide the number of proc"),
     (
-        "launch/evaluate.py checkpoint=RUN tasks= valid=false",
-        "there is nothing to evaluate: tasks= names no task, and valid=false leaves out the loss",
+        "launch/evaluate.py checkpoint=RUN tasks=none valid=false",
+        "there is nothing to evaluate: tasks=none names no task, and valid=false leaves out the loss",
+    ),
+    (
+        "launch/evaluate.py checkpoint=RUN tasks=,,",
+        "tasks=,, names no task: write tasks=none to measure the loss alone",
+    ),
+    (
+        "launch/pretrain.py config=tiny_sb name=a/../../b",
+        "name=a/../../b must be like run or sweep/run, without ..: run_dir= takes any folder",
     ),
     (
         "launch/evaluate.py checkpoint=RUN tasks=none suite=ruler",

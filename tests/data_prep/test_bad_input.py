@@ -2,13 +2,19 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import zstandard
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from data_prep.__main__ import main
 
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = json.dumps({"text": "some good text " * 30}) + "\n"
 
 
@@ -80,6 +86,12 @@ def test_links_to_what_is_read_already(sources, sentence, tokenizer, tmp_path, c
         (["--source", "a={root}/a.jsonl", "--tokenizer", "{root}/a.jsonl"], "a.jsonl is not a tokenizer"),
         (["--source", "a={root}/a.jsonl", "--tokenizer", "{root}/none"], "no tokenizer file {root}/none"),
         (["--source", "a={root}/a.jsonl", "--bos", "<none>"], "has no token <none>"),
+        (["--source", "a={root}/a.jsonl", "--bos", ""], "bos is empty: name a token of the tokenizer"),
+        (
+            ["--source", "a={root}/a.jsonl", "--tokenizer", "{root}/far.json"],
+            "far.json has token id 16777216: ids must be",
+        ),
+        (["--source", "a={root}/a.jsonl", "--tokenizer", "{root}/no_tokens.json"], "has none of the boundary tokens"),
         (["--source", "a={root}/a.jsonl", "--vocab-size", "100"], "beyond the model's vocab_size=100"),
         (["--source", "a={root}/a.jsonl", "--valid-fraction", "2"], "valid_fraction 2.0"),
         (["--source", "a=stdlib:music"], "unknown source stdlib:music"),
@@ -129,6 +141,8 @@ def test_flags_and_files(flags, sentence, tokenizer, tmp_path, capsys, monkeypat
     (tmp_path / "buffer.yaml").write_text("buffer_tokens: 0\n")
     (tmp_path / "again.yaml").write_text(f"sources: {{a: {tmp_path}/a.jsonl}}\nsources: {{b: {tmp_path}/a.jsonl}}\n")
     (tmp_path / "inner.yaml").write_text(f"sources:\n  {{a: {tmp_path}/a.jsonl, a: {tmp_path}/b.jsonl}}\n")
+    for name, vocabulary in (("far", {"<|endoftext|>": 2**24}), ("no_tokens", {})):
+        Tokenizer(WordLevel(vocabulary, "<|endoftext|>")).save(str(tmp_path / f"{name}.json"))
     (tmp_path / "deep.yaml").write_text("seed: " + "[" * 3000)
     (tmp_path / "a.txt").write_text("text " * 99)
     (tmp_path / "text.yaml").write_text(f"sources: {{a: {tmp_path}/a.txt}}\nwhere: {{a: {{language: en}}}}\n")
@@ -168,6 +182,20 @@ def test_a_figure_has_a_form_that_it_is_drawn_in(tmp_path, capsys):
     """Without one, FILE.png was written and FILE named."""
     assert main(["stats", str(tmp_path), "--figure", str(tmp_path / "lengths")]) == 2
     assert capsys.readouterr() == ("", f"error: --figure {tmp_path}/lengths must end in .png, .svg or .pdf\n")
+
+
+def test_output_that_cannot_be_written(tokenizer, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(GOOD * 5)
+    pack = ["pack", "--source", f"a={tmp_path}/a.jsonl", "--tokenizer", tokenizer, "--length", "16", "--workers", "1"]
+    assert main([*pack, "--out", str(tmp_path / "out")]) == 0
+    command = [sys.executable, "-m", "data_prep", "stats", str(tmp_path / "out")]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True).stdout
+    assert b"5 documents" in shown
+    assert b" ? " in shown  # → in UTF-8
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (2, b"error: No space left on device: the output\n")
 
 
 def test_a_tokenizer_is_never_overwritten(tokenizer, tmp_path, capsys):

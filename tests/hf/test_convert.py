@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from eval.checkpoint.text import TextTokenizer
 from launch.export import main as export_main
@@ -266,6 +268,14 @@ def test_bad_input(groups: Groups, tokenizer_file: Path, tmp_path: Path) -> None
         config.write_text(changed)
         with pytest.raises(UserError, match=words):
             import_checkpoint(tmp_path / "hf", tmp_path / "back", groups)
+    config.write_text(text)
+    weights = tmp_path / "hf" / "model.safetensors"
+    save_file({name: value.to(torch.int8) for name, value in load_file(weights).items()}, weights)
+    with pytest.raises(UserError, match=r"has torch\.int8, which is no type of trained weights"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "back", groups)
+    Tokenizer(WordLevel({"a": 2**24}, "a")).save(str(tmp_path / "hf" / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"tokenizer\.json has token id 16777216: ids must be below 16,777,216"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "back", groups)
     (checkpoint / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
         export_main([run, f"out={tmp_path / 'other'}"])

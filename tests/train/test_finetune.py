@@ -226,6 +226,18 @@ def test_command_says_what_is_wrong(arguments, said, tmp_path, monkeypatch):
         finetune.main(arguments)
 
 
+def test_a_file_of_questions_counts_once(pretrained, tmp_path):
+    """Also under a second name: its questions would have twice the weight."""
+    from launch import finetune
+
+    _, source, _ = pretrained
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "b.json").symlink_to(tmp_path / "a.json")
+    arguments = [f"from={source}", f"run_dir={tmp_path / 'run'}", f"questions={tmp_path}/a.json,{tmp_path}/b.json"]
+    with pytest.raises(UserError, match=r"/b\.json is named twice"):
+        finetune.main(arguments)
+
+
 def test_nan_goes_back_and_passes_over_the_examples(pretrained, tmp_path, groups, monkeypatch):
     """As in pretraining: steps 1 and 2 take examples 0 to 7 of the epoch, 8 to 11 are passed over."""
     config, source, _ = pretrained
