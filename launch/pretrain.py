@@ -74,6 +74,10 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
     if "RANK" not in os.environ and workers.gpus_here() > 1:
         logger.warning("the run uses only one of %d GPUs: gpus=%d uses all", workers.gpus_here(), workers.gpus_here())
     warnings.filterwarnings("ignore", module="deepspeed|torch.distributed")  # they concern features that we do not use
+    if config.train.tasks:
+        from eval.checkpoint.environment import prepare
+
+        prepare()  # before torch, whose import reads what hides progress bars
     import torch
 
     from ssscale.train.advice import learning_rate_advice
@@ -89,9 +93,6 @@ def pretrain(config: "Config", signals: StopSignals) -> None:
 
     tasks = None
     if config.train.tasks:
-        from eval.checkpoint.environment import prepare
-
-        prepare()
         from eval.checkpoint.in_training import TaskEvaluation
 
         tasks = TaskEvaluation(config)  # raises for unknown tasks and missing data before the first step

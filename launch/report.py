@@ -88,6 +88,12 @@ def sample(run: "Run", data_path: str | None) -> None:
     from ssscale.train.build import load_model
 
     assert run.checkpoint is not None
+    uncached = [name for name, mixer in run.config.model.used.items() if not mixer.cached]
+    if uncached:
+        print(
+            f"no sample.txt: {uncached[0]} does not define `cached`, so that no text can be generated", file=sys.stderr
+        )
+        return
     model, config = load_model(run.checkpoint, initialize())
     try:
         data = open_data(config, "valid", data_path)
@@ -107,7 +113,7 @@ def summary(run: "Run") -> str:
     shape = (
         f"{model.num_layers} layers of {model.hidden_size:,}, {model.num_heads} heads, vocabulary {model.vocab_size:,}"
     )
-    placed = any(model.position.method in mixer.positions for mixer in model.used.values() if len(mixer.positions) > 1)
+    placed = any(model.position.method in mixer.positions for mixer in model.used.values() if mixer.takes_positions)
     position = f", positions {model.position.method}" if placed else ""
     present = [
         name

@@ -1,14 +1,17 @@
 """Where the documents of packed tokens begin and end."""
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from ssscale_kernels.cached import DecodePlan
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+# Label of a token without a target, torch's default: the last token of a document or of its piece in a row, padding,
+# and the tokens before the answer in fine-tuning.
+IGNORE = -100
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class CachedKeys:
     rows: [T] int64, the index in the cache at which each token of this pass is stored.
     starts: the layout's cu_seqlens on the host.
     max_seqlen: length of the longest sequence, including this pass.
-    decode: index tables for softmax attention of a few new tokens, shared by all layers; None if they do not apply.
+    decode: what `Mixer.plan_decode` returned, by the mixer's name, for all of its layers.
     """
 
     capacity: int
@@ -32,7 +35,7 @@ class CachedKeys:
     lengths: list[int]
     starts: list[int]
     max_seqlen: int
-    decode: DecodePlan | None = None
+    decode: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

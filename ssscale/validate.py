@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ssscale.config.registry import IN_PLUGIN, MIXERS, OPTIMIZERS, POSITIONS, SCHEDULES
-from ssscale.config.schema import Config, ModelConfig, StageConfig
+from ssscale.config.schema import Config, ModelConfig, ScheduleConfig, StageConfig
 from ssscale.errors import UserError
 from ssscale.model.positions.base import Position
 from ssscale.names import is_plain_path
@@ -132,6 +132,8 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "parallel.shard_within": (AT_LEAST_1, SIZE),
     "parallel.zero_stage": (AT_LEAST_0, ("at most 3", operator.le, 3)),
 }
+
+SHAPES = ("decay_shape", "floor", "power_a", "power_b")  # options that only some schedules read
 
 STAGE_BOUNDS: dict[str, tuple[Bound, ...]] = {
     "tokens": (AT_LEAST_1,),
@@ -266,7 +268,7 @@ def _check_position(model: ModelConfig, gpu: bool = False) -> None:
     for mixer in mixers:
         # Refuse a mixer that supports positions but not this method: it would train without any. A mixer that supports
         # none is fine if another mixer of the model uses the method.
-        if method.name not in mixer.positions and (len(mixer.positions) > 1 or not takers):
+        if method.name not in mixer.positions and (mixer.takes_positions or not takers):
             reason = f"; {mixer.positions_reason}" if mixer.positions_reason else ""
             raise UserError(
                 f"model.position.method={method.name} does not go with model.mixers={_listed(model.mixers)}: "
@@ -329,6 +331,21 @@ def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int)
         raise UserError(
             f"{key}: warmup_tokens ({schedule.warmup_tokens:,}) and decay_tokens ({schedule.decay_tokens:,}) together "
             f"are more than the stage's {stage.tokens:,} tokens"
+        )
+    _check_shape(schedule, f"{key}.schedule")
+    kind().check(schedule, f"{key}.schedule")
+
+
+def _check_shape(schedule: ScheduleConfig, key: str) -> None:
+    """Raises UserError for options of other schedules, because the user expects them to have an effect."""
+    reads = SCHEDULES[schedule.kind].reads
+    for option in fields(schedule):
+        value = getattr(schedule, option.name)
+        if reads is None or option.name not in SHAPES or option.name in reads or value == option.default:
+            continue
+        raise UserError(
+            f"{key}.{option.name}={_shown(value)} has no effect under {schedule.kind}: set it to its default, "
+            f"{_shown(option.default)}"
         )
 
 

@@ -8,10 +8,9 @@ from torch import nn
 
 from ssscale.config.registry import MIXERS, POSITIONS
 from ssscale.config.schema import ModelConfig, mixer_config, position_config
-from ssscale.layout import PackedLayout
+from ssscale.layout import IGNORE, PackedLayout
 from ssscale.model.mixers.ssmax import Variant
 from ssscale.model.positions.rope import RopeScaling
-from ssscale.parallel.megatron import IGNORE
 
 VOCAB = 300
 WINDOW, TRAIN_LENGTH = 6, 12

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention, softplus
 
 from eval.benchmarks.stickbreaking_range import BITS, blocks_beyond
 from ssscale.data.stream import PackedData
-from ssscale.layout import PackedLayout
+from ssscale.layout import IGNORE, PackedLayout
 from ssscale.model.decoder import Attention, Decoder
 from ssscale.model.generate import generate
 
@@ -80,7 +80,7 @@ def capture(model: Decoder, tokens: Tensor, labels: Tensor, layout: PackedLayout
 def separate(tokens: Tensor, length: int) -> tuple[Tensor, PackedLayout]:
     """Return the labels and the layout of sequences of `length` tokens, [rows · length], each one document."""
     labels = tokens.roll(-1)
-    labels[length - 1 :: length] = -100
+    labels[length - 1 :: length] = IGNORE
     return labels, PackedLayout.from_lengths([length] * (len(tokens) // length)).to(tokens.device)
 
 

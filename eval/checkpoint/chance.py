@@ -26,7 +26,7 @@ WRITTEN |= {task: Chance(0.0, "the answer is one of many numbers or words") for 
 
 
 def interval(metric: str, value: float, stderr: float | None, items: int) -> tuple[float, float] | None:
-    """Return the 95 % interval of a score, or None without a standard error.
+    """Return the 95 % interval of a score, or None without a standard error that says something.
 
     Shares of documents have Wilson's interval (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n), which is not empty at
     0 and 1. Other metrics have value ± 1.96 standard errors.
@@ -35,7 +35,7 @@ def interval(metric: str, value: float, stderr: float | None, items: int) -> tup
         middle, extent = value + Z**2 / (2 * items), Z * (value * (1 - value) / items + Z**2 / (4 * items**2)) ** 0.5
         low, high = ((middle + sign * extent) / (1 + Z**2 / items) for sign in (-1, 1))
         return max(0.0, min(low, value)), min(1.0, max(high, value))
-    if stderr is None:
+    if not stderr:  # 0 if all documents have the same score, which says nothing about others
         return None
     return value - Z * stderr, value + Z * stderr
 

@@ -5,7 +5,8 @@ from typing import Self
 
 import numpy as np
 
-from ssscale.data.batch import IGNORE, Batch
+from ssscale.data.batch import Batch
+from ssscale.layout import IGNORE
 
 DISCOUNT = 0.75
 MAX_TRAINING_TOKENS = 50_000_000  # counts are held in memory, and more tokens take many GB

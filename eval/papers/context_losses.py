@@ -16,7 +16,7 @@ from eval.checkpoint.text import TextTokenizer
 from eval.papers.parts import Parts, Share
 from eval.papers.runs import described
 from ssscale.errors import UserError
-from ssscale.layout import PackedLayout
+from ssscale.layout import IGNORE, PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.parallel.groups import initialize
 from ssscale.train.build import load_model
@@ -66,7 +66,7 @@ def losses(model: Decoder, windows: np.ndarray, length: int, shortest: int) -> n
     found = np.full(pieces.shape, np.nan, np.float32)
     for first in range(0, len(pieces), at_once):
         tokens = torch.from_numpy(pieces[first : first + at_once]).to(device)
-        labels = torch.full_like(tokens, -100)
+        labels = torch.full_like(tokens, IGNORE)
         labels[:, :-1] = tokens[:, 1:]
         layout = PackedLayout.from_lengths([length] * len(tokens)).to(device)
         try:

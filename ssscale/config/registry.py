@@ -17,6 +17,8 @@ import importlib.util
 import os
 import pkgutil
 import sys
+import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -49,11 +51,16 @@ class Registry(Mapping[str, T], Generic[T]):
         return self._default
 
     def register(self, name: str, default: bool = False) -> Callable[[T], T]:
-        """Returns a decorator that registers under `name`. Raises ValueError if the name is taken."""
+        """Returns a decorator that registers under `name`.
+
+        Raises UserError if the name is taken, or for a class that inherits a dataclass and is none itself.
+        """
 
         def add(thing: T) -> T:
             if name in self._found:
-                raise ValueError(f"{self.key}: {name!r} is registered twice")
+                raise UserError(f"{self.key}: {name!r} is registered twice")
+            if dataclasses.is_dataclass(thing) and "__dataclass_params__" not in vars(thing):
+                raise UserError(f"{self.key}: {name!r} needs @dataclass(frozen=True), or its options have no effect")
             thing.name = name  # type: ignore[attr-defined]
             self._found[name] = thing
             self._default = name if default else self._default
@@ -104,14 +111,25 @@ def import_plugins() -> None:
         if not path.exists():
             raise UserError(f"SSSCALE_PLUGINS names {text}, which does not exist")
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            name = f"ssscale_plugin_{file.stem}"
+            name = f"ssscale_plugin_{file.stem}_{zlib.crc32(os.fsencode(file)):08x}"
             spec = importlib.util.spec_from_file_location(name, file)
             if name in sys.modules:
                 continue
             if spec is None or spec.loader is None:
                 raise UserError(f"SSSCALE_PLUGINS: {file} is not a Python file")
             sys.modules[name] = module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            try:
+                spec.loader.exec_module(module)
+            except UserError:
+                raise
+            except Exception as error:
+                raise UserError(f"SSSCALE_PLUGINS: {_line(error, file)}: {type(error).__name__}: {error}") from error
+
+
+def _line(error: Exception, file: Path) -> str:
+    """Returns the file and the last of its lines that the traceback of an error passes."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    return f"{file} line {lines[-1]}" if lines else str(file)
 
 
 class Sectioned:

@@ -9,13 +9,9 @@ import torch
 from ssscale_kernels.buckets import bucket
 from torch import Tensor
 
-from ssscale.layout import PackedLayout
+from ssscale.layout import IGNORE, PackedLayout
 from ssscale.parallel.context import share_of
 from ssscale.parallel.groups import Groups
-
-# Label of a token without a target, torch's default: the last token of a document or of its piece in a row, padding,
-# and the tokens before the answer in fine-tuning.
-IGNORE = -100
 
 
 class Row(NamedTuple):

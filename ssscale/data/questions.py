@@ -9,10 +9,10 @@ import torch
 import zstandard
 from ssscale_kernels.buckets import bucket
 
-from ssscale.data.batch import IGNORE, Batch
+from ssscale.data.batch import Batch
 from ssscale.data.zstd import decompressed
 from ssscale.errors import UserError
-from ssscale.layout import PackedLayout
+from ssscale.layout import IGNORE, PackedLayout
 
 TOKEN_MULTIPLE = 1024  # batches are padded to a multiple of this, so that only a few shapes occur
 Encode = Callable[[str], list[int]]

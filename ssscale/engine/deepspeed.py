@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ssscale.config.choices import Fp8
 from ssscale.config.schema import Config
 from ssscale.engine.base import Fragment, Microbatch, StepResult
+from ssscale.engine.buckets import REDUCE_BUCKET, overlap_bucket
 from ssscale.engine.casts import WeightCasts
 from ssscale.engine.deepspeed_patches import (
     add_gradients_in_one_kernel,
@@ -35,7 +36,6 @@ from ssscale.model.decoder import Decoder
 from ssscale.optim.base import in_one_pass
 from ssscale.parallel.groups import Groups, MegatronMPU
 from ssscale.parallel.splits import split_dim
-from ssscale.train.estimate import overlap_bucket
 
 # A ZeRO group is one flat tensor and one optimizer call. This limit keeps its element indices well within 32 bits.
 GROUP_ELEMENTS = 2**30
@@ -69,7 +69,7 @@ def deepspeed_config(config: Config, groups: Groups, bf16: bool, num_elements: i
     """Returns DeepSpeed's configuration, derived from ours. num_elements: parameters of this rank, before ZeRO."""
     train, stage = config.train, config.parallel.zero_stage
     gathers_blocks = config.gathers_blocks(groups.on_gpu)
-    bucket = overlap_bucket(groups.replica_size) if gathers_blocks else 500_000_000
+    bucket = overlap_bucket(groups.replica_size) if gathers_blocks else REDUCE_BUCKET
     bucket = min(bucket, num_elements + num_elements % 2)  # DeepSpeed allocates it whole and requires an even size
     # At least the next block is gathered while one runs, and more of them if they are small.
     ahead = {"stage3_prefetch_bucket_size": max(50_000_000, num_elements // config.model.num_layers)}

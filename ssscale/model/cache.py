@@ -101,9 +101,9 @@ class KVCache:
             longest = max(n + count for n, count in zip(before, counts, strict=True))
             starts = cu_seqlens.tolist()
             bounds, offsets = upload(bounds, device), upload(offsets, device)
-            plans = (m.plan_decode(starts, list(before), self._rows, self.capacity, self.window) for m in self.mixers)
-            plan = next((plan for plan in plans if plan is not None), None)
-            past = CachedKeys(self.capacity, bounds, offsets, self._rows, list(before), starts, longest, plan)
+            given = starts, list(before), self._rows, self.capacity, self.window
+            plans = {mixer.name: mixer.plan_decode(*given) for mixer in self.mixers}
+            past = CachedKeys(self.capacity, bounds, offsets, self._rows, list(before), starts, longest, plans)
         self.lengths = after
         uniform = counts[0] if self._first and len(set(counts)) == 1 else None
         final = upload(torch.tensor(final_lengths, dtype=torch.int32), device)

@@ -40,9 +40,9 @@ class AdamW(Optimizer):
         for beta in self.betas:
             if not 0 <= beta < 1:
                 bound = "0 or more" if beta < 0 else "less than 1"
-                raise UserError(f"optimizer.adamw.betas must be {bound}, not {beta}")
+                raise UserError(f"optimizer.{self.name}.betas must be {bound}, not {beta}")
         if self.eps <= 0:
-            raise UserError(f"optimizer.adamw.eps must be greater than 0, not {self.eps}")
+            raise UserError(f"optimizer.{self.name}.eps must be greater than 0, not {self.eps}")
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch

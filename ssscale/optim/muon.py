@@ -61,18 +61,18 @@ class Muon(Optimizer):
         stage = config.parallel.zero_stage
         if stage != 1:
             raise UserError(
-                f"optimizer.name=muon needs parallel.zero_stage=1, not {stage}: whole matrices are gathered from the "
+                f"optimizer.name={self.name} needs parallel.zero_stage=1, not {stage}: whole matrices are gathered from the "
                 "partitions of this stage only"
             )
         for key, value in (("mu", self.mu), ("betas", self.betas[0]), ("betas", self.betas[1])):
             if not 0 <= value < 1:
-                raise UserError(f"optimizer.muon.{key} must be 0 or more and less than 1, not {value}")
+                raise UserError(f"optimizer.{self.name}.{key} must be 0 or more and less than 1, not {value}")
         for key in ("rms", "eps"):
             if getattr(self, key) <= 0:
-                raise UserError(f"optimizer.muon.{key} must be greater than 0, not {getattr(self, key)}")
+                raise UserError(f"optimizer.{self.name}.{key} must be greater than 0, not {getattr(self, key)}")
         if not 1 <= self.newton_schulz_steps <= 20:
             raise UserError(
-                f"optimizer.muon.newton_schulz_steps must be from 1 to 20, not {self.newton_schulz_steps}: 5 are usual"
+                f"optimizer.{self.name}.newton_schulz_steps must be from 1 to 20, not {self.newton_schulz_steps}: 5 are usual"
             )
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ssscale.layout import IGNORE
 from ssscale.parallel import fp8, megatron_patches, overlapped
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.megatron_patches import TransformerConfig, initialize_rng_tracker, tensor_parallel
@@ -27,7 +28,6 @@ from ssscale.parallel.operators import (
 )
 from ssscale.parallel.splits import mark_split
 
-IGNORE = -100  # label of a token without a target, as in ssscale/data/batch.py
 VOCAB_MULTIPLE = 128  # tensor cores need aligned matrices; the rows of each tensor-parallel rank are a multiple of this
 ROWS_READ = 8_192  # tokens whose losses are computed at once in evaluation
 

@@ -132,7 +132,11 @@ def log_choices(model: Decoder, config: Config, groups: Groups, dtype: torch.dty
         shards = groups.shards
         logger.info("optimizer state divided over %d ranks of a node, on %d nodes", shards.size, shards.copies)
     one_pass = in_one_pass(config, dtype == torch.bfloat16)
-    how = "clipping, step and rounding to bf16 in one pass" if one_pass else "DeepSpeed's own step"
+    how = (
+        "clipping, step and rounding to bf16 in one pass"
+        if one_pass
+        else "the torch optimizer's step, which DeepSpeed calls"
+    )
     logger.info("optimizer %s: %s", config.optimizer.name, how)
     if config.train.fp8 is not Fp8.none:
         blocks = len(config.train.fp8_blocks(config.model.num_layers))

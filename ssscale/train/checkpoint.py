@@ -226,6 +226,8 @@ def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, voc
 def load_weights(reader: CheckpointReader, model: nn.Module, groups: Groups) -> None:
     """Fills the weights of a model, rounded to their dtype. Must be called before ZeRO divides them."""
     new = new_weights(reader, model)
+    if new:
+        logger.warning("%s has no %s: they have their initial values", reader.path, ", ".join(sorted(new)))
     for name, weight in model.named_parameters():
         if name in new:
             continue

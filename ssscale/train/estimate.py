@@ -9,15 +9,15 @@ from dataclasses import dataclass, fields, replace
 
 from ssscale.config.choices import Auto, Compile, Fp8, Precision, Recompute, ShardWithin
 from ssscale.config.schema import Config
+from ssscale.engine.buckets import REDUCE_BUCKET, overlap_bucket
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.model.mixers.base import Sizes
-from ssscale.optim.base import in_one_pass
+from ssscale.optim.base import BYTES, in_one_pass
 from ssscale.train.schedule import total_tokens
 from ssscale.train.stages import Plan
 from ssscale.validate_graphs import records_blocks
 
-MASTER_BYTES = 4  # per fp32 master weight
 FP8_COPIES = 2  # bytes per weight of fp8 layers: W and Wᵀ (ssscale/parallel/fp8.py)
 # Bf16 time of a block's four products, forward and backward, by that in fp8 with the casts, at the widths of 1b and 3b: from
 # the measured tokens/s (docs/results/options.md). `rowwise` was not measured, so that no gain is assumed.
@@ -30,7 +30,6 @@ FP8_GAIN = {
 }
 PRODUCTS_SHARE = 0.54  # of a step in bf16 that is matrix products, with those of the head
 COPY_SLOTS = 2 * 2**25  # bytes per rank that a rank's two slots of the exchange take (ssscale/parallel/copies.py)
-REDUCE_BUCKET = 500_000_000  # gradient elements that DeepSpeed's ZeRO 2 and 3 collect before they reduce them
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def memory_per_gpu(config: Config, gpus: int, per_node: int | None = None) -> Me
         weights=width * (n if stage < 3 else n / ranks + block)
         + FP8_COPIES * block * len(train.fp8_blocks(model.num_layers)),
         gradients=(width * n, summed, partitioned, partitioned)[stage],
-        optimizer=kept * n if stage == 0 else (MASTER_BYTES + kept) * n / shards,
+        optimizer=kept * n if stage == 0 else (BYTES + kept) * n / shards,
         activations=tokens * (activation_bytes_per_token(config) + slot_bytes_per_token(config))
         + model.place.kept_bytes(model.num_heads / tensor / parallel.ulysses, config.data.length),
         logits=tokens * model.vocab_size / tensor * logit_bytes(config),
@@ -180,15 +179,6 @@ def stays_in_bf16(config: Config, ranks: int, microbatches: int) -> bool:
     parallel = config.parallel
     sent = ranks == 1 or not parallel.overlap or config.copies_gradients or parallel.overlap_bf16
     return microbatches == 1 and sent and in_one_pass(config, weight_bytes(config) == 2)
-
-
-def overlap_bucket(replicas: int) -> int:
-    """Returns the number of elements at which a bucket of `parallel.overlap` ends (ssscale/engine/exchange.py).
-
-    Of larger buckets, more would be left to exchange when backward ends. Smaller ones would not use a fast link: 2^25 are
-    128 MiB of gradients. A ring over many ranks sends a bucket in as many pieces, which have at least 2^17 elements.
-    """
-    return max(2**25, 2**17 * replicas)
 
 
 def check_memory(config: Config, gpus: int, room: int, per_node: int | None = None) -> None:

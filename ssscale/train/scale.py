@@ -21,15 +21,14 @@ from typing import NamedTuple
 
 from ssscale.config.choices import Compile, Recompute, ShardWithin
 from ssscale.config.schema import Config
+from ssscale.engine.buckets import REDUCE_BUCKET, overlap_bucket
 from ssscale.errors import UserError
 from ssscale.model.flops import PEAK_FLOPS, count_parameters, flops_per_token, parameters_by_part
 from ssscale.optim.base import in_one_pass
 from ssscale.train.estimate import (
-    REDUCE_BUCKET,
     Memory,
     fp8_speedup,
     memory_per_gpu,
-    overlap_bucket,
     shard_ranks,
     stays_in_bf16,
     weight_bytes,

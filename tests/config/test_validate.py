@@ -53,6 +53,8 @@ def refusal(name, *overrides, world_size=None, gpu=False):
         (["train.stages.1.mix={}"], "train.stages.1.mix is empty"),
         (["train.stages.0.schedule.kind=decay"], "the first stage has none: put a stage before it"),
         (["train.stages.1.schedule.decay_tokens=5"], "a decay stage lowers the rate over all its tokens"),
+        (["train.stages.0.schedule.floor=0.1"], "floor=0.1 has no effect under constant: set it to its default, 0.0"),
+        (["train.stages.1.schedule.power_a=3"], "1.schedule.power_a=3.0 has no effect under decay"),
         (["train.stages.0.schedule.decay_tokens=5"], "decay_tokens has no effect under constant: use power or wsd"),
         (["train.stages.0.schedule.warmup_tokens=9e9"], "warmup_tokens (9,000,000,000) and decay_tokens (0) together"),
         (["parallel.tensor=8"], "parallel.tensor=8 does not divide model.num_heads=4: use 1, 2 or 4"),

@@ -14,11 +14,10 @@ from torch.distributed import distributed_c10d
 from ssscale.config.choices import ShardWithin
 from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
-from ssscale.layout import PackedLayout
+from ssscale.layout import IGNORE, PackedLayout
 from ssscale.model.decoder import VOCAB_WEIGHTS, Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.parallel.groups import Groups, initialize
-from ssscale.parallel.megatron import IGNORE
 from ssscale.parallel.megatron_patches import parallel_state
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints

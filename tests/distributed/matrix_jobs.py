@@ -22,12 +22,11 @@ from ssscale.config.schema import (
 )
 from ssscale.data.batch import Batch, take_share
 from ssscale.engine.deepspeed import DeepSpeedEngine
-from ssscale.layout import PackedLayout
+from ssscale.layout import IGNORE, PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.model.mixers.ssmax import Variant
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import IGNORE
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint

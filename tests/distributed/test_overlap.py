@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ssscale.config.schema import Config, ParallelConfig
+from ssscale.engine.buckets import overlap_bucket
 from ssscale.engine.deepspeed import parameter_groups
 from ssscale.engine.exchange import Bucket, Exchange, call_before_parts
 from ssscale.model.decoder import Decoder
 from ssscale.optim.base import settings_of
 from ssscale.parallel.groups import Groups
-from ssscale.train.estimate import overlap_bucket
 from tests.distributed.matrix import Layout
 from tests.distributed.overlap_jobs import EVENTS, exchanging
 from tests.models import MODELS, packed

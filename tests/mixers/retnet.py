@@ -32,7 +32,7 @@ def retain(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, batch: Batch, layer: ExportedAttention, first: int
 ) -> Tensor:
     distance = batch.i[:, None, first : first + q.shape[2], None] - batch.j[:, None, None, :]
-    decay = torch.exp(-layer.weights.rate[:, None, None] * distance)
+    decay = torch.exp(-layer.learned("rate")[:, None, None] * distance)
     return (layer.scale * q @ k.mT * decay).masked_fill(~visible, 0) @ v
 
 

@@ -10,14 +10,13 @@ import torch
 from ssscale.config import load_config, run_names
 from ssscale.config.choices import Recompute
 from ssscale.config.schema import ModelConfig, WidthConfig
-from ssscale.layout import PackedLayout
+from ssscale.layout import IGNORE, PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.flops import count_parameters
 from ssscale.model.init import initialize_weights
 from ssscale.model.recompute import keep_products
 from ssscale.parallel import megatron
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import IGNORE
 from tests.models import MODELS, packed
 from tests.plain_model import plain_losses
 

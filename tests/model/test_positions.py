@@ -117,6 +117,19 @@ def test_logits_from_a_cache_are_those_of_a_document_alone(name: str, chunks: li
     torch.testing.assert_close(behind, alone, rtol=0, atol=2e-5)
 
 
+def test_a_mixer_decodes_by_its_own_plan(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax does not get the plan of a mixer that comes first."""
+    monkeypatch.setattr(MIXERS["stickbreaking"], "plan_decode", lambda *given: "own")
+    model = dataclasses.replace(CASES["softmax-nope"], mixers=["stickbreaking", "softmax"])
+    decoder = Decoder(model, groups, 64).requires_grad_(False)
+    initialize_weights(decoder, model, groups, seed=1)
+    tokens, *_ = packed([9], seed=4)
+    cache = KVCache(decoder, [9])
+    extend(decoder, cache, [tokens[:8].tolist()])
+    found = extend(decoder, cache, [tokens[8:].tolist()])
+    torch.testing.assert_close(found[0], all_logits(decoder, tokens)[-1], rtol=0, atol=2e-5)
+
+
 # What scales q differs between SSMax's variants, and its n does not.
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("ssmax_", "ssmax-rope_"))])
 def test_200_cached_tokens_are_the_argmax_of_full_passes(name: str, groups: Groups) -> None:

@@ -11,11 +11,10 @@ import zstandard
 
 from ssscale.config import to_yaml
 from ssscale.config.schema import Config, DataConfig, ModelConfig
-from ssscale.data.batch import IGNORE
 from ssscale.data.questions import Example, make_batch, make_example, read_squad
 from ssscale.errors import Stop, UserError
 from ssscale.hf.convert import WeightsOnly
-from ssscale.layout import PackedLayout
+from ssscale.layout import IGNORE, PackedLayout
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.train.build import load_for_inference

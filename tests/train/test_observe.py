@@ -17,12 +17,17 @@ from ssscale_kernels.stickbreaking import stickbreaking_reference
 from ssscale.config import load_config
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
-from ssscale.model.mixers.stickbreaking import KEYS, ROWS, live_tiles
+from ssscale.layout import PackedLayout
+from ssscale.model.decoder import Decoder
+from ssscale.model.mixers.stickbreaking import KEYS, ROWS, StickBreaking, live_tiles
+from ssscale.parallel.groups import Groups
 from ssscale.train.early import check_run
+from ssscale.train.hooks.observation import observe
 from ssscale.train.hooks.profile import Profile
 from ssscale.train.hooks.validation import Validation
 from ssscale.train.metrics import Metrics, wandb_id
 from ssscale.train.step import Agreed
+from tests.models import make_model
 from tests.train.ranks import Ranks
 
 
@@ -184,3 +189,16 @@ def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"train\.wandb=true needs the package wandb: pip install wandb"):
         Metrics(tmp_path, 1, is_main=True, use_wandb=True).open(0).__enter__()
+
+
+@pytest.mark.parametrize("values", [1, 3])
+def test_a_mixer_that_returns_other_numbers_of_values_is_named(
+    values: int, groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be taken for those of other layers."""
+    model = Decoder(make_model("stickbreaking"), groups, 8)
+    monkeypatch.setattr(StickBreaking, "look", lambda *given: torch.zeros(values))
+    labels = torch.zeros(8, dtype=torch.int64)
+    batch = SimpleNamespace(tokens=labels, labels=labels, layout=PackedLayout.from_lengths([8]))
+    with pytest.raises(ValueError, match=rf"stickbreaking\.look returned \[{values}\] for its observes="):
+        observe(model, batch, groups)

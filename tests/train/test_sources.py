@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssscale.data.batch import IGNORE, Batch, sums_by_position
-from ssscale.layout import PackedLayout
+from ssscale.data.batch import Batch, sums_by_position
+from ssscale.layout import IGNORE, PackedLayout
 from ssscale.train.metrics import losses_by_position
 from ssscale.train.records import read_metrics
 from tests.pool import Pool

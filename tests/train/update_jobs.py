@@ -12,12 +12,12 @@ import torch
 
 from ssscale.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, optimizer_config
 from ssscale.engine.deepspeed import DeepSpeedEngine
+from ssscale.layout import IGNORE
 from ssscale.model.decoder import Decoder
 from ssscale.model.init import initialize_weights
 from ssscale.optim.adamw import AdamW
 from ssscale.optim.base import settings_of
 from ssscale.parallel.groups import Groups
-from ssscale.parallel.megatron import IGNORE
 from ssscale.train.checkpoint import CheckpointReader, TrainState, load_training_state, load_weights
 from ssscale.train.checkpoint_folder import list_checkpoints
 from ssscale.train.save import save_checkpoint

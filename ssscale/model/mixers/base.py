@@ -45,7 +45,8 @@ class Tables(NamedTuple):
 class Export:
     """The code of a mixer in exported models: functions in plain torch whose source is saved with the weights.
 
-    They may use the names that ssscale/hf/modeling_ssscale.py defines. mix(q, k, v, batch, layer) → o. factor(batch,
+    They may use the names that ssscale/hf/modeling_ssscale.py defines, and read weights by `layer.learned(name)`:
+    attributes of `layer.weights` are empty while the weights are on a disk. mix(q, k, v, batch, layer) → o. factor(batch,
     layer) → the float32 factor of q. prepare(batch, model) → what all layers share for a batch. helpers: functions that
     the others call.
     """
@@ -90,6 +91,11 @@ class Mixer:
     def plain(self) -> bool:
         """Whether it is Llama's attention, for which transformers has its own model classes."""
         return False
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether it takes any position method other than none."""
+        return self.positions != Mixer.positions
 
     @property
     def varies(self) -> tuple[str, str] | None:
@@ -178,7 +184,7 @@ class Mixer:
     def plan_decode(
         self, starts: list[int], lengths: list[int], rows: Tensor, capacity: int, window: int | None
     ) -> Any:
-        """Returns what all layers need for a pass over cached keys, which becomes `layout.past.decode`."""
+        """Returns what all layers need for a pass over cached keys, which becomes `layout.past.decode[self.name]`."""
         return None
 
     # What can be observed
@@ -194,8 +200,10 @@ class Mixer:
     observes: ClassVar[tuple[str, ...]] = ()  # the names of the values that `look` returns
 
     def look(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
-        """Returns [len(observes)] float32 for one layer. Runs without gradients and torch.compile, on the inputs of
-        `attend`.
+        """Returns [len(observes)] float32 for one layer: means over this rank's tokens and heads.
+
+        Runs without gradients and torch.compile, on the inputs of `attend`. Tensor-parallel ranks are averaged
+        afterwards.
         """
         raise NotImplementedError
 

@@ -136,7 +136,7 @@ class Softmax(Mixer):
         if bias is not None and q.shape[1] < layer.heads:
             bias = bias.narrow(layer.groups.ulysses_rank * q.shape[1], q.shape[1])
         if layout.past is not None:
-            return _attend_cached(q, k, v, layout, window, scale, bias)
+            return _attend_cached(q, k, v, layout, window, scale, bias, layout.past.decode.get(self.name))
         if layout.ring is not None:
             return ring_softmax(q, k, v, layout, layer.groups, scale, self.backend.value)
         if bias is not None and layout.block_mask is not None:
@@ -175,7 +175,14 @@ class Softmax(Mixer):
 
 
 def _attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, scale: float | None, bias: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    window: int | None,
+    scale: float | None,
+    bias: Any,
+    plan: Any,
 ) -> Tensor:
     from ssscale_kernels.cached import cached_attention
 
@@ -192,5 +199,5 @@ def _attend_cached(
         window=window,
         scale=scale,
         bias=bias,
-        plan=past.decode,
+        plan=plan,
     )

@@ -77,11 +77,11 @@ class SSMax(Softmax):
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:
-            raise UserError(f"model.mixer.ssmax.scale must be greater than 0, not {self.scale}")
+            raise UserError(f"model.mixer.{self.name}.scale must be greater than 0, not {self.scale}")
         if self.variant in (Variant.learned, Variant.fixed) and self.bias:
             raise UserError(
-                f"model.mixer.ssmax.bias={self.bias:g} has no effect under variant={self.variant.value}: "
-                "set model.mixer.ssmax.variant=bias"
+                f"model.mixer.{self.name}.bias={self.bias:g} has no effect under variant={self.variant.value}: "
+                f"set model.mixer.{self.name}.variant=bias"
             )
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:

@@ -119,7 +119,7 @@ class StickBreaking(Mixer):
     def check(self, model: ModelConfig) -> None:
         if not 0 <= self.skip_below < 1:
             bound = "0 or more" if self.skip_below < 0 else "less than 1"
-            raise UserError(f"model.mixer.stickbreaking.skip_below must be {bound}, not {self.skip_below}")
+            raise UserError(f"model.mixer.{self.name}.skip_below must be {bound}, not {self.skip_below}")
 
     def flops(self, width: int, keys: float) -> float:
         """As softmax: two products forward and four backward, each of 2 FLOPs per element."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ssscale.errors import UserError
 from ssscale.model.positions.base import Position
@@ -18,7 +18,6 @@ class BiasPosition(Position):
     """softmax(q·k / √H + bias(i, j))"""
 
     adds_bias = True
-    hidden: ClassVar[int] = 1  # numbers that the exported model holds per pair of positions
 
     def check(self, model: ModelConfig, gpu: bool) -> None:
         if gpu and model.head_size < 16:

@@ -62,7 +62,11 @@ def _look_at_all(
 
     def watch(layer: Attention) -> Callable[..., Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-            seen[layer] = layer.mixer.look(q, k, v, layer, layout)
+            found = layer.mixer.look(q, k, v, layer, layout)
+            if found.shape != (len(layer.mixer.observes),):
+                shape = list(found.shape)
+                raise ValueError(f"{layer.mixer.name}.look returned {shape} for its observes={layer.mixer.observes}")
+            seen[layer] = found
             return type(layer).attend(layer, q, k, v, layout)
 
         return attend
@@ -82,6 +86,6 @@ def _look_at_all(
     means = torch.cat([seen[layer] for layer in looking])
     dist.all_reduce(means, group=groups.tensor_group)
     values = iter((means / groups.tensor_size).tolist())
-    by_layer = {layer: dict(zip(layer.mixer.observes, values)) for layer in looking}
+    by_layer = {layer: dict(zip(layer.mixer.observes, values, strict=False)) for layer in looking}
     names = dict.fromkeys(name for own in by_layer.values() for name in own)
     return {name: [by_layer.get(layer, {}).get(name) for layer in layers] for name in names}

@@ -18,7 +18,7 @@ class Records(Hook):
         self.every = every
 
     def act(self, run: "Run", done: "Done") -> None:
-        state, sums = run.state, done.sums
+        state, sums = run.state, done.sums.clone()  # later hooks read those of this rank
         dist.all_reduce(sums, group=run.groups.replica_group)
         record = step_record(run.config, state.step, state.tokens, sums, run.source.names, done.lr, done.grad_norm)
         if done.terms:

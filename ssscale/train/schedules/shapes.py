@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 @SCHEDULES.register("constant")
 class Constant(Schedule):
+    reads = ()
+
     def rate(self, config: ScheduleConfig, at: Stretch) -> float:
         return config.lr
 
@@ -22,6 +24,8 @@ class Constant(Schedule):
 @SCHEDULES.register("cosine")
 class Cosine(Schedule):
     """η = η_max · (f + (1−f)·(1 + cos πx)/2), x from 0 after the warmup to 1 at the end of the stage   (arXiv:1608.03983)."""
+
+    reads = ("floor",)
 
     def rate(self, config: ScheduleConfig, at: Stretch) -> float:
         rest = at.length - config.warmup_tokens
@@ -33,6 +37,7 @@ class WSD(Schedule):
     """η_max, multiplied by `decay_factor` over the last `decay_tokens`   (MiniCPM, arXiv:2404.06395)."""
 
     decays = True
+    reads = ("decay_shape", "floor")
 
     def rate(self, config: ScheduleConfig, at: Stretch) -> float:
         return _decayed(config.lr, config, at)
@@ -47,6 +52,7 @@ class Power(Schedule):
     """
 
     decays = True
+    reads = ("decay_shape", "floor", "power_a", "power_b")
 
     def rate(self, config: ScheduleConfig, at: Stretch) -> float:
         held = min(at.into, at.length - config.decay_tokens)
@@ -59,6 +65,7 @@ class Decay(Schedule):
     """The last learning rate of the stage before, multiplied by `decay_factor` over the whole stage."""
 
     follows = True
+    reads = ("decay_shape", "floor")
 
     def rate(self, config: ScheduleConfig, at: Stretch) -> float:
         assert at.before is not None, "validate() refuses a first stage that decays"

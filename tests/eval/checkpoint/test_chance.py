@@ -32,6 +32,7 @@ def test_wilsons_interval_is_that_of_the_literature():
     assert low == 0
     assert high == pytest.approx(1.959964**2 / (1319 + 1.959964**2), rel=1e-5)
     assert interval("acc", 1.0, 0.0, 20)[1] == 1
+    assert interval("written", 0.0, 0.0, 3) is None  # all documents score the same
     assert interval("word_perplexity", 50.0, 2.0, 62) == pytest.approx((46.08, 53.92), abs=0.01)
     assert interval("word_perplexity", 50.0, None, 62) is None
 
