@@ -137,7 +137,10 @@ def _passing_on() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
         for child in children:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    numbers = [*SIGNALS]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has started this command
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
         yield children, received
     finally:

@@ -145,7 +145,7 @@ class DataConfig:
     timeout: float = 600.0  # seconds to wait for a worker's microbatch before the run stops
     cache: str | None = None  # local folder for remote (s3://, gs://) data; auto: on the disk of the node
     cache_gb: float | None = None  # limit for decompressed shards in `cache`; the oldest are dropped. None: no limit
-    accept_changed: bool = False  # continue from a checkpoint although the data is not what it was trained on
+    accept_changed: bool = False  # continue from a checkpoint with other data, of the same tokenizer
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ def open_checked(
     if not file.is_file():
         if (folder / "config.yaml").is_file():
             raise UserError(f"data folder {path} is that of a run: name one that `python -m data_prep pack` has made")
-        empty = "is empty or unfinished" if folder.is_dir() else "does not exist"
+        empty = "does not exist"
+        if folder.exists():
+            empty = "is empty or unfinished" if folder.is_dir() else "is a file"
         raise UserError(f"data folder {path} {empty}: {hint or _how_to_make(path, length)}")
     manifest = read(file)
     have = manifest["tokenizer"]["vocab_size"]

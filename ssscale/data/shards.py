@@ -4,6 +4,7 @@ mosaicml-streaming's `Stream` downloads and decompresses the shards. Its Streami
 own order (`order.py`), and because its shared memory remains after a run is killed.
 """
 
+import errno
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from ssscale.names import bad_shard_name, leads_out
 
 OPEN_SHARDS = 2 * WINDOW  # per source. A shard that is open can still be read after the cache has deleted its file
 INDEX = "index.json"
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 COLUMNS = re.compile("documents=ndarray:int64 lengths=ndarray:int32 offsets=ndarray:int64 tokens=ndarray:uint(16|32)$")
 
 
@@ -113,22 +115,26 @@ class RowStore:
     """The rows of a source in one split, by index. A shard is opened when one of its rows is first read.
 
     folder: such as train/web, within the data folder. index_sha256: of its index.json, from the manifest.
+    length: tokens of a row. vocab_size: of the tokenizer.
     Raises UserError if the index is missing, corrupt, does not have the expected form, or leads out of the data folder.
     """
 
-    def __init__(self, place: Place, folder: str, index_sha256: str):
+    def __init__(self, place: Place, folder: str, index_sha256: str, length: int, vocab_size: int):
         import_streaming()
         from streaming import Stream
         from streaming.base.format import reader_from_json
 
         self.place = place
+        self.length, self.vocab_size = length, vocab_size
         self.folder = place.local / folder
         self.is_remote = place.is_remote
         index = place.fetch(f"{folder}/{INDEX}")
+        if not index.is_file():  # also a pipe, whose reader would wait
+            raise UserError(f"{index} is missing")
         try:
             content = index.read_bytes()
         except OSError as error:
-            raise UserError(f"{index} is missing: {error.strerror}") from error
+            raise UserError(f"{index} cannot be read: {error.strerror}") from error
         if sha256(content).hexdigest() != index_sha256:
             raise UserError(f"{index} is corrupt: its sha256 is not the manifest's")
         try:
@@ -137,7 +143,9 @@ class RowStore:
             self._readers = [reader_from_json(str(self.folder), "", shard) for shard in shards if found is None]
             self.shard_rows = [int(reader.samples) for reader in self._readers]
             columns = {tuple(zip(reader.column_names, reader.column_encodings)) for reader in self._readers}
-        except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
+            for reader in self._readers:
+                _check_info(reader)
+        except (AssertionError, AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{index} does not have the form of an index: {error!r}") from error
         if found is not None:
             raise UserError(f"{index} cannot be trusted: {found}, which is not the name of a file in its folder")
@@ -191,7 +199,25 @@ class RowStore:
         self._open.move_to_end(shard)
         data, bounds = self._open[shard]
         index = row - int(self._ends[shard]) + self.shard_rows[shard]
-        return _decode(data[bounds[index] : bounds[index + 1]], self._dtypes)
+        found = _decode(data[bounds[index] : bounds[index + 1]], self._dtypes)
+        wrong = self._mistake(found)
+        if wrong is not None:
+            raise UserError(f"shard {self.shard_of(row)}: row {row} {wrong}")
+        return found
+
+    def _mistake(self, row: Row) -> str | None:
+        """Returns what is wrong with a row that `data_prep` has not written, or None."""
+        if len(row.tokens) != self.length:
+            return f"has {len(row.tokens)} tokens, and rows have {self.length}"
+        if not len(row.lengths) == len(row.documents) == len(row.offsets):
+            return "has other numbers of lengths, documents and offsets"
+        if len(row.lengths) == 0 or row.lengths.min() < 1 or row.lengths.sum(dtype=np.int64) != self.length:
+            return (
+                f"is divided into parts of {row.lengths[:4].tolist()} tokens and so on, which do not make {self.length}"
+            )
+        if row.tokens.max() >= self.vocab_size:
+            return f"has token id {row.tokens.max()}, and its tokenizer has {self.vocab_size} entries"
+        return None
 
     def _zip(self, shard: int) -> str:
         reader = self._readers[shard]
@@ -228,10 +254,21 @@ class RowStore:
             raise UserError(f"shard {file} is missing")
         try:
             self._stream.prepare_shard(self._readers[shard])
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise self._corrupt(file, error) from error
+            raw = self.folder / self._readers[shard].raw_data.basename
+            raw.with_name(f"{raw.name}.tmp").unlink(missing_ok=True)
+            raise UserError(
+                f"shard {file} cannot be decompressed beside it ({error.strerror}): make room, or name a folder in data.cache"
+            ) from error
         except Exception as error:  # ValueError for a wrong checksum, or an error of a cloud's client
-            if self.is_remote:
-                file.unlink(missing_ok=True)  # so that the next start downloads it again
-            raise UserError(f"shard {file} is missing or corrupt: {error}") from error
+            raise self._corrupt(file, error) from error
+
+    def _corrupt(self, file: Path, error: Exception) -> UserError:
+        if self.is_remote:
+            file.unlink(missing_ok=True)  # so that the next start downloads it again
+        return UserError(f"shard {file} is missing or corrupt: {error}")
 
 
 def locked(file: Path) -> FileLock:
@@ -275,6 +312,19 @@ def _map(file: Path) -> np.ndarray | None:
         return np.memmap(file, np.uint8, "r") if file.stat().st_size else None
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UserError(f"shard {file} cannot be read: {error.strerror}") from error
+
+
+def _check_info(reader: Any) -> None:
+    """Raises ValueError, KeyError, TypeError or AttributeError if an entry of an index lacks what reading needs."""
+    for info in filter(None, (reader.raw_data, reader.zip_data)):
+        if type(info.bytes) is not int or info.bytes < 0:
+            raise ValueError(f"bytes={info.bytes!r}")
+    if int(reader.samples) < 0:
+        raise ValueError(f"samples={reader.samples!r}")
+    if not isinstance(reader.raw_data.hashes["xxh64"], str):
+        raise TypeError(f"hashes={reader.raw_data.hashes!r}")
 
 
 def _is_whole(data: np.ndarray, info: Any) -> bool:

@@ -67,7 +67,13 @@ class PackedData:
             )
         counts = manifest["splits"].get(split, {})
         stores = {
-            source: RowStore(place, f"{split}/{source}", manifest["files"][f"{split}/{source}/{INDEX}"]["sha256"])
+            source: RowStore(
+                place,
+                f"{split}/{source}",
+                manifest["files"][f"{split}/{source}/{INDEX}"]["sha256"],
+                manifest["length"],
+                manifest["tokenizer"]["vocab_size"],
+            )
             for source in manifests.sources(manifest, path, split, hint)
         }
         for source, store in stores.items():
@@ -271,7 +277,7 @@ def _begin_worker(run: int, worker: int) -> None:
     """Ties a worker to its run and lets it ignore signals. run: process id of the run."""
     end_with(run, signal.SIGKILL)  # a worker that waits to hand over a batch would never notice its end
     # Schedulers send signals to every process of a job, but the run needs its workers until it has saved.
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -106,13 +106,13 @@ class RunLock:
     def _create(self) -> bool:
         """Creates the lock unless there is one. A hard link makes it appear with its whole content at once."""
         ours = self.path.with_name(f"run.lock.{self.owner['host']}.{self.owner['pid']}")
-        ours.write_text(json.dumps(self.owner))
         try:
+            ours.write_text(json.dumps(self.owner))
             os.link(ours, self.path)
         except FileExistsError:
             return False
         finally:
-            ours.unlink()
+            ours.unlink(missing_ok=True)
         return True
 
     def _content(self) -> bytes | None:

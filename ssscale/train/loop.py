@@ -9,6 +9,7 @@ from contextlib import closing
 
 from ssscale.data.batch import Batch
 from ssscale.data.stream import Ahead
+from ssscale.errors import UserError
 from ssscale.train.faults import Rollback
 from ssscale.train.run import Run
 from ssscale.train.step import agree, train_step
@@ -42,18 +43,28 @@ def _train(run: Run) -> None:
         # Closed at once, whatever happens: the loader's workers ignore the signals with which Python would end them later.
         with closing(run.source.steps(run.config, run.part, run.state)) as steps:
             ahead = Ahead(steps)
-            for batches in ahead:
+            while (batches := _read(ahead)) is not None:
                 _advance(run, batches, ahead.prepare)
     run.saving.finish(run)
 
 
-def _advance(run: Run, batches: Sequence[Batch], prepare: Callable[[], None]) -> None:
+def _read(ahead: Ahead[Sequence[Batch]]) -> Sequence[Batch] | UserError | None:
+    """Returns the batches of the next step, or the error of reading them; None at the end of the part."""
+    try:
+        return next(ahead, None)
+    except UserError as error:
+        return error
+
+
+def _advance(run: Run, batches: Sequence[Batch] | UserError, prepare: Callable[[], None]) -> None:
     """Trains one step. Before the step, calls `agreed` of every hook; after it, calls `act` of each hook that is due.
 
-    prepare: reads the batches of the next step.
+    batches: of this rank, or the error of reading them. prepare: reads the batches of the next step.
     """
     run.mark("agreement")
     agreed = agree(run, batches)
+    if agreed.unread or isinstance(batches, UserError):
+        run.end_unread(batches if isinstance(batches, UserError) else None)
     run.measure_memory()
     for hook in run.hooks:
         hook.agreed(run, agreed)

@@ -19,6 +19,7 @@ from ssscale.errors import DIVERGED, SAVED, Stop, UserError
 from ssscale.model.decoder import VOCAB_WEIGHTS
 from ssscale.model.graphs import BlockGraphs, record_blocks
 from ssscale.model.init import initialize_weights
+from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.groups import Groups
 from ssscale.train.build import build_model, choose_dtype, log_choices
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
@@ -33,10 +34,11 @@ from ssscale.train.microbatch import StageConfigs
 from ssscale.train.peers import Peers, Where
 from ssscale.train.reading import reading
 from ssscale.train.run_folder import read_rollback, write_rollback
+from ssscale.train.same_tokens import TOKENIZER, check_tokenizer, saved_tokenizer
 from ssscale.train.signals import StopSignals
 from ssscale.train.stages import Part, Plan
 from ssscale.train.step import Done
-from ssscale.train.switch import load_switched
+from ssscale.train.switch import check_heads, load_switched
 from ssscale.train.watchdog import Watchdog
 from ssscale.validate_graphs import records_blocks
 
@@ -135,6 +137,8 @@ class Run:
             same = self.plan.folder(max(self.state.step - 1, 0)) == self.plan.folder(self.state.step)
             trained_on = self.state.data_fingerprint or None if same else None
             self.source = open_source(self.config, self.plan, self.state, trained_on)
+            if reader is not None:
+                check_tokenizer(self.source, saved_tokenizer(reader.path), str(reader.path), self.config)
             self.place.take(config)
             self.peers.open()
             self.saving = Checkpointing(self.folder, config, groups, self.state.step)
@@ -215,7 +219,9 @@ class Run:
         saved = self.saving.save_now(self) if rebuilds or (opens and self.saving.every) else False
         self.part, self.config = part, after
         if opens:
+            used = self.source
             self.source = self.open_source(after, self.plan, self.state, None)
+            check_tokenizer(self.source, used.files().get(TOKENIZER), f"the stage before, {before.data.path}", after)
         if rebuilds:
             stage = after.train.stages[part.stage].name
             if not saved:
@@ -241,7 +247,7 @@ class Run:
         reader = CheckpointReader(found)
         # What was left out before is not read from the rollback file, which the main rank may have changed.
         state, before = reader.state, self.state.skipped
-        times = sum(entry[0] == state.step for entry in before)
+        times = sum(rollback.to == state.step for rollback in before)
         if times == MAX_ROLLBACKS:
             raise Stop(
                 f"losses are NaN up to step {step}, after going back to step {state.step} {times} times with other rows: "
@@ -249,7 +255,7 @@ class Run:
                 DIVERGED,
             )
         self.state = replace(state, skipped=self.plan.leave_out(before, step, state.step))
-        rows = sum(self.state.skipped[-1][1::2])
+        rows = sum(rows for _, rows in self.state.skipped[-1].left_out)
         if self.groups.is_main:
             write_rollback(self.folder, self.state)
             write_event(self.events, {"event": "rollback", "step": step, "to": state.step, "rows": rows})
@@ -269,6 +275,20 @@ class Run:
             newest = self.saving.saved_step
             raise Stop(f"{reason}; step {self.state.step} could not be saved; the last saved step is {newest}", SAVED)
         raise Stop(f"{reason}; step {self.state.step} is saved, the same command continues", SAVED)
+
+    def end_unread(self, error: UserError | None) -> NoReturn:
+        """Saves the last step and raises the UserError of the first rank that could not read its data, on all ranks.
+
+        error: of this rank, or None if it has read its own.
+        """
+        said = next(text for text in gather_json(None if error is None else str(error)) if text is not None)
+        if self.state.step == 0:
+            raise UserError(said)
+        if self.saving.save_now(self):
+            raise UserError(f"{said}; step {self.state.step} is saved, the same command continues with whole data")
+        raise UserError(
+            f"{said}; step {self.state.step} could not be saved, the last saved one is {self.saving.saved_step}"
+        )
 
     def _rebuild(self, reader: CheckpointReader) -> None:
         """Frees the engine and builds it again from a checkpoint."""
@@ -291,9 +311,11 @@ class Run:
             initialize_weights(model, config.model, groups, config.train.seed)
             if config.init_from is not None:
                 with reading(Path(config.init_from), groups, self.init_key, newest=True) as source:
+                    check_tokenizer(self.source, saved_tokenizer(source), str(source), config)
                     load_switched(CheckpointReader(source), model, config.model, groups)
                 logger.info("initial weights from %s; the optimizer starts from zero", source)
         else:
+            check_heads(reader.path, config.model)
             check_shapes(reader, model, groups, VOCAB_WEIGHTS)
             load_weights(reader, model, groups)
         compiled = config.compiled(groups.on_gpu)

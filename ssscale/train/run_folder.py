@@ -142,7 +142,11 @@ def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
         skipped = read_skipped(saved["skipped"])
         before, returns = skipped[: len(state.skipped)], skipped[len(state.skipped) :]
         here = saved["step"] == state.step and before == state.skipped
-        return replace(state, skipped=skipped) if here and all(step == state.step for step, *_ in returns) else state
+        return (
+            replace(state, skipped=skipped)
+            if here and all(rollback.to == state.step for rollback in returns)
+            else state
+        )
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -1,4 +1,5 @@
-"""Handles the signals that ask a run to stop: SIGUSR1 (Slurm's early warning), SIGTERM and SIGINT."""
+"""Handles the signals that ask a run to stop: SIGUSR1 (Slurm's early warning), SIGTERM, SIGINT and SIGHUP (the terminal
+was closed)."""
 
 import os
 import signal
@@ -26,7 +27,9 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+        numbers = [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has started the run
+            numbers.append(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the launcher has blocked them until now
         return self

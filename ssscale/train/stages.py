@@ -21,15 +21,31 @@ CHANGEABLE = {
     "position",
 }  # keys of `model` that keep its weights, or define how new ones start
 
-# The times that a run went back to a checkpoint after NaN, in the order in which they happened. Each is (step, rows, step,
-# rows, ...): the run went back to the first step, and leaves out what it had read since, `rows` rows after each `step`.
-# There is one such pair per stage, because a stage may change the data folder or its mix.
-Skipped = tuple[tuple[int, ...], ...]
+
+class Rollback(tuple[int, ...]):
+    """That a run went back to a checkpoint after NaN: (step, rows, step, rows, ...), as `state.json` has it.
+
+    The run went back to the first step, and leaves out what it had read since, `rows` rows after each `step`. There is one
+    such pair per stage, because a stage may change the data folder or its mix.
+    """
+
+    @property
+    def to(self) -> int:
+        """The step of the checkpoint."""
+        return self[0]
+
+    @property
+    def left_out(self) -> list[tuple[int, int]]:
+        """(step, rows) of each stage."""
+        return list(zip(self[::2], self[1::2], strict=True))
+
+
+Skipped = tuple[Rollback, ...]  # in the order in which they happened
 
 
 def read_skipped(saved: Any) -> Skipped:
     """Returns the `Skipped` of parsed JSON. Raises ValueError or TypeError if it has another form."""
-    skipped = tuple(tuple(int(number) for number in entry) for entry in saved)
+    skipped = tuple(Rollback(int(number) for number in entry) for entry in saved)
     for entry in skipped:
         if not entry or len(entry) % 2 or min(entry) < 0 or 0 in entry[1::2]:
             raise ValueError(f"skipped: {entry} is not pairs of a step and a number of rows")
@@ -197,7 +213,7 @@ class Plan:
     def next_sample(self, step: int, skipped: Skipped = ()) -> int:
         """Returns the sample of its data folder with which the step after `step` steps begins."""
         folder = self.folder(step)
-        before = tuple(entry for entry in skipped if entry[0] <= step)
+        before = tuple(rollback for rollback in skipped if rollback.to <= step)
         return sum(rows for at, rows in self._read(before, 0, step) if self.folder(at) == folder)
 
     def samples(self, step: int, skipped: Skipped = ()) -> int:
@@ -210,14 +226,14 @@ class Plan:
         All rows read since this checkpoint are left out. If the run had gone back to later checkpoints, which are lost,
         this includes the rows that it left out there.
         """
-        kept = tuple(entry for entry in skipped if entry[0] <= to)
+        kept = tuple(rollback for rollback in skipped if rollback.to <= to)
         read: list[int] = []
         for at, rows in self._read(skipped[len(kept) :], to, step):
             if read and self.at(read[-2]).stage == self.at(at).stage:
                 read[-1] += rows
             else:
                 read += [at, rows]
-        return (*kept, tuple(read))
+        return (*kept, Rollback(read))
 
     def folder(self, step: int) -> str:
         """Returns the data folder of the step after `step` steps, as `folder_of` spells it."""
@@ -228,10 +244,10 @@ class Plan:
 
         skipped: the times that the run went back in between.
         """
-        for entry in skipped:
-            yield from self._rows(first, entry[0])
-            yield from zip(entry[::2], entry[1::2], strict=True)
-            first = entry[0]
+        for rollback in skipped:
+            yield from self._rows(first, rollback.to)
+            yield from rollback.left_out
+            first = rollback.to
         yield from self._rows(first, last)
 
     def _rows(self, first: int, last: int) -> Iterator[tuple[int, int]]:

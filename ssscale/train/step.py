@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssscale.data.batch import Batch, sums_by_source, take_share
+from ssscale.errors import UserError
 from ssscale.train.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class Agreed:
     num_targets: int
     # Whether any rank was asked to stop.
     stop: bool
+    # Whether any rank could not read its batches.
+    unread: bool
     # Whether every rank has ended its attempt to write its part of the current checkpoint. An attempt may have failed.
     written: bool
     # Whether any rank has failed to write its part.
@@ -50,15 +53,19 @@ class Done:
     skipped: bool  # whether the weights did not change because gradients had NaN or Inf
 
 
-def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
-    """Returns what all ranks must know before a step, from one all-reduce. Does not change the run."""
+def agree(run: "Run", batches: Sequence[Batch] | UserError) -> Agreed:
+    """Returns what all ranks must know before a step, from one all-reduce. Does not change the run.
+
+    batches: of this rank, or the error of reading them.
+    """
     asked = run.signals is not None and run.signals.received is not None
-    targets = sum(batch.num_targets for batch in batches)
+    unread = isinstance(batches, UserError)
+    targets = 0 if isinstance(batches, UserError) else sum(batch.num_targets for batch in batches)
     writer, loss = run.saving.writer, 0.0 if run.last is None else run.last.loss
-    sums = torch.tensor([targets, asked, writer.done, writer.failed, loss], dtype=torch.float64)
+    sums = torch.tensor([targets, asked, unread, writer.done, writer.failed, loss], dtype=torch.float64)
     if dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    num_targets, stop, written, failed, loss = sums.tolist()
+    num_targets, stop, any_unread, written, failed, loss = sums.tolist()
     groups = run.groups
     # The all-reduce counts some values several times. All ranks of a tensor-parallel or context-parallel group have read
     # the same rows, so each target is counted tensor_size · context_size times. Each loss is counted only
@@ -67,6 +74,7 @@ def agree(run: "Run", batches: Sequence[Batch]) -> Agreed:
     return Agreed(
         num_targets=max(int(num_targets) // (groups.tensor_size * groups.context_size), 1),
         stop=stop > 0,
+        unread=any_unread > 0,
         written=written == groups.world_size,
         failed=failed > 0,
         last_loss=loss,

@@ -1,6 +1,7 @@
 """Initializes a model from a checkpoint of the same model or of a model with other mixers."""
 
 import logging
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +18,15 @@ from ssscale.train.stages import begun_model
 logger = logging.getLogger("ssscale")
 
 
+def check_heads(checkpoint: Path, target: ModelConfig) -> None:
+    """Raises UserError if a checkpoint divides the same shapes into other heads."""
+    source = saved_config(checkpoint).model
+    for key in ("num_heads", "num_kv_heads", "head_size"):
+        theirs, ours = getattr(source, key) or source.num_heads, getattr(target, key) or target.num_heads
+        if theirs != ours:
+            raise UserError(f"{checkpoint} has {key}={theirs}, and model.{key} is {ours} here")
+
+
 @torch.no_grad()
 def load_switched(reader: CheckpointReader, model: nn.Module, target: ModelConfig, groups: Groups) -> None:
     """Fills a model's weights from a checkpoint of the same model, or of one whose mixers its own mixers can begin from.
@@ -25,6 +35,7 @@ def load_switched(reader: CheckpointReader, model: nn.Module, target: ModelConfi
     weights (such as SSMax's fixed s) are those of `target`. Raises UserError if the models differ in any other way.
     """
     source = saved_config(reader.path)
+    check_heads(reader.path, target)
     for old, new in zip(source.model.layer_mixers, target.layer_mixers):
         if old.name != new.name and new.begins_from != old.name:
             raise UserError(

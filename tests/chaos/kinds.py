@@ -30,7 +30,7 @@ class Outcome(Enum):
 
     GOES_ON = ((0,), "0", "yes")
     REFUSES = ((2,), "2", "nothing is changed")
-    GOES_ON_OR_REFUSES = ((0, 2), "0; or 2 if the run reads the damaged part", "yes; after code 2, nothing is changed")
+    GOES_ON_OR_SAVES = ((0, 2), "0; or 2 if the run reads the damaged part", "yes; after code 2, no step is lost")
     USES_OR_REFUSES = ((0, 2), "0; or 2 if the command finds the damage", "after code 2, nothing is changed")
     TAKES_THE_OLDER = ((0,), "0", "")
     GOES_ON_OR_CONTINUES = ((0, 2), "0; or 2, then 0", "yes")
@@ -103,7 +103,10 @@ def judge(kind: Kind, scene: Scene, code: int | None, before: dict[str, bytes | 
     if code == 2:
         # What is wrong with data may be met by the first step, when the start is on record: nothing trained is lost.
         started = kind.area == "The data folder"
-        check_refusal(scene, scene.output, before, "checkpoints/" if started else "")
+        kept = "checkpoints/" if started else ""
+        if kind.outcome is Outcome.GOES_ON_OR_SAVES:  # the last step may be saved beside those before it
+            kept = max(name.rpartition("/")[0] for name in before if name.startswith("checkpoints/step-")) + "/"
+        check_refusal(scene, scene.output, before, kept)
         return
     since = resumed_from(scene.output)
     demand(since in scene.resumes, f"it went on from step {since}, not {scene.resumes}:\n{scene.output}")

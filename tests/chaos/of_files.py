@@ -26,7 +26,7 @@ from tests.train.commands import run_command
 from tests.train.lying_names import CASES
 from tests.train.ranks import SMALL, Ranks
 
-REFUSES, EITHER, AS_IT_STANDS = Outcome.REFUSES, Outcome.GOES_ON_OR_REFUSES, Outcome.USES_OR_REFUSES
+REFUSES, SAVES, AS_IT_STANDS = Outcome.REFUSES, Outcome.GOES_ON_OR_SAVES, Outcome.USES_OR_REFUSES
 DATA, FILE, EXPORT, READING = "The data folder", "The run file", "An export", "Commands that read a run"
 BY_NAME = "the message names the file"
 OLDER = "the command takes the checkpoint before it, and a message says so; no file of the run changes"
@@ -68,7 +68,7 @@ def data_json(scene: Scene) -> None:
     scene.names = str(data)
 
 
-@kind(DATA, "a shard is damaged in any way", EITHER, BY_NAME, train_on_own)
+@kind(DATA, "a shard is damaged in any way", SAVES, BY_NAME, train_on_own)
 def shard(scene: Scene) -> None:
     data = scene.own_data()
     file = scene.rng.choice(sorted(data.glob("train/*/*.zstd")))

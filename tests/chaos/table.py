@@ -17,7 +17,7 @@ FILE = ROOT / "docs/faults.md"
 RECORD = ROOT / "docs/results/chaos.json"
 MODULES = [
     f"tests.train.test_{name}"
-    for name in ("kill", "stop", "workers", "lost", "lost_views", "saves", "logs", "faults", "bad_input")
+    for name in ("kill", "stop", "workers", "lost", "lost_views", "saves", "logs", "faults", "bad_input", "data_faults")
 ]
 MODULES += ["tests.slurm.test_slurm", "tests.slurm.test_cluster"]
 AREAS = ("Stops and starts", "Files and disks", "Ranks", "Losses", "Slurm")

@@ -50,7 +50,7 @@ def test_batches_grow_and_data_folders_go_on_where_they_were_left() -> None:
     assert plan.total_steps == 15
     assert plan.mixes("a") == [(0, None), (20, None)]
     assert [plan.next_sample(step) for step in (0, 2, 3, 7, 8, 10, 14, 15)] == [0, 2, 4, 16, 0, 20, 28, 30]
-    skipped = ((6, 5), (9, 3))  # five rows of a, three of b
+    skipped = read_skipped([[6, 5], [9, 3]])  # five rows of a, three of b
     assert [plan.next_sample(step, skipped) for step in (7, 9, 10)] == [21, 5, 25]
     assert plan.mixes("a", skipped) == [(0, None), (25, None)]
     assert plan.mixes("b", skipped) == [(0, None)]
@@ -128,11 +128,11 @@ def test_what_was_left_out_in_one_stage_is_a_pair_as_before() -> None:
     """States of older versions hold a pair each time: rows of the stage that trains after the checkpoint."""
     plan = Plan(run(*VARIED, batch=3))
     assert plan.leave_out((), 3, 1) == ((1, 4),)  # one step of one row, and one of three
-    assert plan.leave_out(((1, 4),), 9, 5) == ((1, 4), (5, 6, 7, 4))
-    assert plan.leave_out(((5, 3),), 9, 5) == ((5, 3), (5, 6, 7, 4))
-    assert plan.leave_out(((1, 4), (6, 3)), 8, 2) == ((1, 4), (2, 6, 4, 12, 7, 2))
-    assert plan.mixes("a", ((5, 100),)) == [(0, VARIED[0].mix), (8, VARIED[1].mix), (117, VARIED[3].mix)]
-    assert plan.mixes("a", ((3, 100),)) == [(0, VARIED[0].mix), (108, VARIED[1].mix), (117, VARIED[3].mix)]
+    assert plan.leave_out(read_skipped([[1, 4]]), 9, 5) == ((1, 4), (5, 6, 7, 4))
+    assert plan.leave_out(read_skipped([[5, 3]]), 9, 5) == ((5, 3), (5, 6, 7, 4))
+    assert plan.leave_out(read_skipped([[1, 4], [6, 3]]), 8, 2) == ((1, 4), (2, 6, 4, 12, 7, 2))
+    assert plan.mixes("a", read_skipped([[5, 100]])) == [(0, VARIED[0].mix), (8, VARIED[1].mix), (117, VARIED[3].mix)]
+    assert plan.mixes("a", read_skipped([[3, 100]])) == [(0, VARIED[0].mix), (108, VARIED[1].mix), (117, VARIED[3].mix)]
 
 
 @pytest.mark.parametrize("saved", [3, [3], [[]], [[1]], [[1, 2, 3]], [[1, -2]], [[1, 0]], ["ab"], [[1, None]]])

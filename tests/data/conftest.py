@@ -1,4 +1,5 @@
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags += ["--train-vocab-size", "280", "--length", str(LENGTH), "--valid-fraction", "0.1", "--shard-bytes", "4000"]
     assert main(["pack", "--out", str(root / "data"), "--workers", "1", *flags]) == 0
     return root / "data"
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A data folder that may be broken, without decompressed shards."""
+    target = tmp_path / "data"
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.mds", "*.lock"))
+    return target

@@ -22,14 +22,6 @@ MIXES = [(0, None), (96, {"a": 0.2, "b": 0.3, "c": 0.5}), (200, {"c": 1.0})]
 BATCH = 24
 
 
-@pytest.fixture
-def copy(folder: Path, tmp_path: Path) -> Path:
-    """A data folder that may be broken, without decompressed shards."""
-    target = tmp_path / "data"
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.mds", "*.lock"))
-    return target
-
-
 def load(data: PackedData, **changes: object) -> list[list]:
     arguments = {"mixes": MIXES, "seed": 5, "first_sample": 0, "num_samples": 480, "batch_size": BATCH, "microbatch": 4}
     return list(make_loader(data, **(arguments | changes)))

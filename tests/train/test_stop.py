@@ -31,13 +31,13 @@ def arguments(corpus: Path) -> list[str]:
 
 @promises(
     "Stops and starts",
-    "one rank gets SIGUSR1, SIGTERM or SIGINT",
+    "one rank gets SIGUSR1, SIGTERM or SIGINT, or SIGHUP because its terminal is closed (not under `nohup`)",
     seen="all ranks save the same step and end: `… is saved, the same command continues`",
     code="75",
     identical="yes",
     do="run the same command again",
 )
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, arguments: list[str], tmp_path: Path) -> None:
     with running([*arguments, "train.max_steps=2000"], tmp_path / "run") as ranks:
         ranks.wait_for_step(3)

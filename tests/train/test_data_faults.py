@@ -1,0 +1,133 @@
+"""Data that cannot be read, and data or weights that the run would take for its own."""
+
+import functools
+import json
+import os
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from data_prep.write_shards import checksum
+from ssscale.data.shards import RowStore
+from ssscale.errors import UserError
+from ssscale.train.checkpoint_folder import list_checkpoints
+from tests.promises import promises
+from tests.train.ranks import Ranks
+from tests.train.same import compare
+
+
+def break_row(rank: int, number: int) -> None:
+    """In one rank, the row that is read as the `number`-th cannot be."""
+    whole, read = RowStore.__getitem__, []
+
+    def broken(self: RowStore, row: int) -> object:
+        read.append(row)
+        if os.environ["RANK"] == str(rank) and len(read) == number:
+            raise UserError(f"shard {self.shard_of(row)} is missing or corrupt")
+        return whole(self, row)
+
+    RowStore.__getitem__ = broken  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def arguments(corpus: Path) -> list[str]:
+    return [f"data.path={corpus}", "train.save_every=1000", "train.max_steps=6", "data.num_workers=0"]
+
+
+@promises(
+    "Files and disks",
+    "a shard that a rank reads in mid-run is damaged or gone",
+    seen="all ranks save the last step and end: `… is missing or corrupt; step N is saved`",
+    code="2",
+    identical="yes",
+    do="repair the shard, and run the same command again",
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_steps_before_unreadable_data_are_saved(rank: int, arguments: list[str], tmp_path: Path) -> None:
+    """Each of two ranks reads two rows per step, so the ninth is of step 5."""
+    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(break_row, rank, 9))
+    assert ranks.wait() == [2, 2]
+    assert "is missing or corrupt; step 4 is saved, the same command continues with whole data" in ranks.output()
+    assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step-00000004"]
+    Ranks(arguments, tmp_path / "run").finish()
+    Ranks(arguments, tmp_path / "plain").finish()
+    compare(tmp_path / "plain", tmp_path / "run")
+
+
+def test_before_the_first_step_nothing_is_saved(arguments: list[str], tmp_path: Path) -> None:
+    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(break_row, 1, 1))
+    assert ranks.wait() == [2, 2]
+    assert "is saved" not in ranks.output()
+    assert not list_checkpoints(tmp_path / "run/checkpoints")
+
+
+@pytest.fixture(scope="module")
+def other(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same rows, whose tokenizer has two of its tokens exchanged. As many as before."""
+    folder = tmp_path_factory.mktemp("other") / "data"
+    shutil.copytree(corpus, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = list(vocabulary)[300:302]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    _sign(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def same(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tokenizer, written in another form."""
+    folder = tmp_path_factory.mktemp("same") / "data"
+    shutil.copytree(corpus, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    _sign(folder)
+    return folder
+
+
+def _sign(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tokenizer"]["sha256"] = sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    manifest["checksum"] = checksum(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _train(data: Path, run: Path, *changes: str) -> tuple[int | None, str]:
+    keys = [f"data.path={data}", "train.save_every=0", "train.max_steps=2", "data.num_workers=0", *changes]
+    ranks = Ranks(keys, run, size=1)
+    return ranks.wait()[0], ranks.output()
+
+
+STAGE = ["train.stages.0.tokens=1024", "train.stages.0.schedule.warmup_tokens=0", "train.stages.1.mix=null"]
+
+
+def test_data_of_another_tokenizer_is_refused(corpus: Path, other: Path, same: Path, tmp_path: Path) -> None:
+    said = f"data.path={other} was packed with another tokenizer than"
+    assert _train(corpus, tmp_path / "run", "train.save_every=1")[0] == 0
+    begin = f"init_from={tmp_path / 'run'}"
+    code, output = _train(other, tmp_path / "init", begin)
+    assert (code, said in output) == (2, True), output
+    code, output = _train(other, tmp_path / "run", "train.max_steps=3", "data.accept_changed=true")
+    assert (code, said in output) == (2, True), output
+    code, output = _train(corpus, tmp_path / "stage", *STAGE, f"train.stages.1.data_path={other}")
+    assert (code, f"{said} the stage before, {corpus}" in output) == (2, True), output
+    assert _train(same, tmp_path / "again", begin)[0] == 0
+    assert _train(corpus, tmp_path / "two", *STAGE, f"train.stages.1.data_path={same}")[0] == 0
+
+
+def test_weights_of_other_heads_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """The shapes are the same, and so nothing else would notice."""
+    assert _train(corpus, tmp_path / "run", "train.save_every=1", "model.num_heads=2")[0] == 0
+    code, output = _train(corpus, tmp_path / "init", "model.num_heads=4", f"init_from={tmp_path / 'run'}")
+    assert code == 2
+    assert "has num_heads=2, and model.num_heads is 4 here" in output
+    four = tmp_path / "four"
+    assert _train(corpus, four, "train.save_every=1", "model.num_heads=4", "train.max_steps=1")[0] == 0
+    (own,) = list_checkpoints(four / "checkpoints")
+    shutil.copytree(list_checkpoints(tmp_path / "run/checkpoints")[-1], own.with_name("step-00000002"))
+    code, output = _train(corpus, four, "model.num_heads=4", "train.max_steps=3")
+    assert code == 2
+    assert "has num_heads=2, and model.num_heads is 4 here" in output
