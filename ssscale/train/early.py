@@ -11,13 +11,15 @@ from ssscale.train.checkpoint_folder import FIRST_SAVE, find_checkpoint, intact,
 from ssscale.train.files import may, refusal
 from ssscale.train.lock import check_unused
 from ssscale.train.run_folder import check_folder
+from ssscale.train.same_tokens import check_folders
 from ssscale.train.stages import Plan
 
 
 def check_run(config: Config) -> None:
     """Raises UserError if a run cannot start. `config` has passed `validate`. Nothing is written or downloaded.
 
-    Only the data folder that the run reads first is checked, because those of later stages may not exist yet.
+    Of the data folders, the one that the run reads first is checked. Those of later stages may not exist yet; if they do,
+    their tokenizers are compared.
     """
     folder, plan = Path(config.folder), Plan(config)
     if config.train.profile is not None and config.train.profile > plan.total_steps:
@@ -33,6 +35,7 @@ def check_run(config: Config) -> None:
     now = plan.at(step).stage
     own = plan.configs[now]
     sources = check_data(own)
+    check_folders(list(dict.fromkeys(folder for folder in plan.folders if "://" not in folder)))
     if sources and config.train.eval_every:
         _check_validation(own.data.path)
     for index, stage in enumerate(config.train.stages):

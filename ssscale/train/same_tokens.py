@@ -1,9 +1,11 @@
 """Refuses data whose ids are other tokens than those that the weights were trained with."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssscale.config.schema import Config
+from ssscale.data import manifest as manifests
 from ssscale.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,13 +32,25 @@ def check_tokenizer(source: "Source", other: str | None, where: str, config: Con
     different forms.
     """
     own = source.files().get(TOKENIZER)
-    if own is None or other is None or own == other:
-        return
-    if _tokens(own, config.data.path) != _tokens(other, where):
-        raise UserError(
-            f"data.path={config.data.path} was packed with another tokenizer than {where}: the weights know its ids as "
-            "other tokens"
-        )
+    if own is not None and other is not None:
+        check_same(own, f"data.path={config.data.path}", other, where)
+
+
+def check_folders(folders: list[str]) -> None:
+    """Raises UserError if two local data folders of a run differ in this way. Those that do not exist yet are left out."""
+    texts: dict[str, str] = {}
+    for folder in folders:
+        with suppress(OSError, UserError, UnicodeDecodeError):  # said when the folder is opened
+            manifest = manifests.read(Path(folder) / manifests.NAME)
+            texts[folder] = (Path(folder) / manifest["tokenizer"]["file"]).read_text(encoding="utf-8")
+    for folder, text in texts.items():
+        first = next(iter(texts))
+        check_same(text, f"the data folder {folder}", texts[first], first)
+
+
+def check_same(own: str, data: str, other: str, where: str) -> None:
+    if own != other and _tokens(own, data) != _tokens(other, where):
+        raise UserError(f"{data} was packed with another tokenizer than {where}: the same ids are other tokens there")
 
 
 def _tokens(text: str, where: str) -> dict[str, int]:

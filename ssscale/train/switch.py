@@ -21,8 +21,8 @@ logger = logging.getLogger("ssscale")
 def check_heads(checkpoint: Path, target: ModelConfig) -> None:
     """Raises UserError if a checkpoint divides the same shapes into other heads."""
     source = saved_config(checkpoint).model
-    for key in ("num_heads", "num_kv_heads", "head_size"):
-        theirs, ours = getattr(source, key) or source.num_heads, getattr(target, key) or target.num_heads
+    for key in ("num_heads", "num_kv_heads"):
+        theirs, ours = (getattr(model, key) or model.num_heads for model in (source, target))
         if theirs != ours:
             raise UserError(f"{checkpoint} has {key}={theirs}, and model.{key} is {ours} here")
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -28,7 +29,7 @@ def break_row(rank: int, number: int) -> None:
             raise UserError(f"shard {self.shard_of(row)} is missing or corrupt")
         return whole(self, row)
 
-    RowStore.__getitem__ = broken  # type: ignore[method-assign]
+    patch.object(RowStore, "__getitem__", broken).start()
 
 
 @pytest.fixture
@@ -101,6 +102,19 @@ def _train(data: Path, run: Path, *changes: str) -> tuple[int | None, str]:
     return ranks.wait()[0], ranks.output()
 
 
+def appear(folder: Path, late: Path) -> None:
+    """After the checks before the run, a data folder is there."""
+    from launch import pretrain
+
+    started = pretrain.pretrain
+
+    def begin(*given: object) -> None:
+        shutil.copytree(folder, late)
+        started(*given)
+
+    patch.object(pretrain, "pretrain", begin).start()
+
+
 STAGE = ["train.stages.0.tokens=1024", "train.stages.0.schedule.warmup_tokens=0", "train.stages.1.mix=null"]
 
 
@@ -113,7 +127,18 @@ def test_data_of_another_tokenizer_is_refused(corpus: Path, other: Path, same: P
     code, output = _train(other, tmp_path / "run", "train.max_steps=3", "data.accept_changed=true")
     assert (code, said in output) == (2, True), output
     code, output = _train(corpus, tmp_path / "stage", *STAGE, f"train.stages.1.data_path={other}")
-    assert (code, f"{said} the stage before, {corpus}" in output) == (2, True), output
+    assert (code, f"the data folder {other} was packed with another tokenizer than {corpus}" in output) == (2, True)
+    assert not (tmp_path / "stage").exists()  # said before the run begins, as both folders are there
+    late = tmp_path / "late"
+    keys = [*STAGE, f"train.stages.1.data_path={late}", "train.save_every=1"]
+    ranks = Ranks(
+        [f"data.path={corpus}", "train.max_steps=2", "data.num_workers=0", *keys],
+        tmp_path / "stage",
+        size=1,
+        plant=functools.partial(appear, other, late),
+    )
+    assert ranks.wait() == [2]
+    assert f"data.path={late} was packed with another tokenizer than" in ranks.output()
     assert _train(same, tmp_path / "again", begin)[0] == 0
     assert _train(corpus, tmp_path / "two", *STAGE, f"train.stages.1.data_path={same}")[0] == 0
 
