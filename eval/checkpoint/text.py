@@ -12,6 +12,7 @@ from data_prep.tokenize import describe, load, vocab_size
 from data_prep.words import word_encoder
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
+from ssscale.train.same_tokens import TOKENIZER, check_same, saved_tokenizer
 
 TEXTS_AT_ONCE = 4096  # limits memory, because encodings are much larger than the tokens
 
@@ -39,11 +40,15 @@ class TextTokenizer:
         boundaries.json in the checkpoint has the ids of BOS and EOS. Without that file, they come from the manifest of
         `data`, or without data from the names of the tokens.
 
-        Raises UserError if the checkpoint has no tokenizer, or if BOS and EOS cannot be determined.
+        Raises UserError if the checkpoint has no tokenizer, if BOS and EOS cannot be determined, or if `data` was packed
+        with another tokenizer.
         """
-        file = checkpoint / "tokenizer.json"
-        if not file.is_file():
+        file = checkpoint / TOKENIZER
+        text = saved_tokenizer(checkpoint)
+        if text is None:
             raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy it from the data folder")
+        if data is not None:
+            check_same(data.tokenizer_text, f"the data folder {data.place.path}", text, str(checkpoint))
         bounds = checkpoint / "boundaries.json"
         if bounds.is_file():
             return cls(str(file), *_bounds(bounds))

@@ -1,20 +1,18 @@
 """Data that cannot be read, and data or weights that the run would take for its own."""
 
 import functools
-import json
 import os
 import shutil
-from hashlib import sha256
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from data_prep.write_shards import checksum
 from ssscale.data.shards import RowStore
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import list_checkpoints
 from tests.promises import promises
+from tests.tokenizers_of_data import exchange_tokens, write_in_another_form
 from tests.train.ranks import Ranks
 from tests.train.same import compare
 
@@ -69,12 +67,7 @@ def other(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same rows, whose tokenizer has two of its tokens exchanged. As many as before."""
     folder = tmp_path_factory.mktemp("other") / "data"
     shutil.copytree(corpus, folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    a, b = list(vocabulary)[300:302]
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    _sign(folder)
+    exchange_tokens(folder)
     return folder
 
 
@@ -83,17 +76,8 @@ def same(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same tokenizer, written in another form."""
     folder = tmp_path_factory.mktemp("same") / "data"
     shutil.copytree(corpus, folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
-    _sign(folder)
+    write_in_another_form(folder)
     return folder
-
-
-def _sign(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["tokenizer"]["sha256"] = sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    manifest["checksum"] = checksum(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def _train(data: Path, run: Path, *changes: str) -> tuple[int | None, str]:

@@ -16,6 +16,7 @@ from ssscale.errors import UserError
 from ssscale.model.flops import count_parameters
 from ssscale.unforeseen import describe_os_error
 from tests.eval.conftest import LENGTH
+from tests.tokenizers_of_data import exchange_tokens
 from tests.train.disks import fill, small_disk
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -214,3 +215,13 @@ def test_a_mistake_exits_with_2_and_one_sentence():
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert json.dumps(done.stderr).startswith('"error: checkpoint=RUN is missing')
+
+
+def test_data_of_another_tokenizer_is_refused(run, data_folder, tmp_path):
+    """As many tokens as before, two of them exchanged: its ids would be scored as other tokens."""
+    shutil.copytree(data_folder, tmp_path / "data")
+    exchange_tokens(tmp_path / "data")
+    with pytest.raises(
+        UserError, match=rf"{tmp_path}/data was packed with another tokenizer than .*/checkpoints/step-"
+    ):
+        evaluate([f"checkpoint={run}", "tasks=none", f"data={tmp_path / 'data'}"])
