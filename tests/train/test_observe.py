@@ -109,7 +109,10 @@ def test_data_without_a_part_for_validation_is_refused_at_the_start(corpus: Path
 )
 def test_a_resumed_run_says_that_its_profile_is_passed(done: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "ssscale")
-    hook, agreed = Profile(3, ranks=0), Agreed(num_targets=1, stop=False, written=True, failed=False, last_loss=0.0)
+    hook, agreed = (
+        Profile(3, ranks=0),
+        Agreed(num_targets=1, stop=False, unread=False, written=True, failed=False, last_loss=0.0),
+    )
     for step in range(done, 9):
         run: Any = SimpleNamespace(state=SimpleNamespace(step=step), plan=SimpleNamespace(total_steps=9))
         run.groups = SimpleNamespace(rank=0)

@@ -184,7 +184,11 @@ def test_other_optimizers_update_weights_themselves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bf16", "how"), [(True, "clipping, step and rounding to bf16 in one pass"), (False, "DeepSpeed's own step")]
+    ("bf16", "how"),
+    [
+        (True, "clipping, step and rounding to bf16 in one pass"),
+        (False, "the torch optimizer's step, which DeepSpeed calls"),
+    ],
 )
 def test_the_log_says_who_updates(bf16: bool, how: str, groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="ssscale")
