@@ -6,8 +6,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from ssscale.parallel.groups import Groups, initialize
 from tests.pool import Pool
@@ -87,9 +89,14 @@ def _log_level() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def groups() -> Groups:
-    """This process alone."""
-    return initialize()
+def groups() -> Iterator[Groups]:
+    """This process alone. What a test calls in this process must not end them for the tests after it."""
+    made, destroy = initialize(), dist.destroy_process_group
+    with (
+        patch("ssscale.parallel.groups.shutdown", lambda: None),
+        patch.object(dist, "destroy_process_group", lambda group=None: group and destroy(group)),
+    ):
+        yield made
 
 
 @pytest.fixture(scope="module", autouse=True)
