@@ -122,7 +122,7 @@ def import_plugins() -> None:
                 spec.loader.exec_module(module)
             except UserError:
                 raise
-            except Exception as error:
+            except Exception as error:  # a plugin's code is the user's, and may raise anything
                 raise UserError(f"SSSCALE_PLUGINS: {_line(error, file)}: {type(error).__name__}: {error}") from error
 
 

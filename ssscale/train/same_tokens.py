@@ -49,6 +49,7 @@ def check_folders(folders: list[str]) -> None:
 
 
 def check_same(own: str, data: str, other: str, where: str) -> None:
+    """Raises UserError if two tokenizers differ in a token or an id. data, where: what they belong to, for the sentence."""
     if own != other and _tokens(own, data) != _tokens(other, where):
         raise UserError(f"{data} was packed with another tokenizer than {where}: the same ids are other tokens there")
 

@@ -62,24 +62,6 @@ def test_before_the_first_step_nothing_is_saved(arguments: list[str], tmp_path: 
     assert not list_checkpoints(tmp_path / "run/checkpoints")
 
 
-@pytest.fixture(scope="module")
-def other(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same rows, whose tokenizer has two of its tokens exchanged. As many as before."""
-    folder = tmp_path_factory.mktemp("other") / "data"
-    shutil.copytree(corpus, folder)
-    exchange_tokens(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def same(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same tokenizer, written in another form."""
-    folder = tmp_path_factory.mktemp("same") / "data"
-    shutil.copytree(corpus, folder)
-    write_in_another_form(folder)
-    return folder
-
-
 def _train(data: Path, run: Path, *changes: str) -> tuple[int | None, str]:
     keys = [f"data.path={data}", "train.save_every=0", "train.max_steps=2", "data.num_workers=0", *changes]
     ranks = Ranks(keys, run, size=1)
@@ -102,7 +84,11 @@ def appear(folder: Path, late: Path) -> None:
 STAGE = ["train.stages.0.tokens=1024", "train.stages.0.schedule.warmup_tokens=0", "train.stages.1.mix=null"]
 
 
-def test_data_of_another_tokenizer_is_refused(corpus: Path, other: Path, same: Path, tmp_path: Path) -> None:
+def test_data_of_another_tokenizer_is_refused(corpus: Path, tmp_path: Path) -> None:
+    """Two tokens of `other` are exchanged. `same` has the same tokenizer, written in another form."""
+    other, same = (shutil.copytree(corpus, tmp_path / name / "data") for name in ("other", "same"))
+    exchange_tokens(other)
+    write_in_another_form(same)
     said = f"data.path={other} was packed with another tokenizer than"
     assert _train(corpus, tmp_path / "run", "train.save_every=1")[0] == 0
     begin = f"init_from={tmp_path / 'run'}"
