@@ -210,7 +210,7 @@ class CheckpointWriter:
         if self.groups.is_main and not committed:
             shutil.rmtree(self.partial, ignore_errors=True)
         if self.groups.is_main and not committed and self.run is not None:
-            logger.error("step %d is not saved: earlier checkpoints are kept, and training continues", self.state.step)
+            logger.error("step %d is not saved; earlier checkpoints are kept", self.state.step)
         if self.groups.is_main and committed:
             self._tidy()
         self.blocked_s += time.perf_counter() - began
