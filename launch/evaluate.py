@@ -222,12 +222,12 @@ def checked(options: dict[str, Any], settings: Settings) -> Path:
     from eval.checkpoint.task_names import check_request
     from ssscale.config import change
     from ssscale.train.early import check_data
-    from ssscale.validate import validate
+    from ssscale.validate import validate_checkpoint
 
     path = Path(options["checkpoint"])
     checkpoint = find_checkpoint(path, quiet=True)  # `reading` reports damage
     config = change(saved_config(checkpoint), list(settings.changes))
-    validate(config)
+    validate_checkpoint(config)
     check_request(settings.names, settings.eval_data, include=settings.include)
     if settings.valid or "cloze" in settings.names:
         check_data(config, settings.data, "valid", hint=DATA_HINT)

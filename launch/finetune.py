@@ -73,14 +73,14 @@ def main(argv: list[str]) -> None:
 def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]":
     """Returns the checkpoint and its changed configuration. Raises UserError for mistakes that show without torch."""
     from ssscale.config import change
-    from ssscale.validate import validate
+    from ssscale.validate import validate_checkpoint
 
     for key, option in IN_ITS_PLACE.items():
         if given := next((text for text in changes if text.partition("=")[0].startswith(key)), None):
             raise UserError(f"{given} has no effect here: use {option}")
     checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # the run reports damage
     config = change(saved_config(checkpoint), changes)
-    validate(config)
+    validate_checkpoint(config)
     files = options["questions"].split(",")
     for index, file in enumerate(files):
         if not Path(file).is_file():

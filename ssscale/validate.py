@@ -7,14 +7,16 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
-from ssscale.config.registry import IN_PLUGIN, MIXERS, OPTIMIZERS, POSITIONS, SCHEDULES
-from ssscale.config.schema import Config, ModelConfig, ScheduleConfig, StageConfig
+from ssscale.config.registry import IN_PLUGIN, MIXERS, OPTIMIZERS, POSITIONS
+from ssscale.config.schema import Config, ModelConfig, StageConfig
 from ssscale.errors import UserError
+from ssscale.model.flops import declared_weights, is_of_mixer
 from ssscale.model.positions.base import Position
 from ssscale.names import is_plain_path
 from ssscale.train.microbatch import with_microbatch
 from ssscale.train.stages import Plan, folder_of, stage_config
 from ssscale.validate_parallel import alternatives, check_parallel, check_world, near_divisors
+from ssscale.validate_schedule import check_stage, shown
 
 
 def validate(config: Config, world_size: int | None = None, gpu: bool = False) -> None:
@@ -23,16 +25,9 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     world_size: number of processes; None leaves out the checks that depend on it.
     gpu: whether the run uses GPUs, which decides what `train.precision=auto` means.
     """
-    _check_leaves(config, "")
-    if not is_plain_path(config.name):
-        raise UserError(f"name={config.name} must be like run or sweep/run, without ..: run_dir= takes any folder")
-    _check_numbers(config)
+    _check_settings(config, gpu)
     if world_size is not None and world_size >= 2**31:
         raise UserError("more than 2^31 processes: no machine has so many")
-    _check_model(config.model)
-    check_mixers(config.model)
-    _check_position(config.model, gpu)
-    _check_optimizer(config)
     if bool(config.train.tasks) != bool(config.train.task_every):
         raise UserError(
             f"train.tasks={config.train.tasks} and train.task_every={config.train.task_every} go together: name tasks and "
@@ -45,7 +40,7 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
         if stage.name in names[:index]:
             raise UserError(f"train.stages.{index}.name: two stages are called {stage.name!r}; give each its own name")
         own = stage_config(config, index)
-        _check_stage(stage, f"train.stages.{index}", index, own.tokens_per_step)
+        check_stage(stage, f"train.stages.{index}", index, own.tokens_per_step)
         _check_change(config, own, stage, index)
         check_parallel(own, gpu)
         if gpu and own.train.deterministic:
@@ -54,7 +49,30 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
             for rows in [own.train.batch_size, *(warmup.batch_size for warmup in stage.batch_warmup)]:
                 check_world(replace(own, train=replace(own.train, batch_size=rows)), world_size)
                 with_microbatch(own, rows, world_size)
-    _check_unused(config, [config.model, *Plan(config).models])
+    _check_unused(config, [name for model in (config.model, *Plan(config).models) for name in model.mixers])
+
+
+def validate_checkpoint(config: Config) -> None:
+    """Raises UserError, like `validate`, for the configuration of a checkpoint, which may have been changed.
+
+    Its stages are not checked: they were when it was trained, and here they would begin from the values of a later one.
+    """
+    _check_settings(config)
+    check_parallel(config, gpu=False)
+    later = [name for stage in config.train.stages if stage.model for name in stage.model.get("mixers", ())]
+    _check_unused(config, [*config.model.mixers, *later])
+
+
+def _check_settings(config: Config, gpu: bool = False) -> None:
+    """Checks what holds whatever the stages are."""
+    _check_leaves(config, "")
+    if not is_plain_path(config.name):
+        raise UserError(f"name={config.name} must be like run or sweep/run, without ..: run_dir= takes any folder")
+    _check_numbers(config)
+    _check_model(config.model)
+    check_mixers(config.model)
+    _check_position(config.model, gpu)
+    _check_optimizer(config)
 
 
 def _check_deterministic(model: ModelConfig) -> None:
@@ -132,8 +150,6 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "parallel.shard_within": (AT_LEAST_1, SIZE),
     "parallel.zero_stage": (AT_LEAST_0, ("at most 3", operator.le, 3)),
 }
-
-SHAPES = ("decay_shape", "floor", "power_a", "power_b")  # options that only some schedules read
 
 STAGE_BOUNDS: dict[str, tuple[Bound, ...]] = {
     "tokens": (AT_LEAST_1,),
@@ -239,26 +255,21 @@ def check_mixers(model: ModelConfig) -> None:
         mixer.check(model)
 
 
-def _check_unused(config: Config, models: list[ModelConfig]) -> None:
-    """Raises UserError for options of a mixer that no stage uses, because the user expects them to have an effect."""
-    names = {name for model in models for name in model.mixers}
+def _check_unused(config: Config, names: list[str]) -> None:
+    """Raises UserError for options of mixers that are not in `names`, because the user expects them to have an effect."""
     for entry in fields(config.model.mixer):
         options = getattr(config.model.mixer, entry.name)
         if entry.name in names or options == type(options)():
             continue
         changed = next(f.name for f in fields(options) if getattr(options, f.name) != f.default)
         raise UserError(
-            f"model.mixer.{entry.name}.{changed}={_shown(getattr(options, changed))} has no effect: "
+            f"model.mixer.{entry.name}.{changed}={shown(getattr(options, changed))} has no effect: "
             f"model.mixers={_listed(config.model.mixers)} has no {entry.name}"
         )
 
 
 def _listed(names: list[str]) -> str:
     return f"[{', '.join(names)}]"
-
-
-def _shown(value: Any) -> str:
-    return str(value.value if isinstance(value, Enum) else value).lower()
 
 
 def _check_position(model: ModelConfig, gpu: bool = False) -> None:
@@ -301,54 +312,6 @@ def _check_optimizer(config: Config) -> None:
             raise UserError(f"optimizer.{name}.{changed} needs optimizer.name={name}, not {given.name}")
 
 
-def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int) -> None:
-    schedule = stage.schedule
-    if schedule.kind not in SCHEDULES:
-        raise UserError(
-            f"{key}.schedule.kind must be one of {', '.join(SCHEDULES)}, not {schedule.kind!r}, {IN_PLUGIN}"
-        )
-    kind = SCHEDULES[schedule.kind]
-    if stage.tokens < tokens_per_step:
-        raise UserError(
-            f"{key}.tokens={stage.tokens:,} is less than one step, which trains {tokens_per_step:,} tokens "
-            "(train.batch_size × data.length)"
-        )
-    if kind.follows and index == 0:
-        raise UserError(
-            f"{key}.schedule.kind={kind.name} starts from the learning rate of the stage before, and the first stage has "
-            "none: put a stage before it, or use wsd, power or cosine"
-        )
-    if kind.follows and (schedule.warmup_tokens or schedule.decay_tokens):
-        raise UserError(
-            f"{key}.schedule: a {kind.name} stage lowers the rate over all its tokens; set warmup_tokens and decay_tokens to 0"
-        )
-    if not kind.decays and schedule.decay_tokens:
-        decaying = [name for name, other in SCHEDULES.items() if other.decays]
-        raise UserError(
-            f"{key}.schedule.decay_tokens has no effect under {kind.name}: use {alternatives(decaying)}, or set it to 0"
-        )
-    if schedule.warmup_tokens + schedule.decay_tokens > stage.tokens:
-        raise UserError(
-            f"{key}: warmup_tokens ({schedule.warmup_tokens:,}) and decay_tokens ({schedule.decay_tokens:,}) together "
-            f"are more than the stage's {stage.tokens:,} tokens"
-        )
-    _check_shape(schedule, f"{key}.schedule")
-    kind().check(schedule, f"{key}.schedule")
-
-
-def _check_shape(schedule: ScheduleConfig, key: str) -> None:
-    """Raises UserError for options of other schedules, because the user expects them to have an effect."""
-    reads = SCHEDULES[schedule.kind].reads
-    for option in fields(schedule):
-        value = getattr(schedule, option.name)
-        if reads is None or option.name not in SHAPES or option.name in reads or value == option.default:
-            continue
-        raise UserError(
-            f"{key}.{option.name}={_shown(value)} has no effect under {schedule.kind}: set it to its default, "
-            f"{_shown(option.default)}"
-        )
-
-
 def _check_change(config: Config, own: Config, stage: StageConfig, index: int) -> None:
     """Checks the changes that a stage makes to the stage before it."""
     before = stage_config(config, index - 1) if index else config
@@ -364,6 +327,20 @@ def _check_change(config: Config, own: Config, stage: StageConfig, index: int) -
     _check_model(own.model)
     check_mixers(own.model)
     _check_position(own.model)
+    if index:
+        _check_kept_weights(before, own, key)
+
+
+def _check_kept_weights(before: Config, own: Config, key: str) -> None:
+    """Requires that a stage keeps the declared weights of the stage before. Only mixers may add some."""
+    old, new = (declared_weights(config.model, config.data.length) for config in (before, own))
+    for name, weight in old.items():
+        if name not in new or new[name].shape != weight.shape:
+            change = "drop" if name not in new else f"change {list(weight.shape)} to {list(new[name].shape)} in"
+            raise UserError(f"{key} would {change} {name}, which the stage before trains: a stage keeps all weights")
+    for name in new.keys() - old.keys():
+        if not is_of_mixer(name):
+            raise UserError(f"{key} would add {name}: only mixers can get new weights in a stage")
 
 
 def _check_model_change(stage: StageConfig, before: ModelConfig, after: ModelConfig, key: str) -> None:

@@ -56,6 +56,11 @@ def declared_weights(model: ModelConfig, length: int) -> dict[str, Weight]:
     return found
 
 
+def is_of_mixer(name: str) -> bool:
+    """Whether a parameter is one that a mixer declares."""
+    return name.startswith("shared.") or ".attention.weights." in name
+
+
 def _layer_weights(model: ModelConfig, mixer: Any) -> dict[str, Weight]:
     """Returns the weights that each layer with a mixer declares, by their names within its attention."""
     found = {f"weights.{name}": weight for name, weight in mixer.weights(model).items()}

@@ -23,7 +23,7 @@ from ssscale.train.checkpoint_folder import saved_config
 from ssscale.train.estimate import check_weights
 from ssscale.train.reading import reading
 from ssscale.train.switch import load_switched
-from ssscale.validate import validate
+from ssscale.validate import validate_checkpoint
 
 logger = logging.getLogger("ssscale")
 
@@ -186,7 +186,7 @@ def load_model(
 ) -> tuple[Decoder, Config]:
     """Does the same as `load_for_inference` for a checkpoint that the caller has opened with `reading`."""
     config = change(saved_config(checkpoint), list(changes))
-    validate(config)
+    validate_checkpoint(config)
     model = build_model(config, groups, choose_dtype(precision, groups.device))
     load_switched(CheckpointReader(checkpoint), model, config.model, groups)
     return model.eval().requires_grad_(False), config

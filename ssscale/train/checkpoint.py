@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ssscale.engine.base import Engine, Fragment
 from ssscale.errors import UserError
+from ssscale.model.flops import is_of_mixer
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.splits import global_shape, local_part, local_ranges, split_dim
 from ssscale.train.stages import Skipped, read_skipped
@@ -205,7 +206,7 @@ class CheckpointReader:
 def new_weights(reader: CheckpointReader, model: nn.Module) -> set[str]:
     """Returns the weights of the model's mixers that the checkpoint lacks. They keep their initial values."""
     lacking = {name for name, _ in model.named_parameters()} - reader.weights.keys()
-    return {name for name in lacking if name.startswith("shared.") or ".attention.weights." in name}
+    return set(filter(is_of_mixer, lacking))
 
 
 def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, vocab_rows: Iterable[str]) -> None:
@@ -223,27 +224,35 @@ def check_shapes(reader: CheckpointReader, model: nn.Module, groups: Groups, voc
 
 
 @torch.no_grad()
-def load_weights(reader: CheckpointReader, model: nn.Module, groups: Groups) -> None:
-    """Fills the weights of a model, rounded to their dtype. Must be called before ZeRO divides them."""
+def load_weights(
+    reader: CheckpointReader, model: nn.Module, groups: Groups, restarted: frozenset[str] = frozenset()
+) -> None:
+    """Fills the weights of a model, rounded to their dtype. Must be called before ZeRO divides them.
+
+    restarted: weights that keep the start values of the model.
+    """
     new = new_weights(reader, model)
     if new:
         logger.warning("%s has no %s: they have their initial values", reader.path, ", ".join(sorted(new)))
     for name, weight in model.named_parameters():
-        if name in new:
+        if name in new | restarted:
             continue
         weight.copy_(reader.local(name, "weight", weight, weight.shape, groups))
 
 
 @torch.no_grad()
-def load_training_state(reader: CheckpointReader, engine: Engine, groups: Groups) -> None:
+def load_training_state(
+    reader: CheckpointReader, engine: Engine, groups: Groups, restarted: frozenset[str] = frozenset()
+) -> None:
     """Fills the fp32 master weights and the optimizer's states, and restores the random number generators.
 
-    The weights of the model must be loaded already. Raises UserError if elements are missing.
+    The weights of the model must be loaded already. restarted: as for `load_weights`; their states start from zero.
+    Raises UserError if elements are missing.
     """
     engine.restore(reader.state.applied_steps)
     reader.restore_rng(groups)
     weights = dict(engine.module.named_parameters())
-    new = new_weights(reader, engine.module)
+    new = new_weights(reader, engine.module) | restarted
     for fragment in engine.fragments():
         if fragment.name in new:
             continue

@@ -23,7 +23,7 @@ from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.groups import Groups
 from ssscale.train.build import build_model, choose_dtype, log_choices
 from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes, load_training_state, load_weights
-from ssscale.train.checkpoint_folder import checkpoint_path
+from ssscale.train.checkpoint_folder import checkpoint_path, saved_config
 from ssscale.train.claim import RunFolder
 from ssscale.train.clock import Phases, Stopwatch
 from ssscale.train.faults import open_events, write_event
@@ -36,7 +36,7 @@ from ssscale.train.reading import reading
 from ssscale.train.run_folder import read_rollback, write_rollback
 from ssscale.train.same_tokens import TOKENIZER, check_tokenizer, saved_tokenizer
 from ssscale.train.signals import StopSignals
-from ssscale.train.stages import Part, Plan
+from ssscale.train.stages import Part, Plan, restarted_weights
 from ssscale.train.step import Done
 from ssscale.train.switch import check_heads, load_switched
 from ssscale.train.watchdog import Watchdog
@@ -306,6 +306,7 @@ class Run:
         torch.manual_seed(config.train.seed)
         dtype = choose_dtype(config.train.precision, groups.device)
         model = build_model(config, groups, dtype)
+        restarted = frozenset() if reader is None else restarted_weights(saved_config(reader.path), config)
         log_choices(model, config, groups, dtype, self.source.vocab_size)
         if reader is None:
             initialize_weights(model, config.model, groups, config.train.seed)
@@ -317,7 +318,7 @@ class Run:
         else:
             check_heads(reader.path, config.model)
             check_shapes(reader, model, groups, VOCAB_WEIGHTS)
-            load_weights(reader, model, groups)
+            load_weights(reader, model, groups, restarted)
         compiled = config.compiled(groups.on_gpu)
         if compiled == Compile.model:
             model.compile()
@@ -328,7 +329,7 @@ class Run:
         engine = DeepSpeedEngine(model, config, groups, self.mark)
         self.last = None
         if reader is not None:
-            load_training_state(reader, engine, groups)
+            load_training_state(reader, engine, groups, restarted)
             logger.info("resumed from %s (step %d)", reader.path, self.state.step)
         if config.train.save_every:
             self.saving.writer.prepare(engine)

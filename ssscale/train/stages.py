@@ -14,12 +14,10 @@ from typing import Any
 from ssscale.config.load import changed_model
 from ssscale.config.schema import Config, ModelConfig, StageConfig
 from ssscale.errors import UserError
+from ssscale.model.flops import declared_weights
 
-CHANGEABLE = {
-    "mixers",
-    "mixer",
-    "position",
-}  # keys of `model` that keep its weights, or define how new ones start
+# Keys of `model` that a stage may change: they keep its weights, or define how new ones start.
+CHANGEABLE = {"mixers", "mixer", "position"}
 
 
 class Rollback(tuple[int, ...]):
@@ -89,6 +87,12 @@ def begun_model(before: ModelConfig, after: ModelConfig, length: int) -> ModelCo
     return replace(after, mixer=replace(after.mixer, **begun))
 
 
+def restarted_weights(before: Config, after: Config) -> set[str]:
+    """Returns the weights that both models have and whose start value differs: a stage has changed it."""
+    old, new = (declared_weights(config.model, config.data.length) for config in (before, after))
+    return {name for name in old.keys() & new.keys() if old[name].start != new[name].start}
+
+
 def stage_config(config: Config, index: int) -> Config:
     """Returns the configuration that stage `index` trains with. The changes of a stage also apply to all later stages.
 
@@ -128,23 +132,23 @@ class Plan:
         self.folders = [folder_of(own.data.path) for own in self.configs]
         self.parts: list[Part] = []
         step = tokens = end = 0
-        before = True  # whether the steps so far add up exactly to the tokens of their stages
+        before = 0  # tokens by which the stages so far are longer than their steps
         for index, stage in enumerate(config.train.stages):
             own = self.configs[index]
             end += stage.tokens
-            for size, count, whole in self._sizes(own, stage, index, end - tokens):
+            for size, count, rest in self._sizes(own, stage, index, end - tokens):
                 part = Part(index, size, own.data.length, step, count)
                 if self.parts and self.parts[-1].tokens_per_step != part.tokens_per_step:
                     self._check_whole(before, stage, index)
-                before = whole
+                before = rest
                 self.parts += [part] if count else []
                 step, tokens = step + count, tokens + count * part.tokens_per_step
         self.total_steps = step if config.train.max_steps is None else min(step, config.train.max_steps)
 
-    def _sizes(self, own: Config, stage: StageConfig, index: int, tokens: int) -> list[tuple[int, int, bool]]:
-        """Returns (batch size, steps, exact) for each batch size of a stage that has `tokens` left to train.
+    def _sizes(self, own: Config, stage: StageConfig, index: int, tokens: int) -> list[tuple[int, int, int]]:
+        """Returns (batch size, steps, rest) for each batch size of a stage that has `tokens` left to train.
 
-        exact: whether the steps add up exactly to the tokens.
+        rest: tokens of the last step, which the stage ends within; 0 if its steps add up to its tokens.
         """
         sizes = []
         for warmup in stage.batch_warmup:
@@ -155,7 +159,7 @@ class Plan:
                     f"train.stages.{index}.batch_warmup: {warmup.tokens:,} tokens are not a whole number of steps of "
                     f"{size:,} tokens: use {count * size or size:,} or {(count + 1) * size:,}"
                 )
-            sizes.append((warmup.batch_size, count, True))
+            sizes.append((warmup.batch_size, count, 0))
             tokens -= warmup.tokens
         if tokens < 0:
             raise UserError(
@@ -164,17 +168,18 @@ class Plan:
             )
         count, rest = divmod(tokens, own.tokens_per_step)
         last = index == len(self.configs) - 1
-        return [*sizes, (own.train.batch_size, count + (last and rest > 0), rest == 0)]
+        return [*sizes, (own.train.batch_size, count + (last and rest > 0), rest)]
 
-    def _check_whole(self, whole: bool, stage: StageConfig, index: int) -> None:
-        if whole:
+    def _check_whole(self, rest: int, stage: StageConfig, index: int) -> None:
+        if not rest:
             return
         before, size = self.configs[index - 1], self.configs[index - 1].tokens_per_step
         tokens = before.train.stages[index - 1].tokens
+        fewest = size + sum(warmup.tokens for warmup in before.train.stages[index - 1].batch_warmup)
+        whole = [str(count) for count in (tokens - rest, tokens - rest + size) if count >= fewest]
         raise UserError(
             f"train.stages do not add up: stage {stage.name!r} changes the size of a step, but the stage before it ends "
-            f"within a step of {size:,} tokens: use train.stages.{index - 1}.tokens={tokens // size * size} or "
-            f"{-(-tokens // size) * size}"
+            f"within a step of {size:,} tokens: use train.stages.{index - 1}.tokens={' or '.join(whole)}"
         )
 
     def at(self, step: int) -> Part:

@@ -135,6 +135,10 @@ def test_what_was_left_out_in_one_stage_is_a_pair_as_before() -> None:
     assert plan.mixes("a", read_skipped([[3, 100]])) == [(0, VARIED[0].mix), (108, VARIED[1].mix), (117, VARIED[3].mix)]
 
 
+def ssmax(variant: str) -> ModelChanges:
+    return ModelChanges({"mixers": ["ssmax"], "mixer": {"ssmax": {"variant": variant}}})
+
+
 @pytest.mark.parametrize("saved", [3, [3], [[]], [[1]], [[1, 2, 3]], [[1, -2]], [[1, 0]], ["ab"], [[1, None]]])
 def test_rows_left_out_that_no_run_has_written(saved: object) -> None:
     with pytest.raises((ValueError, TypeError)):
@@ -153,6 +157,10 @@ def test_rows_left_out_that_no_run_has_written(saved: object) -> None:
             r"do not add up: stage 'b' changes the size of a step.* of 40 tokens: use train.stages.0.tokens=80 or 120",
         ),
         (
+            [StageConfig("a", 100, batch_warmup=[BatchWarmup(1, 30)]), StageConfig("b", 80, batch_size=8)],
+            r"ends within a step of 40 tokens: use train.stages.0.tokens=70 or 110",
+        ),
+        (
             [StageConfig("a", 100, batch_warmup=[BatchWarmup(2, 50)])],
             r"50 tokens are not a whole number.* use 40 or 60",
         ),
@@ -166,6 +174,18 @@ def test_rows_left_out_that_no_run_has_written(saved: object) -> None:
             r"stages.0.model.mixers=.stickbreaking.: .* not from softmax",
         ),
         ([StageConfig("a", 100), StageConfig("b", 100, batch_size=3, microbatch=2)], r"train.batch_size=3 is not"),
+        (
+            [StageConfig("a", 80), StageConfig("b", 80, model=ModelChanges({"position": {"method": "fire"}}))],
+            r"stages.1 would add blocks.0.attention.position_weights\..*: only mixers can get new weights in a stage",
+        ),
+        (
+            [StageConfig("a", 80, model=ssmax("bias")), StageConfig("b", 80, model=ssmax("learned"))],
+            r"stages.1 would drop blocks.0.attention.weights.b, which the stage before trains: a stage keeps all weights",
+        ),
+        (
+            [StageConfig("a", 80, model=ssmax("pn")), StageConfig("b", 80, data_path="b", length=20)],
+            r"stages.1 would change \[10\] to \[20\] in shared.ssmax.pn, which the stage before trains",
+        ),
     ],
 )
 def test_stages_that_cannot_run_are_one_sentence(stages: list[StageConfig], sentence: str) -> None:

@@ -1,13 +1,17 @@
 """A run whose stages change core, RoPE base, length, data and batch, stopped inside any of them."""
 
+import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from ssscale.parallel.groups import Groups
+from ssscale.train.build import load_for_inference
 from ssscale.train.checkpoint_folder import saved_config
 from tests.conftest import ROOT
 from tests.train.ranks import Ranks, state_of
@@ -25,10 +29,18 @@ def short_rows(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_stages_change_the_model_the_data_and_the_batch(corpus: Path, short_rows: Path, tmp_path: Path) -> None:
+def test_stages_change_the_model_the_data_and_the_batch(
+    corpus: Path, short_rows: Path, tmp_path: Path, groups: Groups
+) -> None:
     constant = {"kind": "constant", "lr": 1e-3}
     stages = [
-        {"name": "softmax", "tokens": 4096, "schedule": constant, "batch_warmup": [{"batch_size": 2, "tokens": 1024}]},
+        {
+            "name": "softmax",
+            "tokens": 4096,
+            "schedule": constant,
+            "batch_warmup": [{"batch_size": 2, "tokens": 1024}],
+            "model": {"mixers": ["softmax"]},
+        },
         {"name": "ssmax", "tokens": 4096, "schedule": constant, "model": {"mixers": ["ssmax"]}, "mix": {"docs": 1.0}},
         {
             "name": "short",
@@ -36,7 +48,7 @@ def test_stages_change_the_model_the_data_and_the_batch(corpus: Path, short_rows
             "schedule": constant,
             "data_path": str(short_rows),
             "length": 128,
-            "model": {"position": {"rope": {"base": 5e5}}},
+            "model": {"position": {"rope": {"base": 5e5}}, "mixer": {"ssmax": {"scale": 0.5}}},
             "batch_size": 8,
             "microbatch": 2,
         },
@@ -62,6 +74,11 @@ def test_stages_change_the_model_the_data_and_the_batch(corpus: Path, short_rows
             [*arguments, "train.save_every=1000", f"train.max_steps={step}"], tmp_path / "parts", small=False
         ).finish()
     compare(tmp_path / "whole", tmp_path / "parts")
+    # Every checkpoint can be evaluated, though its stages cannot be trained from its own configuration.
+    models = [load_for_inference(path, groups)[0] for path in sorted((tmp_path / "whole/checkpoints").glob("step-*"))]
+    s = [dict(model.named_parameters()).get("blocks.0.attention.weights.s", torch.zeros(1)).item() for model in models]
+    begun = 256 / math.lgamma(257)  # 1 / mean(ln n)
+    assert s == pytest.approx([0] * 5 + [begun] * 4 + [0.5] * 4, abs=5e-3)  # the last stage replaces what was trained
 
 
 def test_what_is_trained_is_saved_before_a_stage_begins(corpus: Path, tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ class SSMax(Softmax):
     export = Export(mix_softmax, helpers=(softmax_tile,), factor=ssmax_factor, prepare=ssmax_base)
 
     variant: Variant = Variant.learned  # learned: s ln n; fixed: s is constant; bias: s ln n + b; pn: s p_n + b
-    scale: float = 1.0  # initial s; `fixed`: the constant s. If a later stage sets this key, it replaces the trained s
-    bias: float = 0.0  # initial b. If a later stage sets this key, it replaces the trained b
+    scale: float = 1.0  # initial s; `fixed`: the constant s. A stage that changes it replaces the trained s
+    bias: float = 0.0  # initial b. A stage that changes it replaces the trained b
 
     def check(self, model: ModelConfig) -> None:
         if self.scale <= 0:
