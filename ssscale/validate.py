@@ -338,8 +338,8 @@ def _check_kept_weights(before: Config, own: Config, key: str) -> None:
         if name not in new or new[name].shape != weight.shape:
             change = "drop" if name not in new else f"change {list(weight.shape)} to {list(new[name].shape)} in"
             raise UserError(f"{key} would {change} {name}, which the stage before trains: a stage keeps all weights")
-    for name in new.keys() - old.keys():
-        if not is_of_mixer(name):
+    for name in new:
+        if name not in old and not is_of_mixer(name):
             raise UserError(f"{key} would add {name}: only mixers can get new weights in a stage")
 
 
