@@ -1,4 +1,4 @@
-"""The five files of docs/extend.md train, on one rank and two; a run that stopped goes on to what one that did not has."""
+"""The six files of docs/extend.md train, on one rank and two; a run that stopped goes on to what one that did not has."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ RUNS = {
         "model.mixers=[softmax_sized]",
     ],
 }
-FILES = {"mean", "half_rope", "lion", "inverse_sqrt", "query_size"}
+FILES = {"mean", "half_rope", "lion", "inverse_sqrt", "query_size", "piece_length"}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,10 @@ def test_they_train_on_one_rank_and_two(name: str, command: Command, corpus: Pat
     changes = [*RUNS[name], "train.max_steps=4", "parallel.tensor=2"]
     two = pretrain(command, corpus, tmp_path / "two", *changes, ranks=2)
     assert two == pytest.approx(losses, rel=1e-4)
+    lengths = [records(tmp_path / run, "piece_length") for run in ("one", "two")]
+    assert lengths[0] == lengths[1]
+    assert len(lengths[0]) == 2
+    assert all(1 < length <= 256 for length in lengths[0])
     if name.endswith("query_size"):
         sizes = [records(tmp_path / run, "term/query_size") for run in ("one", "two")]
         assert sizes[0][0] > 0

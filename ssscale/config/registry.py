@@ -1,4 +1,4 @@
-"""Registries for names in a configuration: mixers, positions, schedules and optimizers.
+"""Registries for names in a configuration: mixers, positions, schedules and optimizers. And hooks, which plugins add.
 
 Each file of a registry's package registers what it defines. Adding a file changes no other file:
 
@@ -152,3 +152,4 @@ MIXERS: Registry[Any] = Registry("model.mixers", "ssscale.model.mixers")
 POSITIONS: Registry[Any] = Registry("model.position.method", "ssscale.model.positions")
 SCHEDULES: Registry[Any] = Registry("schedule.kind", "ssscale.train.schedules")
 OPTIMIZERS: Registry[Any] = Registry("optimizer.name", "ssscale.optim")
+HOOKS: Registry[Any] = Registry("hooks", "ssscale.train.hooks")  # of plugins; no key selects them

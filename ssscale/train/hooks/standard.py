@@ -1,5 +1,6 @@
-"""The hooks that every run has, in the order in which they are called after a step."""
+"""The hooks of a run, in the order in which they are called after a step."""
 
+from ssscale.config.registry import HOOKS
 from ssscale.config.schema import TrainConfig
 from ssscale.train.hooks.base import Hook
 from ssscale.train.hooks.guard import Guard, Reached
@@ -11,7 +12,10 @@ from ssscale.train.hooks.stragglers import stragglers
 
 
 def standard_hooks(train: TrainConfig, *scores: Hook) -> list[Hook]:
-    """scores: the hooks that score the model. They are called after Guard, so that broken weights are not scored."""
+    """Returns the hooks that every run has, and those that plugins have registered.
+
+    scores: the hooks that score the model. They are called after Guard, so that broken weights are not scored.
+    """
     return [
         Profile(train.profile, train.profile_ranks),
         Spikes(train.spike_z),
@@ -22,4 +26,5 @@ def standard_hooks(train: TrainConfig, *scores: Hook) -> list[Hook]:
         Guard(train.guard_every),
         *scores,
         Observation(train.observe_every),
+        *(hook() for hook in HOOKS.values()),
     ]
