@@ -131,9 +131,9 @@ def _whole_folder(folder: Path) -> Input | None:
 
 def _file(path: str, kind: str) -> Input:
     if kind == "megatron-data":
-        path, kind = path.removesuffix(".bin") + ".idx", "megatron"
+        path, kind = path[:-4] + ".idx", "megatron"
     if kind == "megatron":
-        data = path.removesuffix(".idx") + ".bin"
+        data = path[:-4] + ".bin"
         for file in (path, data):
             if not os.path.isfile(file):
                 raise DataError(f"{file} is missing: Megatron's corpora are pairs of .bin and .idx")
@@ -141,13 +141,14 @@ def _file(path: str, kind: str) -> Input:
     return Input(kind, path, os.path.getsize(path))
 
 
-def _kind(name: str) -> str | None:
+def _kind(path: str) -> str | None:
     """Returns the kind of content that a file name indicates, or None if the file does not count as text."""
+    name = path.lower()
     if name.endswith((".parquet", ".arrow")):
         return name.rpartition(".")[2]
     if name.endswith(".idx"):
         return "megatron"
-    if name.endswith(".bin") and os.path.isfile(name.removesuffix(".bin") + ".idx"):
+    if name.endswith(".bin") and os.path.isfile(path[:-4] + ".idx"):
         return "megatron-data"
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
