@@ -34,19 +34,22 @@ def prepare(
 ) -> tuple[dict[str, Any], bool]:
     """Makes the data folder `out`. Returns its manifest, and whether it was made now rather than kept.
 
-    Raises DataError if `out` holds something else, such as data from other settings or inputs.
+    Raises DataError if `out` holds something else, such as data from other settings, inputs or another tokenizer.
     """
     inputs = {source: _inputs(settings, source) for source in settings.sources}
     plan = {"settings": settings.to_dict(), "inputs": {source: _sizes(found) for source, found in inputs.items()}}
+    given = _describe(settings, settings.tokenizer) if settings.tokenizer else None
+    if given:  # the settings have its path only, and the file may change
+        plan["tokenizer"] = asdict(given)
     if (Path(out) / MANIFEST).is_file():
         manifest = read_manifest(out)
         changed = [key for key in plan if manifest.get(key) != plan[key]]
         if changed:
-            raise DataError(f"{out} holds data made from other {changed[0]}: choose another --out or remove it")
+            other = "another tokenizer" if changed[0] == "tokenizer" else f"other {changed[0]}"
+            raise DataError(f"{out} holds data made from {other}: choose another --out or remove it")
         remove_scratch(Path(out))
         return manifest, False
     check_free(Path(out))
-    given = _describe(settings, settings.tokenizer) if settings.tokenizer else None
     with ShardFolder(out, settings.shard_bytes) as folder:
         state = load_state(folder, plan)
         if state is None:

@@ -196,10 +196,11 @@ def _opened(file: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def _decompressed(file: str, raw: IO[bytes]) -> IO[bytes]:
-    if file.endswith(".gz"):
+    name = file.lower()
+    if name.endswith(".gz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if file.endswith(".xz"):
+    if name.endswith(".xz"):
         return cast(IO[bytes], lzma.LZMAFile(raw))
-    if file.endswith(".zst"):
+    if name.endswith(".zst"):
         return cast(IO[bytes], decompressed(raw))
     return raw

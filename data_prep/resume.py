@@ -20,7 +20,7 @@ from data_prep.pack import Counts, Held, Packer, Part
 from data_prep.write_shards import ShardFolder, Unfinished, sync, write_whole
 
 STATE, KEYS = ".state", ".keys"
-VERSION = 2
+VERSION = 3
 NUMBERS = ("documents", "num_keys")
 
 Arrays = dict[str, np.ndarray]
@@ -30,7 +30,7 @@ Arrays = dict[str, np.ndarray]
 class State:
     """Everything that the rest of a conversion depends on, after some batch of the current source."""
 
-    plan: dict[str, Any]  # settings and inputs
+    plan: dict[str, Any]  # settings, inputs, and the tokenizer unless it is trained
     finished: dict[str, dict[str, Counts]] = field(default_factory=dict)  # source → split → counts
     position: tuple[int, int] = (0, 0)  # input of the source, and its number of packed batches
     documents: int = 0  # documents of the source so far
@@ -81,6 +81,11 @@ def load_state(folder: ShardFolder, plan: dict[str, Any]) -> State | None:
     except (zipfile.BadZipFile, MemoryError, RecursionError, NotImplementedError) as error:
         raise DataError(f"{file} is of another version or broken ({error}): remove {folder.partial}") from error
     changed = [key for key in plan if not _continues(state.plan.get(key), plan[key])]
+    if changed == ["tokenizer"]:
+        raise DataError(
+            f"{folder.partial} was begun with another tokenizer than {plan['settings']['tokenizer']} holds now:"
+            f" put the earlier one back, or remove {folder.partial}"
+        )
     if changed:
         raise DataError(
             f"{folder.partial} holds an unfinished conversion whose {changed[0]} differ from those of this command:"

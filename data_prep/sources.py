@@ -86,6 +86,8 @@ def find_inputs(pattern: str) -> list[Input]:
         found = [_file(pattern + ".idx", "megatron")]
     else:
         paths = [path for path in glob.glob(pattern, recursive=True) if _kind(path) != "megatron-data"]
+        for path in paths:
+            _check_link(path)
         found = [_file(path, _kind(path) or "text") for path in paths if os.path.isfile(path)]
         found += [folder for path in paths if os.path.isdir(path) and (folder := _whole_folder(Path(path)))]
     if not found:
@@ -104,8 +106,16 @@ def _walk(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Input]:
     for path in folder.iterdir():
         if path.is_dir():
             yield from _walk(path, (*above, here))
-        elif path.is_file() and (kind := _kind(path.name)) and kind != "megatron-data":
-            yield _file(str(path), kind)
+        elif (kind := _kind(path.name)) and kind != "megatron-data":
+            _check_link(str(path))
+            if path.is_file():
+                yield _file(str(path), kind)
+
+
+def _check_link(path: str) -> None:
+    """Raises DataError for a symbolic link to nothing. Skipped like a file of another kind, its text would be missed."""
+    if os.path.islink(path) and not os.path.exists(path):
+        raise DataError(f"{path} is a link to {os.readlink(path)}, which cannot be read: mend or remove the link")
 
 
 def _whole_folder(folder: Path) -> Input | None:
@@ -121,9 +131,9 @@ def _whole_folder(folder: Path) -> Input | None:
 
 def _file(path: str, kind: str) -> Input:
     if kind == "megatron-data":
-        path, kind = path.removesuffix(".bin") + ".idx", "megatron"
+        path, kind = path[:-4] + ".idx", "megatron"
     if kind == "megatron":
-        data = path.removesuffix(".idx") + ".bin"
+        data = path[:-4] + ".bin"
         for file in (path, data):
             if not os.path.isfile(file):
                 raise DataError(f"{file} is missing: Megatron's corpora are pairs of .bin and .idx")
@@ -131,13 +141,14 @@ def _file(path: str, kind: str) -> Input:
     return Input(kind, path, os.path.getsize(path))
 
 
-def _kind(name: str) -> str | None:
+def _kind(path: str) -> str | None:
     """Returns the kind of content that a file name indicates, or None if the file does not count as text."""
+    name = path.lower()
     if name.endswith((".parquet", ".arrow")):
         return name.rpartition(".")[2]
     if name.endswith(".idx"):
         return "megatron"
-    if name.endswith(".bin") and os.path.isfile(name.removesuffix(".bin") + ".idx"):
+    if name.endswith(".bin") and os.path.isfile(path[:-4] + ".idx"):
         return "megatron-data"
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)

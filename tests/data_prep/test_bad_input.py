@@ -64,6 +64,21 @@ def test_links_to_what_is_read_already(sources, sentence, tokenizer, tmp_path, c
     assert sentence.format(root=tmp_path) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("source", ["", "/*.jsonl.gz", "/b*", "/b.jsonl.gz", "/**"])
+def test_a_link_to_nothing_is_named(source, tokenizer, tmp_path, capsys):
+    """Its text was left out without a word."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 5))
+    (folder / "b.jsonl.gz").symlink_to("gone")
+    command = ["pack", "--out", str(tmp_path / "out"), "--source", f"a={folder}{source}", "--tokenizer", tokenizer]
+    assert main([*command, "--length", "16", "--workers", "1"]) == 2
+    said = f"error: {folder}/b.jsonl.gz is a link to gone, which cannot be read: mend or remove the link\n"
+    assert capsys.readouterr().err == said
+    (folder / "b.jsonl.gz").rename(folder / "lock")  # of a kind that a folder's files are not read for
+    assert source or main([*command, "--length", "16", "--workers", "1"]) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

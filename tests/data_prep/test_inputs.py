@@ -109,6 +109,25 @@ def test_same_shards_from_every_kind(
     assert read_manifest(str(tmp_path / "data"))["splits"] == read_manifest(str(expected))["splits"]
 
 
+@pytest.mark.parametrize("suffix", [".JSONL", ".Jsonl.GZ", ".NDJSON.zST", ".Json.XZ", ".Parquet", ".TXT"])
+def test_suffixes_of_any_case(suffix: str, expected: Path, tokenizer: str, tmp_path: Path) -> None:
+    """A file named in capitals was read as one text, or skipped in a folder."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    if suffix == ".TXT":
+        for number, text in enumerate(TEXTS):
+            (folder / f"{number:03}{suffix}").write_text(text, encoding="utf-8", newline="")
+    elif suffix == ".Parquet":
+        parquet(tmp_path, [])
+        for file in tmp_path.glob("*.parquet"):
+            file.rename(folder / f"{file.stem}{suffix}")
+    else:
+        write_jsonl(folder / f"a{suffix.lower()}", TEXTS).rename(folder / f"A{suffix}")
+    for name, source in (("folder", folder), ("glob", folder / f"*{suffix}")):
+        assert pack(tmp_path / name, str(source), tokenizer) == 0
+        assert shard_bytes(tmp_path / name) == shard_bytes(expected)
+
+
 def test_small_batches_change_nothing(expected: Path, tokenizer: str, tmp_path: Path, monkeypatch) -> None:
     """Batches of a few rows: where row groups, record batches and shards end must not matter."""
     import data_prep.sources

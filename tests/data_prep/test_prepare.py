@@ -66,6 +66,25 @@ def test_a_whole_folder_is_kept_and_another_one_refused(packed, corpus, tokenize
     assert contents(packed) == before
 
 
+def test_a_whole_folder_of_another_tokenizer_is_refused(corpus, tokenizer, tmp_path, capsys):
+    """The path was the same, so the folder was kept."""
+    changed = tmp_path / "t.json"
+    shutil.copyfile(tokenizer, changed)
+    command = ["pack", *source_flags(corpus), "--tokenizer", str(changed), "--length", "64", "--workers", "1"]
+    command += ["--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    before = contents(tmp_path / "out")
+    assert main(command) == 0
+    assert "kept" in capsys.readouterr().out
+    changed.unlink()
+    train = ["train-tokenizer", *source_flags(corpus), "--vocab-size", "290", "--out", str(changed)]
+    assert main(train) == 0
+    assert main(command) == 2
+    said = f"error: {tmp_path}/out holds data made from another tokenizer: choose another --out or remove it\n"
+    assert capsys.readouterr().err == said
+    assert contents(tmp_path / "out") == before
+
+
 def test_uint32_where_the_vocabulary_needs_it(tmp_path):
     vocabulary = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, 70_000)}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<|endoftext|>"}

@@ -219,6 +219,44 @@ def test_a_run_goes_on_rather_than_over(tokenizer: str, tmp_path: Path, monkeypa
     assert contents(tmp_path / "out") == contents(tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--vocab-size", "300"], "unfinished conversion whose settings differ"),
+        (["--bos", "a"], "unfinished conversion whose settings differ"),
+        (["--eos", "a"], "unfinished conversion whose settings differ"),
+        ([], "t.json holds now: put the earlier one back, or remove {partial}\n"),
+    ],
+)
+def test_a_run_never_goes_on_with_another_tokenizer(
+    change: list[str], said: str, tokenizer: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """A tokenizer that was replaced at the same path encoded the rest, and `verify` found nothing."""
+    write_jsonl(tmp_path / "a.jsonl", [f"text number {number} " * 20 for number in range(60)])
+    text = (tmp_path / "a.jsonl").read_text()
+    (tmp_path / "a.jsonl").write_text(text + "broken\n")
+    file, partial = tmp_path / "t.json", tmp_path / "out.partial"
+    shutil.copyfile(tokenizer, file)
+    command = ["pack", "--out", str(tmp_path / "out"), "--source", f"a={tmp_path}/a.jsonl", "--tokenizer", str(file)]
+    command += ["--length", "32", "--workers", "1", "--save-every", "0"]
+    monkeypatch.setattr("data_prep.sources.Input.read.__defaults__", (None, 3000))
+    assert main(command) == 2
+    assert (partial / ".state").is_file()
+    before = contents(partial)
+    if not change:
+        file.unlink()
+        train = ["train-tokenizer", "--source", f"a={tmp_path}/a.jsonl", "--vocab-size", "280", "--skip-broken"]
+        assert main([*train, "--out", str(file)]) == 0
+    capsys.readouterr()
+    assert main([*command, "--skip-broken", *change]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said.format(partial=partial) in error
+    assert contents(partial) == before
+    shutil.copyfile(tokenizer, file)
+    assert main([*command, "--skip-broken"]) == 0
+
+
 def test_a_full_disk_leaves_nothing_that_looks_whole(command: list[str], tmp_path: Path) -> None:
     """The kernel refuses to write: here files of more than 4 KiB, as a full disk would."""
     out = tmp_path / "out"

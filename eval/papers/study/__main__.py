@@ -122,12 +122,12 @@ def size_of(options: argparse.Namespace) -> Size:
 
 
 def place_of(options: argparse.Namespace) -> Place:
-    """Return the folders and files of the study. Raises UserError for missing ones."""
+    """Return the folders and files of the study. Raises UserError for missing and unfit ones."""
     questions = tuple(Path(file).resolve() for file in options.questions.split(",")) if options.questions else ()
     wikitext, eval_data = (path.resolve() if path else None for path in (options.wikitext, options.eval_data))
     place = Place(options.text.resolve(), options.work.resolve(), options.out.resolve(), questions, wikitext, eval_data)
     for name in options.names:
-        check_files(name, place)
+        check_files(name, place, SIZES[options.size])
     return place
 
 

@@ -4,6 +4,8 @@ import fnmatch
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.errors import DataError
+from data_prep.tokenize import load, vocab_size
 from eval.papers.study.cores import check_files as check_cores
 from eval.papers.study.cores import cores
 from eval.papers.study.jobs import Job, Place
@@ -11,6 +13,7 @@ from eval.papers.study.rates import choose, choose_new
 from eval.papers.study.schedule import tries_rates
 from eval.papers.study.sizes import Size
 from eval.papers.study.studies import STUDIES, Study, most_rates, rates_of
+from ssscale.config.load import load_config
 from ssscale.errors import UserError
 
 EVERY = STUDIES | {"cores": cores}
@@ -24,8 +27,8 @@ def names_of(text: str) -> list[str]:
     return names
 
 
-def check_files(study: str, place: Place) -> None:
-    """Raise UserError for files that the jobs need and that are missing."""
+def check_files(study: str, place: Place, size: Size) -> None:
+    """Raise UserError for files that the jobs need and that are missing, and for a tokenizer too large for the models."""
     if study == "mqrar":
         return
     needed = [place.text / name for name in ("split.json", "tokenizer.json")]
@@ -36,6 +39,19 @@ def check_files(study: str, place: Place) -> None:
         raise UserError("--questions is needed: files in SQuAD's form for fine-tuning")
     if study == "cores":
         check_cores(place)
+    _check_tokenizer(study, place.text / "tokenizer.json", size)
+
+
+def _check_tokenizer(study: str, file: Path, size: Size) -> None:
+    """Raise UserError if the tokenizer has more entries than the models' vocabulary, at which every job would fail."""
+    name, keys = ("162m_softmax", size.cores.keys) if study == "cores" else ("50m_softmax", ())
+    most = load_config([f"config={name}", *size.keys, *keys]).model.vocab_size
+    try:
+        entries = vocab_size(load(str(file)))
+    except DataError as error:
+        raise UserError(str(error)) from error
+    if entries > most:
+        raise UserError(f"{file} has {entries:,} entries, but the models of {study} have {most:,}: give a smaller one")
 
 
 def with_rates(names: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ Every source keeps the same fraction of its documents, unless --take gives its o
 import argparse
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,14 +89,18 @@ def write_documents(file: Path, documents: list[Document]) -> dict[str, Any]:
     return {"documents": len(documents), "bytes": len(packed), "sha256": keys}
 
 
-def fractions(sizes: dict[str, float], megabytes: float, fixed: dict[str, float]) -> Iterator[tuple[str, float]]:
+def fractions(
+    sizes: dict[str, float], megabytes: float, held: int, fixed: dict[str, float]
+) -> Iterator[tuple[str, float]]:
     """Yield (source, fraction of its documents to keep), so that the sizes in bytes sum to at most `megabytes`.
 
-    Raises UserError if the fixed fractions alone exceed them.
+    held: bytes of the test and validation documents, which count too. Raises UserError if these and the fixed fractions
+    alone exceed `megabytes`.
     """
-    room = megabytes * 1e6 - sum(sizes[name] * share for name, share in fixed.items())
+    room = megabytes * 1e6 - held - sum(sizes[name] * share for name, share in fixed.items())
     if room < 0:
-        raise UserError(f"--megabytes={megabytes:g}: test, validation and --take need {-room / 1e6:.1f} MB more")
+        more = math.ceil(-room / 1e5) / 10
+        raise UserError(f"--megabytes={megabytes:g}: test, validation and --take need {more:.1f} MB more")
     others = sum(size for name, size in sizes.items() if name not in fixed)
     for name in sizes:
         yield name, fixed.get(name, min(1.0, room / others) if others else 1.0)
@@ -132,8 +137,8 @@ def split(text: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     for name, some in documents.items():
         left = sum(len(document.text.encode()) for document in some)
         sizes[name] = denser * train[name].stat().st_size * left / max(1, raw[name])
-    room = options.megabytes - (test["bytes"] + sum(file.stat().st_size for file in valid)) / 1e6
-    kept = dict(fractions(sizes, room, fixed))
+    both = test["bytes"] + sum(file.stat().st_size for file in valid)
+    kept = dict(fractions(sizes, options.megabytes, both, fixed))
     result = {
         "length": options.length,
         "test": {options.test: test},

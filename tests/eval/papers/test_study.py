@@ -138,7 +138,7 @@ def test_split_holds_out_by_document(files, monkeypatch, capsys, tmp_path):
     for bad, said in (
         (["--windows", 10**6], "give only"),
         (["--take", "web=1"], "--take web=1"),
-        (["--megabytes", 0], "more"),
+        (["--megabytes", 0], "error: --megabytes=0: test, validation and --take need 0.1 MB more\n"),
     ):
         assert call(monkeypatch, split, files["text"], tmp_path / "c", *options, *bad) == 2
         assert said in capsys.readouterr().err

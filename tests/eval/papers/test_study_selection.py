@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from eval.checkpoint.command import write
 from eval.papers.study import __main__ as command
@@ -27,7 +29,8 @@ def study(tmp_path, monkeypatch):
     }
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "split.json").write_text(json.dumps({"sha256": "0"}))
-    for name in ("text/tokenizer.json", "text/test.books.jsonl.zst", "squad.json", "articles.jsonl"):
+    Tokenizer(WordLevel({"x": 0})).save(str(tmp_path / "text" / "tokenizer.json"))
+    for name in ("text/test.books.jsonl.zst", "squad.json", "articles.jsonl"):
         (tmp_path / name).touch()
 
     def call(*words: str) -> int:
@@ -100,3 +103,19 @@ def test_one_command_runs_several_studies(ran, study, capsys):
     assert ran == []
     assert study("ssmax,nope") == 2
     assert "there is no study nope; use ssmax, positions, why, mqrar, cores" in capsys.readouterr().err
+
+
+def test_a_tokenizer_beyond_the_models_lets_no_job_start(ran, study, tmp_path, capsys):
+    """Every job failed at it, one after the other."""
+    file = tmp_path / "text" / "tokenizer.json"
+    entries = {str(number): number for number in range(401)}
+    Tokenizer(WordLevel(entries)).save(str(file))
+    assert study("mqrar", "--jobs", "rate-*") == 0  # has tokens of its own
+    for name in ("ssmax", "positions", "why"):
+        assert study(name, "--rates") == 2
+        said = f"error: {file} has 401 entries, but the models of {name} have 400: give a smaller one\n"
+        assert capsys.readouterr().err == said
+    file.write_text("{}")
+    assert study("ssmax", "--rates") == 2
+    assert "tokenizer.json is not a tokenizer" in capsys.readouterr().err
+    assert ran == [["mqrar/rate-softmax-s0", "mqrar/rate-stickbreaking-s0"]]
