@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ssscale.config.registry import IN_PLUGIN, MIXERS, OPTIMIZERS, POSITIONS, SCHEDULES
-from ssscale.config.schema import Config, ModelConfig, ScheduleConfig, StageConfig
+from ssscale.config.schema import Config, ModelConfig, ScheduleConfig, StageConfig, TrainConfig
 from ssscale.errors import UserError
 from ssscale.model.positions.base import Position
 from ssscale.names import is_plain_path
@@ -33,11 +33,7 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     check_mixers(config.model)
     _check_position(config.model, gpu)
     _check_optimizer(config)
-    if bool(config.train.tasks) != bool(config.train.task_every):
-        raise UserError(
-            f"train.tasks={config.train.tasks} and train.task_every={config.train.task_every} go together: name tasks and "
-            "how often they are evaluated, or neither"
-        )
+    _check_evaluation(config.train)
     names = [stage.name for stage in config.train.stages]
     if not names:
         raise UserError("train.stages is empty: a run needs at least one stage")
@@ -55,6 +51,19 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
                 check_world(replace(own, train=replace(own.train, batch_size=rows)), world_size)
                 with_microbatch(own, rows, world_size)
     _check_unused(config, [config.model, *Plan(config).models])
+
+
+def _check_evaluation(train: TrainConfig) -> None:
+    if bool(train.tasks) != bool(train.task_every):
+        raise UserError(
+            f"train.tasks={train.tasks} and train.task_every={train.task_every} go together: name tasks and how often they "
+            "are evaluated, or neither"
+        )
+    if train.keep_best and not (train.eval_every and train.save_every):
+        raise UserError(
+            f"train.keep_best=true has no effect with train.eval_every={train.eval_every} and "
+            f"train.save_every={train.save_every}: it needs checkpoints of steps that are evaluated; let neither be 0"
+        )
 
 
 def _check_deterministic(model: ModelConfig) -> None:
@@ -338,10 +347,13 @@ def _check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int)
 
 def _check_shape(schedule: ScheduleConfig, key: str) -> None:
     """Raises UserError for options of other schedules, because the user expects them to have an effect."""
-    reads = SCHEDULES[schedule.kind].reads
+    kind = SCHEDULES[schedule.kind]
+    optional = (
+        (*SHAPES, "lr") if kind.follows else SHAPES
+    )  # a stage that follows begins at the rate of the stage before
     for option in fields(schedule):
         value = getattr(schedule, option.name)
-        if reads is None or option.name not in SHAPES or option.name in reads or value == option.default:
+        if kind.reads is None or option.name not in optional or option.name in kind.reads or value == option.default:
             continue
         raise UserError(
             f"{key}.{option.name}={_shown(value)} has no effect under {schedule.kind}: set it to its default, "

@@ -215,6 +215,12 @@ def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):
             ["from=x", "questions=y", "run_dir=z", "train.stages.0.schedule.lr=1"],
             "has no effect here: use lr= and epochs=",
         ),
+        (
+            ["from=x", "questions=y", "run_dir=z", "train.eval_every=1"],
+            "train.eval_every=1 has no effect here: fine-tuning",
+        ),
+        (["from=x", "questions=y", "run_dir=z", "train.tasks=[cloze]"], "no validation split and scores no tasks"),
+        (["from=x", "questions=y", "run_dir=z", "train.keep_best=true"], "train.keep_best=true has no effect here"),
     ],
 )
 def test_command_says_what_is_wrong(arguments, said, tmp_path, monkeypatch):
