@@ -231,6 +231,19 @@ def test_command_says_what_is_wrong(arguments, said, tmp_path, monkeypatch):
         finetune.main(arguments)
 
 
+def test_the_best_checkpoint_of_pretraining_binds_no_key(pretrained, tmp_path, monkeypatch):
+    """A run that kept its best checkpoint is fine-tuned without saves."""
+    from launch import finetune
+
+    config, source, _ = pretrained
+    kept = replace(config, train=replace(config.train, keep_best=True))
+    monkeypatch.setattr(finetune, "saved_config", lambda checkpoint: kept)
+    (tmp_path / "a.json").write_text("{}")
+    options = {"from": str(source), "questions": f"{tmp_path}/a.json", "run_dir": str(tmp_path / "run")}
+    train = finetune.checked(options, ["train.save_every=0"])[1].train
+    assert (train.keep_best, train.save_every) == (False, 0)
+
+
 def test_a_file_of_questions_counts_once(pretrained, tmp_path):
     """Also under a second name: its questions would have twice the weight."""
     from launch import finetune
