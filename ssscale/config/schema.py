@@ -151,7 +151,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     kind: str = "constant"  # schedule (ssscale/train/schedules)
-    lr: float = 6e-4  # peak learning rate; under `power` the cap η_max; `decay` has none
+    lr: float = 6e-4  # peak learning rate; under `power` the cap η_max; `decay` does not read it
     warmup_tokens: int = 0  # tokens of warmup in this stage
     decay_tokens: int = 0  # tokens of decay at the end of this stage
     decay_shape: DecayShape = DecayShape.exponential  # shape of the decay
