@@ -106,6 +106,7 @@ def run_stack(
         "train.log_every": log_every,
         "train.eval_every": 0,
         "train.save_every": 0,
+        "train.keep_best": "false",
     }
     stages = len(load_config([f"config={config}"]).train.stages)
     keys |= {f"train.stages.{stage}.mix": "null" for stage in range(stages)}

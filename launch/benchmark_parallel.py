@@ -210,6 +210,7 @@ def arguments_of(layout: Run, options: dict[str, Any], extra: list[str]) -> list
         "train.log_every": 1,
         "train.eval_every": 0,
         "train.save_every": 0,
+        "train.keep_best": "false",
         "train.observe_every": 0,
     }
     stages = len(load_config([f"config={name}"]).train.stages)

@@ -36,6 +36,7 @@ from ssscale.train.scale import (
 from ssscale.validate import validate
 
 GIB = 2**30
+GPUS = 8  # if gpus= is not given
 MFU = 0.4  # assumed where nothing is predicted
 NETWORK = 50.0  # GB/s per GPU: one 400 Gbit/s port
 SHOWN, WIDTH = 6, 120  # predicted layouts, and columns of their table
@@ -45,7 +46,7 @@ COMMAND = Command(
     usage="python launch/estimate.py config=NAME [gpus=N] [mfu=X] [nodes=N] [network=X] [gpu_memory=GIB] [key=value ...]",
     example="python launch/estimate.py config=3b_sb nodes=64 gpus=8 network=50",
     options=(
-        Option("gpus", int, "GPUs of the run; with nodes=, GPUs per node", default=8, at_least=1),
+        Option("gpus", int, f"GPUs of the run; with nodes=, GPUs per node ({GPUS})", at_least=1),
         Option(
             "mfu",
             float,
@@ -80,8 +81,12 @@ def main(argv: list[str]) -> None:
         )
     if "network" in options:
         raise UserError("network= needs nodes=, the number of nodes that it connects")
-    gpus, mfu, memory = options["gpus"], options.get("mfu", MFU), options["gpu_memory"] * GIB
-    validate(config, world_size=gpus, gpu=True)
+    gpus, mfu, memory = options.get("gpus", GPUS), options.get("mfu", MFU), options["gpu_memory"] * GIB
+    validate(config, gpu=True)
+    try:
+        validate(config, world_size=gpus, gpu=True)
+    except UserError as error:
+        raise UserError(f"{error}" + ("" if "gpus" in options else f" (gpus={GPUS} is the default)")) from error
     config = with_microbatch(config, config.train.batch_size, gpus, memory)
     show(config, gpus, mfu, estimate(config, gpus, mfu))
     if not fits(config, gpus, memory):
@@ -92,7 +97,7 @@ def scale(config: Config, options: dict[str, Any]) -> None:
     """Shows the fastest layout like `show`, and the predictions of several layouts. Raises UserError if none fits."""
     validate(config, gpu=True)
     network = options.get("network", NETWORK)
-    cluster = Cluster(options["nodes"], options["gpus"], network * 1e9, options["gpu_memory"] * GIB)
+    cluster = Cluster(options["nodes"], options.get("gpus", GPUS), network * 1e9, options["gpu_memory"] * GIB)
     mfu = options.get("mfu")
     found = layouts(config, cluster, mfu)
     if not found:
@@ -128,7 +133,7 @@ def scale(config: Config, options: dict[str, Any]) -> None:
 
 def why_none(config: Config, cluster: Cluster) -> str:
     """Returns why no layout runs on the cluster, and what may help."""
-    gpus, train = f"{cluster.size:,} GPU{'s' * (cluster.size > 1)}", config.train
+    gpus, train = counted(cluster.size, "GPU"), config.train
     if not layouts(config, replace(cluster, memory=float("inf"))):
         batch = f"train.batch_size={train.batch_size}"
         return f"no layout of {config.name} divides {batch} over {gpus}: try other numbers of GPUs or another batch"
@@ -140,8 +145,13 @@ def why_none(config: Config, cluster: Cluster) -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def predictions(rows: list[tuple[str, Prediction]], cluster: Cluster) -> Table:
-    title = f"predicted on {cluster.nodes:,} nodes of {cluster.gpus} GPUs with {cluster.network / 1e9:g} GB/s each; s per step"
+    size = f"{counted(cluster.nodes, 'node')} of {counted(cluster.gpus, 'GPU')}"
+    title = f"predicted on {size} with {cluster.network / 1e9:g} GB/s each; s per step"
     table = Table(title=title, box=ASCII, title_justify="left")
     table.add_column("layout", overflow="fold")
     for name in ("tokens/s", "per GPU", "step", "compute", "optimizer", "host", "exposed", "GiB"):
@@ -181,7 +191,7 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
     hours = result.days * gpus * 24
     train, parallel = config.train, config.parallel
     ranks = gpus // (parallel.tensor * parallel.context)  # ranks that read different rows
-    table = Table(title=f"{config.name} on {gpus:,} GPUs", box=ASCII, show_header=False, title_justify="left")
+    table = Table(title=f"{config.name} on {counted(gpus, 'GPU')}", box=ASCII, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
@@ -198,7 +208,11 @@ def show(config: Config, gpus: int, mfu: float, result: Estimate) -> None:
         f"recompute {train.recompute.value}",
     )
     table.add_section()
-    table.add_row("batch", f"{config.tokens_per_step:,}", f"tokens; {train.batch_size:,} rows on {ranks:,} ranks")
+    table.add_row(
+        "batch",
+        f"{config.tokens_per_step:,}",
+        f"tokens; {counted(train.batch_size, 'row')} on {counted(ranks, 'rank')}",
+    )
     table.add_row("accumulation", f"{train.batch_size // (train.microbatch_rows * ranks):,}", "microbatches per step")
     table.add_row("optimizer steps", f"{result.steps:,}", "")
     table.add_row("token budget", f"{result.tokens:,}", " + ".join(stage.name for stage in train.stages))

@@ -55,6 +55,7 @@ IN_ITS_PLACE = {
     "train.max_steps": "epochs=",
     "train.stages": "lr= and epochs=",
 }
+EVALUATES = ("train.eval_", "train.task", "train.keep_best")  # beginnings of keys of what fine-tuning does not do
 
 
 def main(argv: list[str]) -> None:
@@ -78,8 +79,11 @@ def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]
     for key, option in IN_ITS_PLACE.items():
         if given := next((text for text in changes if text.partition("=")[0].startswith(key)), None):
             raise UserError(f"{given} has no effect here: use {option}")
+    if given := next((text for text in changes if text.startswith(EVALUATES)), None):
+        raise UserError(f"{given} has no effect here: fine-tuning has no validation split and scores no tasks")
     checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # the run reports damage
-    config = change(saved_config(checkpoint), changes)
+    # A pretraining run may have kept its best checkpoint, which would bind this one to its eval_every and save_every.
+    config = change(saved_config(checkpoint), [*changes, "train.keep_best=false"])
     validate_checkpoint(config)
     files = options["questions"].split(",")
     for index, file in enumerate(files):

@@ -1,6 +1,7 @@
 """Checks names that are read from files. The author of a file chose them, so they are checked before use in a path.
 
-ssscale/names.py and data_prep/names.py have the same text, because data_prep does not import ssscale.
+ssscale/names.py and data_prep/names.py have the same text, because data_prep imports nothing of ssscale but its
+`streaming_patches` and `zstd`.
 """
 
 from pathlib import Path

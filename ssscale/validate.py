@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ssscale.config.registry import IN_PLUGIN, MIXERS, OPTIMIZERS, POSITIONS
-from ssscale.config.schema import Config, ModelConfig, StageConfig
+from ssscale.config.schema import Config, ModelConfig, StageConfig, TrainConfig
 from ssscale.errors import UserError
 from ssscale.model.flops import declared_weights, is_of_mixer
 from ssscale.model.positions.base import Position
@@ -28,11 +28,7 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
     _check_settings(config, gpu)
     if world_size is not None and world_size >= 2**31:
         raise UserError("more than 2^31 processes: no machine has so many")
-    if bool(config.train.tasks) != bool(config.train.task_every):
-        raise UserError(
-            f"train.tasks={config.train.tasks} and train.task_every={config.train.task_every} go together: name tasks and "
-            "how often they are evaluated, or neither"
-        )
+    _check_evaluation(config.train)
     names = [stage.name for stage in config.train.stages]
     if not names:
         raise UserError("train.stages is empty: a run needs at least one stage")
@@ -73,6 +69,19 @@ def _check_settings(config: Config, gpu: bool = False) -> None:
     check_mixers(config.model)
     _check_position(config.model, gpu)
     _check_optimizer(config)
+
+
+def _check_evaluation(train: TrainConfig) -> None:
+    if bool(train.tasks) != bool(train.task_every):
+        raise UserError(
+            f"train.tasks={train.tasks} and train.task_every={train.task_every} go together: name tasks and how often they "
+            "are evaluated, or neither"
+        )
+    if train.keep_best and not (train.eval_every and train.save_every):
+        raise UserError(
+            f"train.keep_best=true has no effect with train.eval_every={train.eval_every} and "
+            f"train.save_every={train.save_every}: it needs checkpoints of steps that are evaluated; let neither be 0"
+        )
 
 
 def _check_deterministic(model: ModelConfig) -> None:

@@ -54,10 +54,12 @@ def check_stage(stage: StageConfig, key: str, index: int, tokens_per_step: int) 
 
 def _check_shape(schedule: ScheduleConfig, key: str) -> None:
     """Raises UserError for options of other schedules, because the user expects them to have an effect."""
-    reads = SCHEDULES[schedule.kind].reads
+    kind = SCHEDULES[schedule.kind]
+    # A stage that follows begins at the rate of the stage before.
+    optional = (*SHAPES, "lr") if kind.follows else SHAPES
     for option in fields(schedule):
         value = getattr(schedule, option.name)
-        if reads is None or option.name not in SHAPES or option.name in reads or value == option.default:
+        if kind.reads is None or option.name not in optional or option.name in kind.reads or value == option.default:
             continue
         raise UserError(
             f"{key}.{option.name}={shown(value)} has no effect under {schedule.kind}: set it to its default, "

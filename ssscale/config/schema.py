@@ -151,7 +151,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     kind: str = "constant"  # schedule (ssscale/train/schedules)
-    lr: float = 6e-4  # peak learning rate; under `power` the cap η_max
+    lr: float = 6e-4  # peak learning rate; under `power` the cap η_max; `decay` does not read it
     warmup_tokens: int = 0  # tokens of warmup in this stage
     decay_tokens: int = 0  # tokens of decay at the end of this stage
     decay_shape: DecayShape = DecayShape.exponential  # shape of the decay
@@ -238,7 +238,10 @@ class TrainConfig:
     task_limit: int | None = None  # evaluate only this many examples of each task; None: all
     task_data: str = "data/eval"  # folder of local copies of the tasks' data
     task_include: list[str] = field(default_factory=list)  # folders with YAML files of your own tasks
-    save_every: int = 1000  # steps between checkpoints (and after the last step); 0 = never
+    save_every: int = (
+        1000  # steps between checkpoints (and after the last step); 0: only if the run is stopped or a stage
+        # changes the model
+    )
     save_background: bool = True  # write checkpoints while training continues
     observe_every: int = 1000  # steps between looks into attention (s by head, unspent stick, live tiles); 0 = never
     profile: int | None = None  # step whose torch profiler trace (and GPU memory snapshot) is written to profile/
@@ -254,7 +257,9 @@ class TrainConfig:
     preflight: bool | Auto = Auto.auto  # measure and check all devices and links before the run; auto: under Slurm
     keep: int = 2  # number of newest checkpoints to keep
     keep_every: int = 0  # also keep checkpoints at multiples of this many steps; 0 = none
-    keep_best: bool = False  # also keep the checkpoint with the lowest validation loss
+    keep_best: bool = (
+        False  # also keep the checkpoint with the lowest validation loss, of those saved at steps that were evaluated
+    )
 
     def fp8_blocks(self, num_layers: int) -> list[int]:
         """Returns the blocks whose linear layers multiply in fp8, of a model with `num_layers` blocks."""

@@ -15,7 +15,7 @@ from ssscale.train.schedules.base import Stretch
 def learning_rate(stages: Sequence[StageConfig], batch_size: int, tokens: int) -> float:
     """Returns the learning rate of the step that ends at `tokens` of the run.
 
-    batch_size: rows per step at the beginning of the run, which `power` uses.
+    batch_size: rows per step in stages before the first that sets a `batch_size`. `power` uses the rows of its stage.
     """
     index, into = stage_at(stages, tokens)
     return stage_learning_rate(stages, batch_size, index, into)

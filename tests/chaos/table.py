@@ -26,8 +26,8 @@ HEAD = """# Faults
 
 This page lists every tested fault. `python -m tests.chaos.table` writes it from the tests.
 
-**Exit code.** [Exit codes](reference/exit_codes.md) explains each code. After codes 75 and 76, run the same command
-again to continue; `pretrain.sbatch` does this by itself.
+**Exit code.** [Exit codes](reference/exit_codes.md) explains each code. After codes 75, 76, 79 and 128 + signal, run
+the same command again to continue. `pretrain.sbatch` does this by itself, except after 79.
 
 **Same bits.** This column compares the run with a run that did not have the fault:
 

@@ -173,6 +173,22 @@ def test_command_refuses(argument, expected):
     assert expected in str(error.value)
 
 
+def test_a_refusal_by_the_number_of_gpus_names_the_default():
+    with pytest.raises(UserError, match=r"use train.batch_size=64, .* \(gpus=8 is the default\)$"):
+        command.main(["config=tiny_sb"])
+    with pytest.raises(UserError, match=r"or train.microbatch=1 or 2$"):
+        command.main(["config=tiny_sb", "gpus=8"])
+    with pytest.raises(UserError, match=r"model.num_heads=3 does not divide (?!.*default)"):
+        command.main(["config=tiny_sb", "model.num_heads=3"])
+
+
+def test_one_gpu_is_singular(capsys):
+    command.main(["config=tiny_sb", "gpus=1"])
+    out = capsys.readouterr().out
+    assert out.startswith("tiny_sb on 1 GPU ")
+    assert "16 rows on 1 rank " in out
+
+
 def test_users_command_runs_as_written_without_torch():
     """A mistake ends with 2 and one line."""
     code = (

@@ -215,6 +215,12 @@ def test_a_stopped_run_goes_on(pretrained, tmp_path, groups):
             ["from=x", "questions=y", "run_dir=z", "train.stages.0.schedule.lr=1"],
             "has no effect here: use lr= and epochs=",
         ),
+        (
+            ["from=x", "questions=y", "run_dir=z", "train.eval_every=1"],
+            "train.eval_every=1 has no effect here: fine-tuning",
+        ),
+        (["from=x", "questions=y", "run_dir=z", "train.tasks=[cloze]"], "no validation split and scores no tasks"),
+        (["from=x", "questions=y", "run_dir=z", "train.keep_best=true"], "train.keep_best=true has no effect here"),
     ],
 )
 def test_command_says_what_is_wrong(arguments, said, tmp_path, monkeypatch):
@@ -223,6 +229,19 @@ def test_command_says_what_is_wrong(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where there is no folder x
     with pytest.raises(UserError, match=said.replace("'", ".")):
         finetune.main(arguments)
+
+
+def test_the_best_checkpoint_of_pretraining_binds_no_key(pretrained, tmp_path, monkeypatch):
+    """A run that kept its best checkpoint is fine-tuned without saves."""
+    from launch import finetune
+
+    config, source, _ = pretrained
+    kept = replace(config, train=replace(config.train, keep_best=True))
+    monkeypatch.setattr(finetune, "saved_config", lambda checkpoint: kept)
+    (tmp_path / "a.json").write_text("{}")
+    options = {"from": str(source), "questions": f"{tmp_path}/a.json", "run_dir": str(tmp_path / "run")}
+    train = finetune.checked(options, ["train.save_every=0"])[1].train
+    assert (train.keep_best, train.save_every) == (False, 0)
 
 
 def test_a_file_of_questions_counts_once(pretrained, tmp_path):

@@ -200,10 +200,10 @@ class Mixer:
     observes: ClassVar[tuple[str, ...]] = ()  # the names of the values that `look` returns
 
     def look(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
-        """Returns [len(observes)] float32 for one layer: means over this rank's tokens and heads.
+        """Returns [len(observes)] float32 for one layer: means over this rank's tokens and heads, or over a sample of them.
 
         Runs without gradients and torch.compile, on the inputs of `attend`. Tensor-parallel ranks are averaged
-        afterwards.
+        afterwards, with equal weights.
         """
         raise NotImplementedError
 

@@ -161,7 +161,10 @@ class StickBreaking(Mixer):
         )
 
     def look(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, layout: PackedLayout) -> Tensor:
-        """Returns the mean unspent stick, and the share of live tiles (`live_tiles`) in the longest document."""
+        """Returns the mean unspent stick over all queries and heads, and `live_tiles` of the longest document.
+
+        With `skip_below` > 0 on a GPU, the unspent stick is an upper bound.
+        """
         import torch
 
         _, log_rest = self._break(q, k, v, layer, layout)

@@ -68,6 +68,7 @@ class Position:
         return layout
 
     def bias(self, layer: Attention) -> Bias | None:
+        """Returns the bias that this layer adds to the logits, for this rank's heads; None if the method has none."""
         return None
 
     def table_bytes(self, head_size: int, length: int) -> int:

@@ -34,7 +34,8 @@ class Schedule:
     name: ClassVar[str]
     decays: ClassVar[bool] = False  # whether it decays over the last `decay_tokens` of the stage
     follows: ClassVar[bool] = False  # whether it fills its stage, from the rate at which the stage before ended
-    # What it reads of decay_shape, floor, power_a and power_b. Others are refused if they are set. None: it may read all.
+    # What it reads of decay_shape, floor, power_a and power_b, and of lr if it follows. Others are refused if they are set.
+    # None: it may read all.
     reads: ClassVar[tuple[str, ...] | None] = None
 
     def check(self, config: ScheduleConfig, key: str) -> None:
