@@ -82,8 +82,8 @@ def export_checkpoint(
     puts BOS before every text, as in training. Weights are read one at a time. The caller must have verified the
     checksums of the checkpoint (`reading`).
 
-    Raises UserError if the dtype is unknown, the checkpoint has no tokenizer, the family cannot represent the model, or
-    `out` is not empty.
+    Raises UserError if the dtype is unknown, the checkpoint has no tokenizer or one with ids beyond the model's vocabulary,
+    the family cannot represent the model, or `out` is not empty.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is not supported: use {', '.join(DTYPES)}")
@@ -185,7 +185,8 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
 
     folder: written by `export_checkpoint`, or a model of one of the FAMILIES. The checkpoint is at step 0 and
     holds weights only, without optimizer state. Raises UserError if the folder is damaged or holds another kind of model,
-    if `out` is not empty, or if the checkpoint cannot be written.
+    if its tokenizer has ids beyond the vocabulary of the model, if `out` is not empty, or if the checkpoint cannot be
+    written.
     """
     check_empty(out)
     content = check_folder(folder)
@@ -193,7 +194,7 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     tokenizer = folder / "tokenizer.json"
     # In the cache of huggingface_hub, snapshots/REVISION links into blobs/, a sibling of snapshots/.
     _check_link(tokenizer, folder.parent.parent if folder.parent.name == "snapshots" else folder)
-    open_tokenizer(tokenizer)
+    open_tokenizer(tokenizer, config.model.vocab_size, "config.json")
     model = build_model(config, groups, torch.float32)
     weights = _open_weights(folder)
     _fill(model, weights if content["model_type"] == "ssscale" else from_family(weights, config.model, folder), folder)
