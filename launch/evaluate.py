@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from ssscale.model.decoder import Decoder
 
 SUITES = ("stickbreaking_paper", "ruler")
-DATA_HINT = "name the folder that the run was trained on with data=FOLDER"
+DATA_HINT = (
+    "name the folder that the run was trained on with data=FOLDER, or score other tasks than cloze with valid=false"
+)
 CHANGEABLE = ("model.mixers", "model.mixer.", "model.position.")
 COMMAND = Command(
     about=__doc__,
