@@ -190,6 +190,7 @@ SLIDING = ["sliding_attention"]
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, and this decoder rotates whole heads only"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is set"),
         ({"eos_token_id": [1, 2]}, "eos_token_id=[1, 2]: set it to the one token that ends a document"),
+        ({"eos_token_id": 5000}, "config.json has eos_token_id=5000, which is not an id below vocab_size=300"),
         ({"bos_token_id": None}, "bos_token_id=null: set it to the one token that begins a document"),
         ({"num_attention_heads": None}, "model.num_heads must be a whole number, not null"),
         ({"hidden_size": [1]}, "model.hidden_size must be a whole number"),
