@@ -245,7 +245,7 @@ def test_tasks_are_scored_without_a_data_folder(suite_run, eval_data) -> None:
     """As those of an imported model, which was trained elsewhere. The message did not say how."""
     run, _ = suite_run
     piqa = [f"checkpoint={run}", "tasks=piqa", f"eval_data={eval_data}", "limit=2", "data=nowhere"]
-    with pytest.raises(UserError, match="with data=FOLDER, or score other tasks than cloze with valid=false"):
+    with pytest.raises(UserError, match="with data=FOLDER, or score any task but cloze with valid=false"):
         evaluate(piqa)
     evaluate([*piqa, "valid=false"])
 
