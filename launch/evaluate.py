@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ssscale.model.decoder import Decoder
 
 SUITES = ("stickbreaking_paper", "ruler")
-DATA_HINT = "name the folder that the run was trained on with data=FOLDER"
+DATA_HINT = "name the folder that the run was trained on with data=FOLDER, or score any task but cloze with valid=false"
 CHANGEABLE = ("model.mixers", "model.mixer.", "model.position.")
 COMMAND = Command(
     about=__doc__,

@@ -29,7 +29,7 @@ Doc = dict[str, Any]
 class TaskResult:
     """The result of one task or group.
 
-    metric, value, stderr: the first metric with its standard error.
+    metric, value, stderr: the metric of `first_metric` with its standard error.
     chance: the expected score of guessing, if it is known (`eval.checkpoint.chance`).
     items: number of scored documents.
     num_fewshot: examples before each document. None: the tasks of a group differ.
@@ -270,12 +270,16 @@ def guessing(task: str, metric: str) -> float | None:
 
 
 def first_metric(metrics: dict[str, Any]) -> str:
-    """Return the first metric with its filter, as `acc,none`."""
-    return next(key for key in metrics if "," in key and "_stderr" not in key)
+    """Return the first share of documents with its filter, as `acc,none`, or the first metric if there is no share.
+
+    A share says more of a task than a perplexity, which lm-eval gives first for LAMBADA: guessing has a score.
+    """
+    names = [key for key in metrics if "," in key and "_stderr" not in key]
+    return next((key for key in names if key.partition(",")[0] in SHARES), names[0])
 
 
 def make_result(task: str, metrics: dict[str, Any], **more: Any) -> TaskResult:
-    """Make a TaskResult whose metric is the first one in `metrics`. more: the other fields."""
+    """Make a TaskResult whose metric is `first_metric` of `metrics`. more: the other fields."""
     values = {key: value for key, value in metrics.items() if "," in key}
     metric = first_metric(values)
     name, kind = metric.split(",")

@@ -12,7 +12,8 @@ from data_prep.tokenize import describe, load, vocab_size
 from data_prep.words import word_encoder
 from ssscale.data.stream import PackedData
 from ssscale.errors import UserError
-from ssscale.train.same_tokens import TOKENIZER, check_same, saved_tokenizer
+from ssscale.train.checkpoint_folder import saved_config
+from ssscale.train.same_tokens import TOKENIZER, check_rows, check_same, saved_tokenizer
 
 TEXTS_AT_ONCE = 4096  # limits memory, because encodings are much larger than the tokens
 
@@ -40,8 +41,8 @@ class TextTokenizer:
         boundaries.json in the checkpoint has the ids of BOS and EOS. Without that file, they come from the manifest of
         `data`, or without data from the names of the tokens.
 
-        Raises UserError if the checkpoint has no tokenizer, if BOS and EOS cannot be determined, or if `data` was packed
-        with another tokenizer.
+        Raises UserError if the checkpoint has no tokenizer, if the tokenizer has ids beyond the model's vocabulary, if BOS
+        and EOS cannot be determined, or if `data` was packed with another tokenizer.
         """
         file = checkpoint / TOKENIZER
         text = saved_tokenizer(checkpoint)
@@ -49,17 +50,9 @@ class TextTokenizer:
             raise UserError(f"checkpoint {checkpoint} has no tokenizer.json: copy it from the data folder")
         if data is not None:
             check_same(data.tokenizer_text, f"the data folder {data.place.path}", text, str(checkpoint))
-        bounds = checkpoint / "boundaries.json"
-        if bounds.is_file():
-            return cls(str(file), *_bounds(bounds))
-        if data is not None:
-            entry = data.manifest["tokenizer"]
-            return cls(str(file), entry["bos_id"], entry["eos_id"])
-        try:
-            info = describe(str(file))
-        except DataError as error:
-            raise UserError(str(error)) from error
-        return cls(str(file), info.bos_id, info.eos_id)
+        found = cls(str(file), *_bounds_of(checkpoint, data))
+        check_rows(found.vocab_size - 1, file, saved_config(checkpoint).model.vocab_size, "config.yaml")
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without BOS and EOS.
@@ -85,6 +78,21 @@ class TextTokenizer:
     def decode_batch(self, texts: Sequence[Sequence[int]]) -> list[str]:
         """Decode many texts on all cores."""
         return list(self.tokenizer.decode_batch([list(tokens) for tokens in texts], skip_special_tokens=False))
+
+
+def _bounds_of(checkpoint: Path, data: PackedData | None) -> tuple[int, int]:
+    """Return the ids of BOS and EOS. Raises UserError if they cannot be determined."""
+    bounds = checkpoint / "boundaries.json"
+    if bounds.is_file():
+        return _bounds(bounds)
+    if data is not None:
+        entry = data.manifest["tokenizer"]
+        return entry["bos_id"], entry["eos_id"]
+    try:
+        info = describe(str(checkpoint / TOKENIZER))
+    except DataError as error:
+        raise UserError(str(error)) from error
+    return info.bos_id, info.eos_id
 
 
 def _bounds(file: Path) -> tuple[int, int]:

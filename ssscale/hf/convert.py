@@ -82,8 +82,8 @@ def export_checkpoint(
     puts BOS before every text, as in training. Weights are read one at a time. The caller must have verified the
     checksums of the checkpoint (`reading`).
 
-    Raises UserError if the dtype is unknown, the checkpoint has no tokenizer, the family cannot represent the model, or
-    `out` is not empty.
+    Raises UserError if the dtype is unknown, the checkpoint has no tokenizer or one with ids beyond the model's vocabulary,
+    the family cannot represent the model, or `out` is not empty.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is not supported: use {', '.join(DTYPES)}")
@@ -184,8 +184,10 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     """Converts a folder to a run with one checkpoint, and returns the checkpoint.
 
     folder: written by `export_checkpoint`, or a model of one of the FAMILIES. The checkpoint is at step 0 and
-    holds weights only, without optimizer state. Raises UserError if the folder is damaged or holds another kind of model,
-    if `out` is not empty, or if the checkpoint cannot be written.
+    holds weights only, without optimizer state.
+
+    Raises UserError if the folder is damaged or holds another kind of model, if its tokenizer, BOS or EOS have ids beyond
+    the vocabulary of the model, if `out` is not empty, or if the checkpoint cannot be written.
     """
     check_empty(out)
     content = check_folder(folder)
@@ -193,11 +195,11 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
     tokenizer = folder / "tokenizer.json"
     # In the cache of huggingface_hub, snapshots/REVISION links into blobs/, a sibling of snapshots/.
     _check_link(tokenizer, folder.parent.parent if folder.parent.name == "snapshots" else folder)
-    open_tokenizer(tokenizer)
+    open_tokenizer(tokenizer, config.model.vocab_size, "config.json")
+    bounds = _bounds(content, config.model.vocab_size, folder / "config.json")
     model = build_model(config, groups, torch.float32)
     weights = _open_weights(folder)
     _fill(model, weights if content["model_type"] == "ssscale" else from_family(weights, config.model, folder), folder)
-    bounds = {"bos_id": content.get("bos_token_id"), "eos_id": content.get("eos_token_id")}
     files = {
         "config.yaml": to_yaml(config),
         "tokenizer.json": tokenizer.read_text(encoding="utf-8"),
@@ -207,6 +209,14 @@ def import_checkpoint(folder: Path, out: Path, groups: Groups) -> Path:
         save_checkpoint(run / "checkpoints", cast(Engine, WeightsOnly(model)), groups, TrainState(), files)
         (run / "config.yaml").write_text(files["config.yaml"], encoding="utf-8")
     return out / "checkpoints" / "step-00000000"
+
+
+def _bounds(content: dict[str, Any], vocab_size: int, file: Path) -> dict[str, Any]:
+    """Returns the content of boundaries.json. Raises UserError if the embedding has no row for such a token."""
+    for key in ("bos_token_id", "eos_token_id"):
+        if content.get(key) is not None and content[key] not in range(vocab_size):
+            raise UserError(f"{file} has {key}={content[key]!r}, which is not an id below vocab_size={vocab_size}")
+    return {"bos_id": content.get("bos_token_id"), "eos_id": content.get("eos_token_id")}
 
 
 def _check_link(file: Path, folder: Path) -> None:

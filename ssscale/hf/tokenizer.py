@@ -8,13 +8,14 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from ssscale.errors import UserError
+from ssscale.train.same_tokens import check_rows
 
 PAD = "<|pad|>"
 LARGEST = 2**24  # as of data_prep: saving a tokenizer prints every id below the largest that has no token
 
 
-def open_tokenizer(file: Path) -> Tokenizer:
-    """Raises UserError if the file is no tokenizer."""
+def open_tokenizer(file: Path, vocab_size: int, config: str) -> Tokenizer:
+    """Raises UserError if the file is no tokenizer, or has an id beyond the model's vocab_size. config: as of `check_rows`."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no specific exception
@@ -22,6 +23,7 @@ def open_tokenizer(file: Path) -> Tokenizer:
     last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if last >= LARGEST:
         raise UserError(f"{file} has token id {last}: ids must be below {LARGEST:,}")
+    check_rows(last, file, vocab_size, config)
     return tokenizer
 
 
@@ -31,7 +33,7 @@ def write_tokenizer(file: Path, out: Path, vocab_size: int, bos_id: int, eos_id:
     The pad token gets the first id after the tokenizer's last, if the model has a row for it; training used none of
     these rows, so no text changes. Otherwise EOS pads. generation_config.json suppresses all ids without a text.
     """
-    tokenizer = open_tokenizer(file)
+    tokenizer = open_tokenizer(file, vocab_size, "config.yaml")
     bos, eos = (tokenizer.id_to_token(token) for token in (bos_id, eos_id))
     if bos is None or eos is None:
         raise UserError(f"{file} has no tokens {bos_id} and {eos_id} for a document's beginning and end")

@@ -1,4 +1,4 @@
-"""Refuses data whose ids are other tokens than those that the weights were trained with."""
+"""Refuses data and tokenizers whose ids are other tokens than those of the weights, or that have no weights."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +52,18 @@ def check_same(own: str, data: str, other: str, where: str) -> None:
     """Raises UserError if two tokenizers differ in a token or an id. data, where: what they belong to, for the sentence."""
     if own != other and _tokens(own, data) != _tokens(other, where):
         raise UserError(f"{data} was packed with another tokenizer than {where}: the same ids are other tokens there")
+
+
+def check_rows(last: int, file: Path, vocab_size: int, config: str) -> None:
+    """Raises UserError if a tokenizer has an id that no row of the model's embedding belongs to.
+
+    last: the largest id of the tokenizer `file`. config: where vocab_size stands, for the sentence.
+    """
+    if last >= vocab_size:
+        raise UserError(
+            f"{file} has ids up to {last}, but {config} has vocab_size={vocab_size}: resize the model's embedding to"
+            f" at least {last + 1} rows, or remove the added tokens from {file.name}"
+        )
 
 
 def _tokens(text: str, where: str) -> dict[str, int]:

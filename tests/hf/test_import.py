@@ -190,6 +190,7 @@ SLIDING = ["sliding_attention"]
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, and this decoder rotates whole heads only"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is set"),
         ({"eos_token_id": [1, 2]}, "eos_token_id=[1, 2]: set it to the one token that ends a document"),
+        ({"eos_token_id": 5000}, "config.json has eos_token_id=5000, which is not an id below vocab_size=300"),
         ({"bos_token_id": None}, "bos_token_id=null: set it to the one token that begins a document"),
         ({"num_attention_heads": None}, "model.num_heads must be a whole number, not null"),
         ({"hidden_size": [1]}, "model.hidden_size must be a whole number"),
@@ -208,6 +209,35 @@ def test_what_is_not_imported_is_one_sentence(
         import_checkpoint(tmp_path / "hf", tmp_path / "back", groups)
     assert said in str(error.value)
     assert not (tmp_path / "back").exists()
+
+
+def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(
+    groups: Groups, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    """Such a model was imported, and an evaluation ended with an IndexError. Ids may have gaps: the largest one counts."""
+    write_checkpoint(make_model("softmax"), groups, tmp_path / "run", tokenizer_file)
+    checkpoint = tmp_path / "run/checkpoints/step-00000007"
+    export_checkpoint(checkpoint, tmp_path / "hf", 0, 0, form="llama")
+    tokenizer = json.loads(tokenizer_file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    assert vocabulary[last] == 299
+    vocabulary[last] = 400
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps(tokenizer))
+    said = "tokenizer.json has ids up to 400, but config.json has vocab_size=300: resize the model's embedding to at least "
+    with pytest.raises(UserError) as error:
+        import_checkpoint(tmp_path / "hf", tmp_path / "back", groups)
+    assert f"{said}401 rows, or remove the added tokens from tokenizer.json" in str(error.value)
+    assert not (tmp_path / "back").exists()
+    shutil.copy(tmp_path / "hf/tokenizer.json", checkpoint)
+    for use in (
+        lambda: export_checkpoint(checkpoint, tmp_path / "out", 0, 0),
+        lambda: TextTokenizer.of_checkpoint(checkpoint),  # as every evaluation opens it
+    ):
+        with pytest.raises(UserError) as error:
+            use()
+        assert said.replace("json has v", "yaml has v") in str(error.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(

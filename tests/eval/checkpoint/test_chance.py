@@ -20,6 +20,7 @@ CHOICES = {
     "sciq",
     "winogrande",
 }
+LIMITS = {"num_fewshot": 0, "limit": None, "length": 64}
 
 
 def test_wilsons_interval_is_that_of_the_literature():
@@ -93,6 +94,20 @@ def test_training_logs_the_filter_that_results_name():
         "exact_match,flexible": 0.3,
         "f1,none": 0.2,
     }
-    result = make_result("t", metrics, chance=None, items=1, num_fewshot=0, limit=None, length=64)
+    result = make_result("t", metrics, chance=None, items=1, **LIMITS)
     assert values_of([result]) == {"t/exact_match": result.value, "t/f1": 0.2}
     assert result.value == 0.1
+
+
+def test_lambadas_result_is_the_share_that_has_a_chance():
+    """lm-eval gives its perplexity first, which has none, so the documented chance was never shown."""
+    metrics = {"perplexity,none": 40.0, "acc,none": 0.3}
+    output = {
+        "samples": {"lambada_openai": [{"doc_id": 0, "arguments": [("a", " b")]}]},
+        "results": {"lambada_openai": metrics},
+        "configs": {"lambada_openai": {"output_type": "loglikelihood"}},
+        "n-shot": {"lambada_openai": 0},
+    }
+    result = _scored("lambada_openai", output, None, 64).result
+    assert (result.metric, result.value, result.chance) == ("acc", 0.3, WRITTEN["lambada_openai"].rate)
+    assert make_result("t", {"f1,none": 0.2, "x,none": 1.0}, chance=None, items=1, **LIMITS).metric == "f1"

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import zstandard
 from lm_eval.tasks import TaskManager
 
 from eval.checkpoint.harness import PackedLM
-from eval.checkpoint.paper import PAPER_2, SUITE, our_rows
+from eval.checkpoint.paper import PAPER_2, PERPLEXITY, SUITE, TABLE_2, TABLE_3, TABLE_4, our_rows
 from eval.checkpoint.results import add_results, read_results
 from eval.checkpoint.suite import find_tasks
 from eval.checkpoint.task_names import defined, lm_eval_tasks
@@ -238,6 +239,28 @@ def test_two_tensor_parallel_processes_agree_with_one(suite_run, eval_data, pool
         expected = [float(r[0][0] if name != "wikitext" else r[0]) for s in found["samples"][name] for r in s["resps"]]
         assert answers[0][name] == answers[1][name]
         assert answers[0][name] == pytest.approx(expected, rel=1e-5)
+
+
+def test_tasks_are_scored_without_a_data_folder(suite_run, eval_data) -> None:
+    """As those of an imported model, which was trained elsewhere. The message did not say how."""
+    run, _ = suite_run
+    piqa = [f"checkpoint={run}", "tasks=piqa", f"eval_data={eval_data}", "limit=2", "data=nowhere"]
+    with pytest.raises(UserError, match="with data=FOLDER, or score any task but cloze with valid=false"):
+        evaluate(piqa)
+    evaluate([*piqa, "valid=false"])
+
+
+def test_the_reference_gives_the_metrics_of_the_papers_tables() -> None:
+    """It promised them for the command's own table, which has acc where there is acc_norm too."""
+    page = (Path(__file__).parents[3] / "docs/reference/evaluation.md").read_text(encoding="utf-8")
+    _, table = page.split("metric in the paper's tables |\n")
+    given = {}
+    for line in table.split("\n\n")[0].splitlines()[1:]:
+        *_, metric = (cell.strip() for cell in line.strip("|").split("|"))
+        given |= dict.fromkeys(re.findall(r"`(\w+)`", line.split("|")[1]), metric)
+    assert given.keys() == FILES.keys()
+    for task, metric, _ in (*TABLE_2, PERPLEXITY, *TABLE_3, *TABLE_4):
+        assert given[task].split()[0].rstrip(",") == metric.partition(",")[0], task
 
 
 def test_missing_data_is_named(suite_run, eval_data, tmp_path) -> None:

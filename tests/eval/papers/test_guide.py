@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,43 @@ def test_run_files_load_with_their_keys() -> None:
             load_config([*words, *keys])
             seen.add(words[0].removeprefix("config="))
     assert {name for name in run_names() if name.startswith(("350m", "162m"))} - seen == {"162m_sb", "350m_rope_ntk"}
-    assert {"1b_sb", "1b_softmax", "3b_sb", "3b_softmax"} <= seen
+    assert {"1b_sb", "1b_sb_rem", "1b_softmax", "3b_sb", "3b_softmax"} <= seen
+
+
+def test_every_figure_and_table_has_a_row() -> None:
+    found: dict[str, set[int]] = {}
+    for paper, tables, numbers in re.findall(
+        r"^\| (SSMax|stick-breaking)(, Tables?)? (\d[\d, to]*)", PAGE, re.MULTILINE
+    ):
+        for first, last in re.findall(r"(\d+)(?: to (\d+))?", numbers):
+            kind = found.setdefault(paper + (" tables" if tables else ""), set())
+            kind |= set(range(int(first), int(last or first) + 1))
+    eight = set(range(1, 9))
+    assert found == {
+        "SSMax": eight,
+        "SSMax tables": {1, 2, 3},
+        "stick-breaking": eight,
+        "stick-breaking tables": {1, 2, 3, 4, 5},
+    }
+
+
+@pytest.mark.parametrize(("codes", "calls"), [("75 75 0", 3), ("0", 1), ("75 1", 2), ("2", 1)])
+def test_recall_continues_until_it_is_done(codes: str, calls: int) -> None:
+    """It was given once, and stops with code 75 after nine minutes of at most ten hours."""
+    recall = [line for line in LINES if "eval.papers.mqrar" in line]
+    assert len(recall) == 2
+    for line in recall:
+        assert " --plain" in line
+        fake = f"codes=({codes}); calls=0; python() {{ calls=$((calls + 1)); return ${{codes[calls - 1]}}; }}"
+        done = subprocess.run(
+            ["bash", "-c", f"{fake}; {line}; echo $calls"], capture_output=True, text=True, timeout=20
+        )
+        assert (done.stdout, done.stderr) == (f"{calls}\n", "")
 
 
 @pytest.mark.parametrize(
-    ("name", "hours"), [("162m_ssmax_pn", 0.5), ("162m_ssmax", 3.9), ("350m_sb", 0.4), ("1b_sb", 141), ("3b_sb", 351)]
+    ("name", "hours"),
+    [("162m_ssmax_pn", 0.5), ("162m_ssmax", 3.9), ("350m_sb", 0.4), ("1b_sb", 141), ("1b_sb_rem", 141), ("3b_sb", 351)],
 )
 def test_hours_are_those_of_the_estimate(name: str, hours: float) -> None:
     from ssscale.model.flops import PEAK_FLOPS, flops_per_token
