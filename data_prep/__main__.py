@@ -17,7 +17,7 @@ from data_prep.errors import DataError
 from data_prep.interrupt import INTERRUPTED, raise_again
 from data_prep.progress import Progress
 from data_prep.settings import PACKINGS, Settings, from_dict, from_yaml
-from data_prep.unforeseen import describe, output_full, print_any_character
+from data_prep.unforeseen import describe, output_full, prepare_output
 
 FAILED = 70  # EX_SOFTWARE
 TERMINATED = 143  # as shells show SIGTERM
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Unless it is 0, one sentence is printed to stderr.
     """
-    print_any_character()
+    prepare_output()
     console = Console(markup=False, emoji=False)
     args = argparse.Namespace()
     try:

@@ -23,8 +23,18 @@ def describe(error: BaseException, command: str) -> str:
     return f"{sentence}; an unexpected error: the whole traceback is in {name}"
 
 
-def print_any_character() -> None:
-    """Lets stdout print `?` for characters that its encoding lacks, such as → in ASCII, in place of an error."""
+def prepare_output() -> None:
+    """Lets stdout print `?` for characters that its encoding lacks, such as → in ASCII, in place of an error.
+
+    If the caller has closed stdout or stderr, they become /dev/null. Otherwise the next file that is opened would take the
+    place of stdout, and what libraries print would go into it.
+    """
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(
+            os.open(os.devnull, os.O_WRONLY), "w"
+        )  # takes the lowest free number, which is that of stdout
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 

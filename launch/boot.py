@@ -16,7 +16,7 @@ from launch.process import WORKER, rank_environment
 from ssscale.errors import FAILED, INTERRUPTED, OUT_OF_MEMORY, TOGETHER, UNREAD, Stop, UserError
 from ssscale.interrupt import raise_again, report
 from ssscale.options import EVERY_KEY, Command, Option
-from ssscale.unforeseen import describe, describe_os_error, output_unread, print_any_character
+from ssscale.unforeseen import describe, describe_os_error, output_unread, prepare_output
 
 __all__ = [
     "EVERY_KEY",
@@ -83,7 +83,7 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
     handles Ctrl-C itself: it saves and ends with 75. Errors print one sentence to stderr.
     """
     argv = sys.argv[1:]
-    print_any_character()
+    prepare_output()
     try:
         raise_again()
         command.help_if_asked(argv)

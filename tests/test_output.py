@@ -1,4 +1,4 @@
-"""Output that cannot be written: characters that its encoding lacks, and a full disk."""
+"""Output that cannot be written: characters that its encoding lacks, a full disk, and no output at all."""
 
 import errno
 import os
@@ -35,6 +35,17 @@ def test_a_full_disk(command: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
         ended = run(command, stdout=full)
     assert (ended.returncode, ended.stderr.decode()) == (2, FULL)
+
+
+@pytest.mark.parametrize("module", ["ssscale", "data_prep"])
+def test_closed_output(module: str, tmp_path: Path) -> None:
+    """A file that is opened later must not take the number of stdout, to which libraries print."""
+    file = tmp_path / "file"
+    code = f"import os\nfrom {module}.unforeseen import prepare_output\nprepare_output()\nprint('lost', flush=True)\n"
+    code += f"with open({str(file)!r}, 'w') as opened:\n    os.write(1, b'lost too')\n    opened.write('kept')"
+    shell = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(shell, cwd=ROOT, check=False).returncode == 0
+    assert file.read_text() == "kept"
 
 
 def test_the_disk_of_another_file() -> None:

@@ -12,7 +12,7 @@ from ssscale.errors import FAILED, INTERRUPTED, UNREAD, UserError
 from ssscale.interrupt import raise_again, report
 from ssscale.options import Command
 from ssscale.train.files import replacing
-from ssscale.unforeseen import describe, describe_os_error, output_unread, print_any_character
+from ssscale.unforeseen import describe, describe_os_error, output_unread, prepare_output
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,7 +30,7 @@ def sentences(command: Command | None = None) -> Iterator[None]:
     and its traceback is written to a file that the sentence names. Ctrl-C exits with code 130 after one line, and
     `COMMAND | head` with 141 once `head` has ended, without a word. With a command, --help prints its options.
     """
-    print_any_character()
+    prepare_output()
     try:
         raise_again()
         if command is not None:
