@@ -38,10 +38,13 @@ def prepare(
     """
     inputs = {source: _inputs(settings, source) for source in settings.sources}
     plan = {"settings": settings.to_dict(), "inputs": {source: _sizes(found) for source, found in inputs.items()}}
-    given = _describe(settings, settings.tokenizer) if settings.tokenizer else None
+    made = (Path(out) / MANIFEST).is_file()
+    # A finished folder does not need the file any more.
+    needed = settings.tokenizer and not (made and not os.path.exists(settings.tokenizer))
+    given = _describe(settings, settings.tokenizer) if settings.tokenizer and needed else None
     if given:  # the settings have its path only, and the file may change
         plan["tokenizer"] = asdict(given)
-    if (Path(out) / MANIFEST).is_file():
+    if made:
         manifest = read_manifest(out)
         changed = [key for key in plan if manifest.get(key) != plan[key]]
         if changed:

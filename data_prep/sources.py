@@ -131,9 +131,9 @@ def _whole_folder(folder: Path) -> Input | None:
 
 def _file(path: str, kind: str) -> Input:
     if kind == "megatron-data":
-        path, kind = path[:-4] + ".idx", "megatron"
+        path, kind = path.removesuffix(".bin") + ".idx", "megatron"
     if kind == "megatron":
-        data = path[:-4] + ".bin"
+        data = path.removesuffix(".idx") + ".bin"
         for file in (path, data):
             if not os.path.isfile(file):
                 raise DataError(f"{file} is missing: Megatron's corpora are pairs of .bin and .idx")
@@ -146,9 +146,9 @@ def _kind(path: str) -> str | None:
     name = path.lower()
     if name.endswith((".parquet", ".arrow")):
         return name.rpartition(".")[2]
-    if name.endswith(".idx"):
+    if path.endswith(".idx"):
         return "megatron"
-    if name.endswith(".bin") and os.path.isfile(path[:-4] + ".idx"):
+    if path.endswith(".bin") and os.path.isfile(path.removesuffix(".bin") + ".idx"):
         return "megatron-data"
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)

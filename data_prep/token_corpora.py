@@ -38,7 +38,7 @@ class Boundaries:
 
 def read_megatron(index: str, boundaries: Boundaries, batch_bytes: int) -> Iterator[RawBatch]:
     """Reads Megatron's indexed data set: .bin holds sequences of ids, .idx groups the sequences to documents."""
-    name = index[: -len(".idx")]  # of any case
+    name = index.removesuffix(".idx")
     dtype, lengths, pointers, documents = _read_index(index)
     data = np.memmap(name + ".bin", np.uint8, "r") if lengths.any() else np.empty(0, np.uint8)
     ends = pointers + lengths.astype(np.int64) * dtype.itemsize

@@ -226,8 +226,8 @@ def checked(options: dict[str, Any], settings: Settings) -> Path:
 
     path = Path(options["checkpoint"])
     checkpoint = find_checkpoint(path, quiet=True)  # `reading` reports damage
-    config = change(saved_config(checkpoint), list(settings.changes))
-    validate_checkpoint(config)
+    config = change(saved := saved_config(checkpoint), list(settings.changes))
+    validate_checkpoint(config, saved)
     check_request(settings.names, settings.eval_data, include=settings.include)
     if settings.valid or "cloze" in settings.names:
         check_data(config, settings.data, "valid", hint=DATA_HINT)

@@ -83,8 +83,9 @@ def checked(options: dict[str, Any], changes: list[str]) -> "tuple[Path, Config]
         raise UserError(f"{given} has no effect here: fine-tuning has no validation split and scores no tasks")
     checkpoint = find_checkpoint(Path(options["from"]), "from", quiet=True)  # the run reports damage
     # A pretraining run may have kept its best checkpoint, which would bind this one to its eval_every and save_every.
-    config = change(saved_config(checkpoint), [*changes, "train.keep_best=false"])
-    validate_checkpoint(config)
+    saved = saved_config(checkpoint)
+    config = change(saved, [*changes, "train.keep_best=false"])
+    validate_checkpoint(config, saved)
     files = options["questions"].split(",")
     for index, file in enumerate(files):
         if not Path(file).is_file():

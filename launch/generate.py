@@ -7,17 +7,14 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launch.boot import Command, Option, log, run
 from launch.evaluate import CHANGEABLE
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
 
-if TYPE_CHECKING:
-    from ssscale.config.schema import Config
-
 STDIN = "-"
+LEAST_TEMPERATURE = 1e-6  # by smaller ones, float32 logits cannot be divided
 UNFINISHED = "\ufffd"  # ends the text of tokens that end within a character
 COMMAND = Command(
     about=__doc__,
@@ -48,8 +45,15 @@ COMMAND = Command(
             above=0,
             at_most=1,
         ),
-        Option("samples", int, "texts to write; they differ if temperature is above 0", default=1, at_least=1),
-        Option("seed", int, "of the first text; the others count up from it", default=0, at_least=0),
+        Option(
+            "samples",
+            int,
+            "texts to write; they differ if temperature is above 0",
+            default=1,
+            at_least=1,
+            at_most=2**20,
+        ),
+        Option("seed", int, "of the first text; the others count up from it", default=0, at_least=0, at_most=2**62),
         Option("length", int, "longest prompt and text together, in tokens (the training length)", at_least=2),
     ),
     keys=CHANGEABLE,
@@ -59,9 +63,10 @@ COMMAND = Command(
 def main(argv: list[str]) -> None:
     options, changes = COMMAND.parse(argv)
     path = Path(options["checkpoint"])
+    if 0 < options["temperature"] < LEAST_TEMPERATURE:
+        raise UserError(f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}, not {options['temperature']:g}")
     check(path, changes)
-    prompt = options.get("prompt", "")
-    prompt = sys.stdin.read() if prompt == STDIN else prompt
+    prompt = read_prompt(options.get("prompt", ""))
     from eval.checkpoint.environment import prepare
 
     prepare()
@@ -101,13 +106,24 @@ def main(argv: list[str]) -> None:
         shown.add(text, whole=True)
 
 
+def read_prompt(prompt: str) -> str:
+    """Returns the prompt, or stdin for STDIN. Raises UserError for bytes that are not UTF-8."""
+    try:
+        prompt = sys.stdin.buffer.read().decode() if prompt == STDIN else prompt
+        prompt.encode()
+    except UnicodeError:
+        raise UserError("prompt is not UTF-8 text") from None
+    return prompt
+
+
 def check(path: Path, changes: list[str]) -> None:
     """Raises UserError for mistakes that show without torch."""
     from ssscale.config import change
     from ssscale.validate import validate_checkpoint
 
-    config: Config = change(saved_config(find_checkpoint(path, quiet=True)), changes)  # `reading` reports damage
-    validate_checkpoint(config)
+    saved = saved_config(find_checkpoint(path, quiet=True))  # `reading` reports damage
+    config = change(saved, changes)
+    validate_checkpoint(config, saved)
     uncached = [name for name, mixer in config.model.used.items() if not mixer.cached]
     if uncached:
         raise UserError(f"{path}: {uncached[0]} does not define `cached`, so that no text can be generated")

@@ -45,18 +45,19 @@ def validate(config: Config, world_size: int | None = None, gpu: bool = False) -
             for rows in [own.train.batch_size, *(warmup.batch_size for warmup in stage.batch_warmup)]:
                 check_world(replace(own, train=replace(own.train, batch_size=rows)), world_size)
                 with_microbatch(own, rows, world_size)
-    _check_unused(config, [name for model in (config.model, *Plan(config).models) for name in model.mixers])
+    used = [name for model in (config.model, *Plan(config).models) for name in model.mixers]
+    _check_unused(config, used, type(config.model.mixer)())
 
 
-def validate_checkpoint(config: Config) -> None:
-    """Raises UserError, like `validate`, for the configuration of a checkpoint, which may have been changed.
+def validate_checkpoint(config: Config, saved: Config) -> None:
+    """Raises UserError, like `validate`, for the configuration of a checkpoint, changed from how it was `saved`.
 
     Its stages are not checked: they were when it was trained, and here they would begin from the values of a later one.
+    Options that only mixers of other stages use are refused if they are changed.
     """
     _check_settings(config)
     check_parallel(config, gpu=False)
-    later = [name for stage in config.train.stages if stage.model for name in stage.model.get("mixers", ())]
-    _check_unused(config, [*config.model.mixers, *later])
+    _check_unused(config, config.model.mixers, saved.model.mixer)
 
 
 def _check_settings(config: Config, gpu: bool = False) -> None:
@@ -264,13 +265,16 @@ def check_mixers(model: ModelConfig) -> None:
         mixer.check(model)
 
 
-def _check_unused(config: Config, names: list[str]) -> None:
-    """Raises UserError for options of mixers that are not in `names`, because the user expects them to have an effect."""
+def _check_unused(config: Config, used: list[str], before: Any) -> None:
+    """Raises UserError for options of mixers that are not `used` and were changed, as the user expects them to have an effect.
+
+    before: `model.mixer` without changes.
+    """
     for entry in fields(config.model.mixer):
-        options = getattr(config.model.mixer, entry.name)
-        if entry.name in names or options == type(options)():
+        options, unchanged = (getattr(section, entry.name) for section in (config.model.mixer, before))
+        if entry.name in used or options == unchanged:
             continue
-        changed = next(f.name for f in fields(options) if getattr(options, f.name) != f.default)
+        changed = next(f.name for f in fields(options) if getattr(options, f.name) != getattr(unchanged, f.name))
         raise UserError(
             f"model.mixer.{entry.name}.{changed}={shown(getattr(options, changed))} has no effect: "
             f"model.mixers={_listed(config.model.mixers)} has no {entry.name}"

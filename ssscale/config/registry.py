@@ -1,4 +1,4 @@
-"""Registries for names in a configuration: mixers, positions, schedules and optimizers. And hooks, which plugins add.
+"""Registries for names in a configuration (mixers, positions, schedules, optimizers), and for the hooks of plugins.
 
 Each file of a registry's package registers what it defines. Adding a file changes no other file:
 

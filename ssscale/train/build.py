@@ -185,8 +185,9 @@ def load_model(
     checkpoint: Path, groups: Groups, precision: Precision = Precision.auto, changes: Sequence[str] = ()
 ) -> tuple[Decoder, Config]:
     """Does the same as `load_for_inference` for a checkpoint that the caller has opened with `reading`."""
-    config = change(saved_config(checkpoint), list(changes))
-    validate_checkpoint(config)
+    saved = saved_config(checkpoint)
+    config = change(saved, list(changes))
+    validate_checkpoint(config, saved)
     model = build_model(config, groups, choose_dtype(precision, groups.device))
     load_switched(CheckpointReader(checkpoint), model, config.model, groups)
     return model.eval().requires_grad_(False), config

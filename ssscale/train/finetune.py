@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ssscale.config.registry import MIXERS
 from ssscale.config.schema import Config, ScheduleConfig, StageConfig, optimizer_config
 from ssscale.data.batch import Batch
 from ssscale.data.questions import Example, make_batch
@@ -44,8 +45,10 @@ def finetuning_config(
         "cosine", lr, warmup_tokens=min(per_epoch, per_epoch * steps * batch // num_examples // 2)
     )
     stage = StageConfig("finetune", steps * batch * config.data.length, schedule)
+    others = {name: kind() for name, kind in MIXERS.items() if name not in config.model.mixers}  # of other stages
     return replace(
         config,
+        model=replace(config.model, mixer=replace(config.model.mixer, **others)),
         name=Path(run_dir).name,
         run_dir=run_dir,
         init_from=init_from,

@@ -301,12 +301,25 @@ class Run:
             torch.cuda.empty_cache()
         self.engine = self._build(reader)
 
+    def _restarted(self, reader: CheckpointReader | None) -> frozenset[str]:
+        """Returns the weights that start again in a stage that begins with the next step."""
+        begins = next(part.first_step for part in self.plan.parts if part.stage == self.part.stage)
+        if reader is None or reader.state.step != begins:
+            return frozenset()
+        found = frozenset(restarted_weights(saved_config(reader.path), self.config))
+        if found:
+            name = self.config.train.stages[self.part.stage].name
+            logger.info(
+                "stage %s changes the start of %s, which replaces what was trained", name, ", ".join(sorted(found))
+            )
+        return found
+
     def _build(self, reader: CheckpointReader | None) -> DeepSpeedEngine:
         config, groups = self.config, self.groups
         torch.manual_seed(config.train.seed)
         dtype = choose_dtype(config.train.precision, groups.device)
         model = build_model(config, groups, dtype)
-        restarted = frozenset() if reader is None else restarted_weights(saved_config(reader.path), config)
+        restarted = self._restarted(reader)
         log_choices(model, config, groups, dtype, self.source.vocab_size)
         if reader is None:
             initialize_weights(model, config.model, groups, config.train.seed)

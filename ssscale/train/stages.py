@@ -88,9 +88,16 @@ def begun_model(before: ModelConfig, after: ModelConfig, length: int) -> ModelCo
 
 
 def restarted_weights(before: Config, after: Config) -> set[str]:
-    """Returns the weights that both models have and whose start value differs: a stage has changed it."""
-    old, new = (declared_weights(config.model, config.data.length) for config in (before, after))
-    return {name for name in old.keys() & new.keys() if old[name].start != new[name].start}
+    """Returns the weights whose start value a stage has changed by an option (`model.mixer.ssmax.scale`).
+
+    before, after: the configurations of the stage before and of the stage. In layers that change their mixer, weights of the
+    mixer before are kept.
+    """
+    old, new = (declared_weights(config.model, after.data.length) for config in (before, after))
+    layers = enumerate(zip(before.model.layer_mixers, after.model.layer_mixers, strict=True))
+    switched = tuple(f"blocks.{layer}.attention.weights." for layer, (was, now) in layers if was.name != now.name)
+    changed = {name for name in old.keys() & new.keys() if old[name].start != new[name].start}
+    return {name for name in changed if not name.startswith(switched)}
 
 
 def stage_config(config: Config, index: int) -> Config:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ssscale.config import load_config
+from ssscale.config import change, load_config
 from ssscale.config.schema import BatchWarmup, Config, DataConfig, ModelChanges, StageConfig, TrainConfig
 from ssscale.data.order import Order
 from ssscale.errors import UserError
-from ssscale.train.stages import Plan, Skipped, read_skipped, stage_config
-from ssscale.validate import validate
+from ssscale.train.finetune import finetuning_config
+from ssscale.train.stages import Plan, Skipped, read_skipped, restarted_weights, stage_config
+from ssscale.validate import validate, validate_checkpoint
 
 STICKS = ModelChanges({"mixers": ["stickbreaking"]})
 BASE = ModelChanges({"position": {"rope": {"base": 5e5}}})
@@ -212,3 +213,27 @@ def test_changes_hold_from_their_stage_on() -> None:
     )
     assert [stage_config(config, i).model.position.rope.base for i in range(3)] == [1e4, 5e5, 5e5]
     assert stage_config(config, 0) == replace(config)
+
+
+def test_a_changed_scale_restarts_s_and_nothing_else_does() -> None:
+    scale = ModelChanges({"mixer": {"ssmax": {"scale": 0.5}}})
+    stages = [StageConfig("a", 40), StageConfig("b", 40, model=ssmax("bias")), StageConfig("c", 40, model=scale)]
+    config = run(*stages, StageConfig("d", 40, model=BASE, data_path="d", length=20))
+    steps = [stage_config(config, index) for index in range(4)]
+    layers = range(config.model.num_layers)
+    assert restarted_weights(steps[1], steps[2]) == {f"blocks.{layer}.attention.weights.s" for layer in layers}
+    assert not restarted_weights(steps[0], steps[1])
+    assert not restarted_weights(steps[2], steps[3])
+
+
+def test_options_of_another_stage_are_refused_only_if_they_are_changed() -> None:
+    """The options of softmax in the checkpoint of a stage that has replaced it, and the other way round."""
+    config = run(StageConfig("a", 80), StageConfig("b", 80, model=ModelChanges({"mixers": ["ssmax"]})))
+    config = change(config, ["model.mixer.softmax.backend=flash", "model.mixer.ssmax.variant=pn"])
+    validate(config)
+    for index, other in enumerate(["ssmax.scale=2.0", "softmax.backend=cudnn"]):
+        saved = stage_config(config, index)
+        validate_checkpoint(saved, saved)
+        with pytest.raises(UserError, match=rf"model.mixer.{other.replace('.', '[.]')} has no effect"):
+            validate_checkpoint(change(saved, [f"model.mixer.{other}"]), saved)
+        validate(finetuning_config(saved, "a", "b", num_examples=8, epochs=2, lr=1e-3, batch=8, microbatch=8))

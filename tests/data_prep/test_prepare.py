@@ -77,6 +77,8 @@ def test_a_whole_folder_of_another_tokenizer_is_refused(corpus, tokenizer, tmp_p
     assert main(command) == 0
     assert "kept" in capsys.readouterr().out
     changed.unlink()
+    assert main(command) == 0  # nothing is read from it any more
+    assert "kept" in capsys.readouterr().out
     train = ["train-tokenizer", *source_flags(corpus), "--vocab-size", "290", "--out", str(changed)]
     assert main(train) == 0
     assert main(command) == 2

@@ -31,7 +31,7 @@ def test_the_likeliest_text_is_that_of_whole_passes(run, model, tokenizer, capsy
 
 
 def test_each_sample_has_a_seed_of_its_own(run, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
     generate([f"checkpoint={run}", "prompt=-", "samples=2", "seed=6", "max_new_tokens=9"])
     first, second = (
         capsys.readouterr().out.split("───── 1 of 2, seed 6 ─────\n")[1].split("───── 2 of 2, seed 7 ─────\n")
@@ -58,6 +58,13 @@ def test_mistakes_are_one_sentence(run, monkeypatch):
         generate([f"checkpoint={run}", f"prompt={PROMPT * LENGTH}"])
     with pytest.raises(UserError, match="unknown argument"):
         generate([f"checkpoint={run}", "train.seed=1"])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    with pytest.raises(UserError, match="prompt is not UTF-8 text"):
+        generate([f"checkpoint={run}", "prompt=-"])
+    with pytest.raises(UserError, match="prompt is not UTF-8 text"):
+        generate([f"checkpoint={run}", "prompt=caf\udce9"])
+    with pytest.raises(UserError, match="temperature must be 0 or at least 1e-06, not 1e-40"):
+        generate([f"checkpoint={run}", "temperature=1e-40"])
     monkeypatch.setattr(Softmax, "cached", False)
     with pytest.raises(UserError, match="softmax does not define `cached`, so that no text can be generated"):
         generate([f"checkpoint={run}"])
