@@ -69,8 +69,8 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
     """Calls main(argv) and exits. --help prints the options.
 
     The exit code is 0, 2 after a UserError, the code of a Stop, 130 after Ctrl-C, or that of `end_of`. A training run
-    handles Ctrl-C itself: it saves and ends with 75. Errors print one sentence to stderr, in which a rank other than the
-    main one names itself if it has not joined the others.
+    handles Ctrl-C itself: it saves and ends with 75. Errors print one sentence to stderr. It names the rank after an
+    unexpected error, and after a UserError of a rank other than the main one that has not joined the others.
     """
     argv = sys.argv[1:]
     print_any_character()
@@ -84,7 +84,8 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
             # Usually all ranks find the same mistake. The main rank reports it, and the launcher ends the others in the
             # meantime. A mistake that only this rank has found is still reported.
             time.sleep(5)
-        print(f"error: {_alone()}{error}", file=sys.stderr, flush=True)
+        # After the ranks have joined, a sentence names its rank where that matters.
+        print(f"error: {'' if _joined() or rank() == 0 else _place()}{error}", file=sys.stderr, flush=True)
         leave(2)
     except Stop as stop:
         alone = stop.code not in TOGETHER
@@ -105,9 +106,9 @@ def end_of(error: Exception) -> int:
         return UNREAD
     refused = describe_os_error(error) if isinstance(error, OSError) else None
     if refused is not None:
-        print(f"error: {_alone()}{refused}", file=sys.stderr, flush=True)
+        print(f"error: {_place()}{refused}", file=sys.stderr, flush=True)
         return 2
-    print(f"failed: {_alone()}{describe(error, Path(sys.argv[0]).stem or 'python')}", file=sys.stderr, flush=True)
+    print(f"failed: {_place()}{describe(error, Path(sys.argv[0]).stem or 'python')}", file=sys.stderr, flush=True)
     return FAILED
 
 
@@ -133,6 +134,6 @@ def _joined() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _alone() -> str:
-    """Returns the name of a rank that fails before the process group exists, when no other rank can tell of it."""
-    return "" if _joined() or not rank() else f"rank {rank()} on {socket.gethostname()}: "
+def _place() -> str:
+    """Returns the name of this rank for the beginning of a sentence; nothing if it is the only one."""
+    return f"rank {rank()} on {socket.gethostname()}: " if world_size() > 1 else ""

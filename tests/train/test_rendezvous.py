@@ -77,6 +77,7 @@ run(Command(about="", usage="", example=""), main)
     [
         ("UserError('no such folder')", "1", 2, "error: rank 1 on {host}: no such folder\n"),
         ("UserError('no such folder')", "0", 2, "error: no such folder\n"),  # as on all ranks
+        ("RuntimeError('no driver')", "0", 70, "failed: rank 0 on {host}: -c: RuntimeError: no driver; an unexpected"),
         ("RuntimeError('no driver')", "1", 70, "failed: rank 1 on {host}: -c: RuntimeError: no driver; an unexpected"),
     ],
 )
