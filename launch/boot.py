@@ -6,6 +6,7 @@ top-level imports of a command import torch, so that --help and error messages c
 
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import NoReturn
 from launch.process import WORKER, rank_environment
 from ssscale.errors import FAILED, INTERRUPTED, OUT_OF_MEMORY, TOGETHER, UNREAD, Stop, UserError
 from ssscale.interrupt import raise_again, report
+from ssscale.launcher import note_code
 from ssscale.options import EVERY_KEY, Command, Option
 from ssscale.unforeseen import describe, describe_os_error, output_unread, prepare_output
 
@@ -26,14 +28,12 @@ __all__ = [
     "join_ranks",
     "leave",
     "log",
-    "note_code",
     "rank",
     "run",
     "world_size",
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
-EXIT_CODES = "SSSCALE_EXIT_CODES"  # environment variable with the name of a file that collects the exit codes of ranks
 # Codes of a rank that fails by itself, while others may wait for it in a collective. launch/workers.py then kills the
 # others first.
 ALONE = (2, FAILED, OUT_OF_MEMORY)
@@ -65,22 +65,12 @@ def log(level: int = logging.INFO, force: bool = True) -> None:
         logging.getLogger(name).setLevel(level if main else logging.ERROR)
 
 
-def note_code(code: int) -> None:
-    """Appends an exit code to the file of EXIT_CODES, which slurm/pretrain.sbatch or launch/workers.py reads.
-
-    srun itself only returns the code of ranks that it has killed.
-    """
-    file = os.environ.get(EXIT_CODES)
-    if file:
-        with open(file, "a") as opened:
-            opened.write(f"{code}\n")
-
-
 def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
     """Calls main(argv) and exits. --help prints the options.
 
     The exit code is 0, 2 after a UserError, the code of a Stop, 130 after Ctrl-C, or that of `end_of`. A training run
-    handles Ctrl-C itself: it saves and ends with 75. Errors print one sentence to stderr.
+    handles Ctrl-C itself: it saves and ends with 75. Errors print one sentence to stderr. It names the rank after an
+    unexpected error, and after a UserError of a rank other than the main one that has not joined the others.
     """
     argv = sys.argv[1:]
     prepare_output()
@@ -94,7 +84,8 @@ def run(command: Command, main: Callable[[list[str]], None]) -> NoReturn:
             # Usually all ranks find the same mistake. The main rank reports it, and the launcher ends the others in the
             # meantime. A mistake that only this rank has found is still reported.
             time.sleep(5)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        # After the ranks have joined, a sentence names its rank where that matters.
+        print(f"error: {'' if _joined() or rank() == 0 else _place()}{error}", file=sys.stderr, flush=True)
         leave(2)
     except Stop as stop:
         alone = stop.code not in TOGETHER
@@ -115,9 +106,9 @@ def end_of(error: Exception) -> int:
         return UNREAD
     refused = describe_os_error(error) if isinstance(error, OSError) else None
     if refused is not None:
-        print(f"error: {refused}", file=sys.stderr, flush=True)
+        print(f"error: {_place()}{refused}", file=sys.stderr, flush=True)
         return 2
-    print(f"failed: {describe(error, Path(sys.argv[0]).stem or 'python')}", file=sys.stderr, flush=True)
+    print(f"failed: {_place()}{describe(error, Path(sys.argv[0]).stem or 'python')}", file=sys.stderr, flush=True)
     return FAILED
 
 
@@ -130,10 +121,19 @@ def leave(code: int) -> NoReturn:
         note_code(code)
     if code in ALONE and WORKER in os.environ:
         time.sleep(60)  # launch/workers.py kills the other ranks first, then this one
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if _joined():
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _joined() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _place() -> str:
+    """Returns the name of this rank for the beginning of a sentence; nothing if it is the only one."""
+    return f"rank {rank()} on {socket.gethostname()}: " if world_size() > 1 else ""

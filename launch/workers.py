@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-from launch.boot import ALONE, EXIT_CODES, ROOT, Option
+from launch.boot import ALONE, ROOT, Option
 from launch.process import WORKER, follow_launcher
 from ssscale.errors import STALLED, TOGETHER, UserError
-from ssscale.launcher import LAUNCHER
+from ssscale.launcher import EXIT_CODES, LAUNCHER
 
 OPTIONS = (
     Option("gpus", int, "start one process per GPU on this many GPUs of this machine", at_least=1),

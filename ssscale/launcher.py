@@ -1,11 +1,24 @@
-"""Ends a process with the one that started it, also if that one is killed. Imports no torch."""
+"""Ends a process with the one that started it, also if that one is killed, and tells it the exit code. Imports no torch."""
 
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER = "SSSCALE_LAUNCHER"  # environment variable: id of the process that started a command, which ends with it
+EXIT_CODES = "SSSCALE_EXIT_CODES"  # environment variable with the name of a file that collects the exit codes of ranks
+
+
+def note_code(code: int) -> None:
+    """Appends an exit code to the file of EXIT_CODES, which slurm/pretrain.sbatch or launch/workers.py reads.
+
+    srun itself only returns the code of ranks that it has killed. A file that cannot be written does not change the code.
+    """
+    file = os.environ.get(EXIT_CODES)
+    if file:
+        with suppress(OSError), open(file, "a") as opened:
+            opened.write(f"{code}\n")
 
 
 def end_with(launcher: int, number: signal.Signals) -> None:

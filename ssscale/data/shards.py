@@ -25,10 +25,13 @@ from ssscale.data.order import WINDOW
 from ssscale.data.streaming_patches import import_streaming
 from ssscale.errors import UserError
 from ssscale.names import bad_shard_name, leads_out
+from ssscale.patience import patiently
 
 OPEN_SHARDS = 2 * WINDOW  # per source. A shard that is open can still be read after the cache has deleted its file
 INDEX = "index.json"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+# Errors of network file systems that may pass
+TEMPORARY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN)
 COLUMNS = re.compile("documents=ndarray:int64 lengths=ndarray:int32 offsets=ndarray:int64 tokens=ndarray:uint(16|32)$")
 
 
@@ -190,10 +193,12 @@ class RowStore:
         return None
 
     def __getitem__(self, row: int) -> Row:
-        """Returns a row. Raises UserError, naming the shard, if the shard is missing or corrupt."""
+        """Returns a row. Raises UserError, naming the shard, if the shard is missing or corrupt, or still cannot be read
+        after `retry_seconds`."""
         shard = int(np.searchsorted(self._ends, row, side="right"))
         if shard not in self._open:
-            self._open[shard] = self._mapped(shard)
+            name = f"shard {self.folder / self._zip(shard)}"
+            self._open[shard] = patiently(lambda: self._mapped(shard), name)
             if len(self._open) > OPEN_SHARDS:
                 self._open.popitem(last=False)
         self._open.move_to_end(shard)
@@ -224,7 +229,10 @@ class RowStore:
         return str((reader.zip_data or reader.raw_data).basename)
 
     def _mapped(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the decompressed shard as uint8, and the [samples + 1] uint32 offsets at which its samples begin and end."""
+        """Returns the decompressed shard as uint8, and the [samples + 1] uint32 offsets at which its samples begin and end.
+
+        Raises OSError for what may pass, and UserError for everything else.
+        """
         reader = self._readers[shard]
         raw = self.folder / reader.raw_data.basename
         for file in (_lock(raw), raw.with_name(f"{raw.name}.tmp")):
@@ -255,6 +263,8 @@ class RowStore:
         try:
             self._stream.prepare_shard(self._readers[shard])
         except OSError as error:
+            if error.errno in TEMPORARY:
+                raise
             if error.errno not in UNWRITABLE:
                 raise self._corrupt(file, error) from error
             raw = self.folder / self._readers[shard].raw_data.basename
@@ -274,13 +284,15 @@ class RowStore:
 def locked(file: Path) -> FileLock:
     """Returns a lock for a file among the processes of this node. The kernel releases it if its holder dies.
 
-    Raises UserError if the lock file cannot be created.
+    Raises UserError if the lock file cannot be created, and OSError for errors in TEMPORARY.
     """
     lock = _lock(file)
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
     except OSError as error:
+        if error.errno in TEMPORARY:
+            raise
         raise UserError(
             f"cannot write beside {file} ({error.strerror}): data.cache must name a folder for it"
         ) from error
@@ -313,6 +325,8 @@ def _map(file: Path) -> np.ndarray | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        if error.errno in TEMPORARY:
+            raise
         raise UserError(f"shard {file} cannot be read: {error.strerror}") from error
 
 

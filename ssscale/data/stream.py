@@ -1,6 +1,7 @@
 """Reads batches from packed shards: a data set (`PackedData`), the training loader and the validation batches."""
 
 import os
+import re
 import signal
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,35 @@ from ssscale.data import manifest as manifests
 from ssscale.data.batch import Batch, Row, collate
 from ssscale.data.order import Mix, Order
 from ssscale.data.shards import INDEX, Place, RowStore
-from ssscale.errors import UserError
+from ssscale.errors import STALLED, Stop, UserError
 from ssscale.launcher import end_with
 from ssscale.names import leads_out
 
 T = TypeVar("T")
+
+KILLED = re.compile(
+    r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"
+)  # of torch's RuntimeErrors
+
+
+class WorkerKilled(Stop):
+    """A worker of the loader was killed or has left."""
+
+
+def killed_worker(error: Exception) -> str | None:
+    """Returns the sentence for a worker of the loader that was killed or has left; None for any other error.
+
+    torch's handler of SIGCHLD raises a RuntimeError wherever the process is at that moment.
+    """
+    if isinstance(error, WorkerKilled):
+        return str(error)
+    if not isinstance(error, RuntimeError) or not KILLED.search(str(error)):
+        return None
+    first = str(error).splitlines()[0][:200].rstrip(". ")
+    return (
+        f"a worker of the data loader was killed ({first}): look for `Out of memory` in `dmesg` of this host, and lower "
+        "data.num_workers or data.prefetch if its memory is full"
+    )
 
 
 class PackedData:
@@ -250,7 +275,7 @@ def make_loader(
     microbatch · world_size. prefetch: microbatches that a worker reads ahead. one_document: treat each row as one document.
     timeout: seconds to wait for a microbatch of a worker.
     Raises ValueError if batch_size is not such a multiple, and UserError for an invalid mix. Iterating raises UserError for
-    a broken shard and for a worker that was killed or takes too long.
+    a broken shard and for a worker that takes too long, and WorkerKilled.
     """
     if batch_size % (microbatch * world_size):
         raise ValueError(
@@ -292,7 +317,10 @@ def _steps(dataset: _Microbatches, loader: DataLoader, one_document: bool) -> Ge
     for number in range(len(dataset)):
         try:
             item = next(iterator)
-        except RuntimeError as error:  # a timeout, or a worker that was killed
+        except RuntimeError as error:  # a worker that was killed, or a timeout
+            killed = killed_worker(error)
+            if killed is not None:
+                raise WorkerKilled(killed, STALLED) from error
             where = ", ".join(dataset.shards(number))
             raise UserError(
                 f"rank {dataset.plan.rank} got no batch from its loader, reading {where}: {error}"

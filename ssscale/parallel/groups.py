@@ -5,6 +5,7 @@ import datetime
 import functools
 import math
 import os
+import resource
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from ssscale.config.choices import ShardWithin
 from ssscale.errors import STALLED, Stop, UserError
 from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.shards import Shards, make_shards
+
+OPEN_FILES = 2**20  # the most that a process asks for; a hard limit may be far above
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,17 @@ def initialize(
     )
 
 
+def allow_open_files() -> None:
+    """Raises the limit on open files as far as this process may: each rank has connections to many others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft not in (resource.RLIM_INFINITY, most):
+        with suppress(OSError, ValueError):  # a container may forbid it; the old limit may be enough
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
 def _start(backend: str, distributed: bool, timeout: datetime.timedelta) -> None:
+    allow_open_files()
     if distributed:
         try:
             dist.init_process_group(backend, timeout=timeout)

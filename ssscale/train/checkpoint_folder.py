@@ -20,7 +20,8 @@ from ssscale.config import read_yaml
 from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.names import is_plain
-from ssscale.train.files import checksum, patiently
+from ssscale.patience import patiently
+from ssscale.train.files import checksum
 
 logger = logging.getLogger("ssscale")
 

@@ -1,7 +1,9 @@
-"""Faults of a run: the record in events.jsonl, and the message after running out of GPU memory."""
+"""Faults of a run: the records in events.jsonl, and the messages about errors of GPUs and killed workers."""
 
 import json
+import os
 import re
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ssscale.data.stream import killed_worker
 from ssscale.errors import OUT_OF_MEMORY, Stop
 from ssscale.train.appender import Appender
 
@@ -19,6 +22,9 @@ GIB = 2**30
 NCCL_MEMORY = re.compile(
     "out of memory|Failed to CUDA [cm]alloc"
 )  # what NCCL writes where torch raises OutOfMemoryError
+GPU_ERROR = re.compile(
+    r"CUDA error|Triton Error \[CUDA\]"
+)  # of cuBLAS, cuDNN and Triton, which have no type of their own
 
 
 class Rollback(Exception):  # noqa: N818 - an order, not a mistake
@@ -32,6 +38,33 @@ def open_events(folder: Path) -> Appender:
 
 def write_event(events: Appender, event: dict[str, Any]) -> None:
     events.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S"), **event}).encode() + b"\n")
+
+
+def write_start(events: Appender, step: int, ranks: int, checkpoint: Path | None, slurm_job: str | None) -> None:
+    """Writes the event of a start, on the main rank. checkpoint: from which the run continues after `step`."""
+    event = {"event": "start", "step": step, "ranks": ranks, "host": socket.gethostname()}
+    if checkpoint is not None:
+        event["checkpoint"] = checkpoint.name
+    if slurm_job is not None:
+        event |= {"job": slurm_job, "restarts": os.environ.get("SLURM_RESTART_COUNT", "0")}
+    write_event(events, event)
+
+
+def mishap(error: Exception) -> str | None:
+    """Returns the sentence for an error that a new start may not have: of a GPU, or a killed worker of the data loader.
+
+    None for any other error.
+    """
+    killed = killed_worker(error)
+    if killed is not None:
+        return killed
+    of_a_library = (
+        isinstance(error, RuntimeError) and not isinstance(error, dist.DistError) and GPU_ERROR.search(str(error))
+    )
+    if not isinstance(error, torch.AcceleratorError) and not of_a_library:
+        return None
+    first = (str(error).splitlines() or [""])[0][:200]
+    return f"the GPU failed: {first}: look for Xid in `dmesg` of this host, and exclude the host if the GPU is broken"
 
 
 def out_of_memory(error: Exception, at: str, where: "Where") -> Stop | None:

@@ -8,7 +8,7 @@ import re
 import secrets
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Metrics:
 
 class _Outputs:
     def __init__(self, folder: Path, first_step: int, total_steps: int, use_wandb: bool) -> None:
-        self.wandb = _wandb(folder) if use_wandb else None
+        self.wandb = _Wandb(folder, continues=first_step > 0) if use_wandb else None
         path = folder / "metrics.jsonl"
         try:
             keep_until(path, first_step)
@@ -108,7 +108,7 @@ class _Outputs:
         self.tensorboard.write(_scalars(record), record["step"])
         self.newest = max(self.newest, record["step"])
         if self.wandb is not None:
-            self.wandb.log(record, step=self.newest)  # wandb rejects the earlier step of a save
+            self.wandb.log(record, self.newest)  # wandb rejects the earlier step of a save
         shown = {
             name: value
             for name, value in record.items()
@@ -134,16 +134,51 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _wandb(folder: Path) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("train.wandb=true needs the package wandb: pip install wandb, or leave it out") from error
-    project = os.environ.get("WANDB_PROJECT") or "ssscale"
-    try:
-        return wandb.init(project=project, id=wandb_id(folder), name=folder.name, dir=str(folder), resume="allow")
-    except wandb.Error as error:  # no API key, no connection
-        raise UserError(f"train.wandb=true: {error}") from error
+class _Wandb:
+    """Logs to Weights & Biases. A log that cannot be written never ends training: after an error, nothing more is sent."""
+
+    def __init__(self, folder: Path, continues: bool) -> None:
+        """continues: whether the run has trained before. An outage then only costs the log.
+
+        Raises UserError if the package is missing or the id of the run cannot be read, and for a new run also if
+        wandb.init fails.
+        """
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("train.wandb=true needs the package wandb: pip install wandb, or leave it out") from error
+        project, own = os.environ.get("WANDB_PROJECT") or "ssscale", wandb_id(folder)
+        self.run: Any = None
+        try:
+            self.run = wandb.init(project=project, id=own, name=folder.name, dir=str(folder), resume="allow")
+        except Exception as error:  # no API key, no connection: wandb passes on errors of other libraries too
+            if not continues:
+                raise UserError(f"train.wandb=true: {_first_line(error)}") from error
+            self._give_up(error)
+
+    def log(self, record: dict[str, Any], step: int) -> None:
+        self._try(lambda run: run.log(record, step=step))
+
+    def finish(self) -> None:
+        self._try(lambda run: run.finish())
+
+    def _try(self, call: Callable[[Any], object]) -> None:
+        if self.run is None:
+            return
+        try:
+            call(self.run)
+        except Exception as error:  # wandb passes on errors of other libraries too
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.run = None
+        logger.warning(
+            "train.wandb: %s; nothing more is sent until the next start, metrics.jsonl has all", _first_line(error)
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def wandb_id(folder: Path) -> str:

@@ -3,13 +3,13 @@
 A rank whose peer has left only sees a closed connection. So every rank that fails writes the reason to a file in the run
 folder, and a rank that has lost a connection reads these files first. If another rank reported an error, that error is the
 cause, and all ranks end with its exit code. A rank that left without a report (a crashed node, kill -9) is *gone*, and the
-same command is started again. If the same thing happens repeatedly at the same step, the job ends.
+same command is started again, as after an error of a GPU. If the same thing happens repeatedly at the same step, the job
+ends.
 """
 
 import faulthandler
-import json
-import os
 import re
+import socket
 import time
 import traceback
 import uuid
@@ -22,15 +22,15 @@ import torch.distributed as dist
 
 from ssscale.config.schema import Config
 from ssscale.errors import FAILED, STALLED, TOGETHER, Stop, UserError
+from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.groups import Groups
-from ssscale.train.faults import Rollback, out_of_memory
-from ssscale.train.whole import from_main
+from ssscale.train import repeats
+from ssscale.train.faults import Rollback, mishap, out_of_memory
+from ssscale.train.hooks.guard import listed
+from ssscale.train.repeats import SAME_ERROR, SAME_LOSS, read_json
 
 GATHER_S = 3.0  # seconds to wait for the reports of other ranks
 GLOO = re.compile(r"gloo/transport/\w+/\w+\.cc:\d+\]")  # in gloo's errors, which have no type of their own
-# How many times the same may happen at the same step: an error that all ranks report, or a rank that leaves without a
-# report.
-SAME_ERROR, SAME_LOSS = 2, 4
 
 
 class Where(NamedTuple):
@@ -55,7 +55,9 @@ class Peers:
 
     def __init__(self, folder: Path, groups: Groups) -> None:
         self.folder, self.groups = folder / "stacks", groups
-        self.start = from_main(uuid.uuid4().hex, groups)  # tells reports of this start from those of earlier ones
+        found = gather_json([uuid.uuid4().hex, socket.gethostname()])
+        self.start = found[0][0]  # of the main rank; tells reports of this start from those of earlier ones
+        self.hosts = [host for _, host in found]
         self.crashes: IO[str] | None = None
         self.is_open = False
 
@@ -105,6 +107,9 @@ class Peers:
         Unexpected errors are returned unchanged as long as the folder is not the run's own.
         """
         at = f"rank {self.groups.rank}, step {where.step}, {where.phase}"
+        cause = mishap(error)
+        if cause is not None and self.is_open:
+            return self._mishap(error, cause, where)
         if isinstance(error, Stop | UserError):
             code = error.code if isinstance(error, Stop) else 2
             if code not in TOGETHER:
@@ -126,6 +131,14 @@ class Peers:
         file = self._write_traceback(error)
         return error if file is None else Stop(f"{text}; an unexpected error: the whole traceback is in {file}", FAILED)
 
+    def _mishap(self, error: Exception, cause: str, where: Where) -> Stop:
+        text = f"rank {self._named([self.groups.rank])}, step {where.step}, {where.phase}: {cause}"
+        self._write_traceback(error)
+        stop = self._repeated([where.step, "mishap"], SAME_LOSS, text)
+        stop = stop or Stop(f"{text}; the same command continues", STALLED)
+        self._report(str(stop), stop.code)
+        return stop
+
     def _lost(self, error: Exception, at: str, first: str, where: Where) -> Stop:
         found = self._gather()
         for rank, report in sorted(found.items()):
@@ -137,28 +150,22 @@ class Peers:
                 return Stop(f"{at}: rank {rank} has crashed: its stacks are in {self._crash(rank)}", FAILED)
         # If a rank left without a report, phase and message depend on when the others notice, so they are not compared.
         same = [where.step, silent] if silent else [where.step, where.phase, re.sub(r"\d+", "", first)]
-        times = self._times(same)
-        if times >= (SAME_LOSS if silent else SAME_ERROR):
-            return Stop(
-                f"{at}: {first}; the same has happened {times} times at this step, so starting again "
-                f"will not help: see the reports in {self.folder}, and remove that folder to try again",
-                FAILED,
-            )
-        return Stop(f"{at}: another rank is gone ({first}); the same command continues", STALLED)
+        stop = self._repeated(same, SAME_LOSS if silent else SAME_ERROR, f"{at}: {first}")
+        silence = f", without a report of rank {self._named(silent)}" if silent else ""
+        return stop or Stop(f"{at}: another rank is gone{silence} ({first}); the same command continues", STALLED)
 
-    def _times(self, same: list[Any]) -> int:
-        """Returns how many starts in a row, including this one, have ended in the same way on this rank."""
-        file = self.folder / f"lost-rank-{self.groups.rank:05d}.json"
-        before: Any = _read_json(file)
-        times = 1
-        with suppress(KeyError, TypeError, ValueError):
-            times += int(before["times"]) if before["same"] == json.loads(json.dumps(same)) else 0
-        self._write(file, {"same": same, "times": times})
-        return times
+    def _named(self, ranks: list[int]) -> str:
+        return listed([f"{rank} on {self.hosts[rank]}" for rank in ranks])
+
+    def _repeated(self, same: list[Any], limit: int, text: str) -> Stop | None:
+        """Counts an end of the run. Returns the Stop that starts no other one if `limit` is reached."""
+        times = repeats.times(self.folder, self.groups.rank, same) if self.is_open else 1
+        return Stop(f"{text}; {repeats.advice(times, self.folder)}", FAILED) if times >= limit else None
 
     def _report(self, sentence: str, code: int, lost: bool = False) -> None:
         report = {"start": self.start, "sentence": sentence, "code": code, "lost": lost}
-        self._write(self._failure(self.groups.rank), report)
+        if self.is_open:
+            repeats.write_json(self._failure(self.groups.rank), report)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
         """Returns the reports by rank, including this rank's own, that arrive within GATHER_S seconds.
@@ -169,23 +176,13 @@ class Peers:
         while True:
             found = {}
             for rank in range(self.groups.world_size):
-                report = _read_json(self._failure(rank))
+                report = read_json(self._failure(rank))
                 if isinstance(report, dict) and report.get("start") == self.start:
                     found[rank] = report
             decided = any(not report["lost"] for report in found.values())
             if decided or len(found) == self.groups.world_size or time.monotonic() > end:
                 return found
             time.sleep(0.1)
-
-    def _write(self, file: Path, content: dict[str, Any]) -> None:
-        """Writes a report. Errors of the disk are ignored; the other ranks then take this rank for gone."""
-        if not self.is_open:
-            return
-        with suppress(OSError):
-            self.folder.mkdir(exist_ok=True)
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(content))
-            os.replace(temporary, file)
 
     def _write_traceback(self, error: Exception) -> Path | None:
         file = self.folder / f"error-rank-{self.groups.rank:05d}.txt"
@@ -207,10 +204,3 @@ class Peers:
             first, *stacks = self._crash(rank).read_text(errors="replace").splitlines()
             return first == self.start and bool(stacks)
         return False
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 
 from ssscale.errors import UserError
 from ssscale.parallel.groups import Groups
+from ssscale.patience import patiently
 from ssscale.train.checkpoint_folder import MANIFEST, Condition, Finding, is_checkpoint
-from ssscale.train.files import patiently
 from ssscale.train.whole import from_main, inspect_together, list_together, share
 
 logger = logging.getLogger("ssscale")

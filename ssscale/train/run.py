@@ -26,7 +26,7 @@ from ssscale.train.checkpoint import CheckpointReader, TrainState, check_shapes,
 from ssscale.train.checkpoint_folder import checkpoint_path, saved_config
 from ssscale.train.claim import RunFolder
 from ssscale.train.clock import Phases, Stopwatch
-from ssscale.train.faults import open_events, write_event
+from ssscale.train.faults import open_events, write_event, write_start
 from ssscale.train.hooks.base import Hook
 from ssscale.train.hooks.checkpointing import Checkpointing
 from ssscale.train.metrics import Metrics
@@ -158,6 +158,9 @@ class Run:
     def going_on(self) -> Iterator[None]:
         """Runs the watchdog while the body trains, and reports an error to the other ranks. Releases the folder at the end."""
         self.watchdog.start()
+        if self.groups.is_main and not self.finished:
+            place = self.place
+            write_start(self.events, self.state.step, self.groups.world_size, place.choice.path, place.slurm_job)
         with self.peers.telling(lambda: Where(self.config, self.state.step + 1, self.watchdog.phase, self.memory)):
             try:
                 yield

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ssscale.errors import STALLED
+from ssscale.errors import FAILED, STALLED
+from ssscale.launcher import note_code
+from ssscale.train import repeats
 
 logger = logging.getLogger("ssscale")
 
@@ -22,7 +24,8 @@ class Watchdog:
     """Ends the process if more than `timeout` seconds pass between two calls of `mark`; 0 disables it.
 
     Each rank then writes its step, its phase and the stacks of all threads to stacks/rank-00000.txt in the run folder. The
-    lowest rank that could write says which ranks are behind or silent. All ranks exit with code STALLED.
+    lowest rank that could write says which ranks are behind or silent. All ranks exit with code STALLED, or with FAILED if
+    the run has hung at this step repeats.SAME_LOSS times.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, timeout: float) -> None:
@@ -51,17 +54,23 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self.timeout / 4)):
             if time.monotonic() - self.marked > self.timeout:
-                try:
-                    self._report()
-                except OSError as error:  # for example, the disk is full
-                    text = (
-                        f"no progress for {self.timeout:g} s at step {self.step}: rank {self.rank} is in {self.phase}"
-                    )
-                    print(f"stopped: {text}; the stacks cannot be written: {error}", file=sys.stderr, flush=True)
-                finally:
-                    os._exit(STALLED)
+                self._end()
 
-    def _report(self) -> None:
+    def _end(self) -> None:
+        code = STALLED
+        try:
+            times = repeats.times(self.folder, self.rank, [self.step, "stalled"])
+            code = FAILED if times >= repeats.SAME_LOSS else STALLED
+            self._report(times)
+        except OSError as error:  # for example, the disk is full
+            text = f"no progress for {self.timeout:g} s at step {self.step}: rank {self.rank} is in {self.phase}"
+            print(f"stopped: {text}; the stacks cannot be written: {error}", file=sys.stderr, flush=True)
+        finally:
+            note_code(code)
+            os._exit(code)
+
+    def _report(self, times: int) -> None:
+        """times: how often the run has hung at this step."""
         place = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": self.step}
         place |= {"phase": self.phase, "marks": self.marks, "seconds": round(time.monotonic() - self.marked, 1)}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +83,10 @@ class Watchdog:
         time.sleep(GATHER_S)
         found = self._read()
         if self.rank == min(found, default=self.rank):
-            print(f"stopped: {self.verdict(found)}; stacks are in {self.folder}", file=sys.stderr, flush=True)
+            text = f"{self.verdict(found)}; stacks are in {self.folder}"
+            if times >= repeats.SAME_LOSS:
+                text += f"; {repeats.advice(times, self.folder)}"
+            print(f"stopped: {text}", file=sys.stderr, flush=True)
         time.sleep(1.0)  # so that the message comes before those of the launcher
 
     def _read(self) -> dict[int, dict[str, Any]]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ssscale.errors import UserError
 from ssscale.parallel.exchange import gather_json
 from ssscale.parallel.groups import Groups
+from ssscale.patience import patiently, retry_seconds, waits
 from ssscale.train.checkpoint_folder import (
     FIRST_SAVE,
     Condition,
@@ -30,7 +31,7 @@ from ssscale.train.checkpoint_folder import (
     list_checkpoints,
     step_of,
 )
-from ssscale.train.files import fsync_folder, patiently, retry_seconds, waits, write_file
+from ssscale.train.files import fsync_folder, write_file
 
 logger = logging.getLogger("ssscale")
 

@@ -15,11 +15,21 @@ from tests.promises import PROMISES
 
 FILE = ROOT / "docs/faults.md"
 RECORD = ROOT / "docs/results/chaos.json"
-MODULES = [
-    f"tests.train.test_{name}"
-    for name in ("kill", "stop", "workers", "lost", "lost_views", "saves", "logs", "faults", "bad_input", "data_faults")
-]
-MODULES += ["tests.slurm.test_slurm", "tests.slurm.test_cluster"]
+NAMES = (
+    "kill",
+    "stop",
+    "workers",
+    "lost",
+    "lost_views",
+    "saves",
+    "logs",
+    "faults",
+    "bad_input",
+    "data_faults",
+    "observe",
+)
+MODULES = [f"tests.train.test_{name}" for name in (*NAMES, "rendezvous")]
+MODULES += ["tests.slurm.test_slurm", "tests.slurm.test_cluster", "tests.slurm.test_submit"]
 AREAS = ("Stops and starts", "Files and disks", "Ranks", "Losses", "Slurm")
 COLUMNS = ("what happens", "what is seen", "exit code", "same bits")
 HEAD = """# Faults

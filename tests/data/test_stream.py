@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ssscale.data import manifest as manifests
 from ssscale.data.shards import RowStore
-from ssscale.data.stream import Ahead, PackedData, make_loader, valid_batches
-from ssscale.errors import UserError
+from ssscale.data.stream import Ahead, PackedData, WorkerKilled, make_loader, valid_batches
+from ssscale.errors import STALLED, UserError
 from tests.data.conftest import LENGTH
 
 MIXES = [(0, None), (96, {"a": 0.2, "b": 0.3, "c": 0.5}), (200, {"c": 1.0})]
@@ -179,8 +179,9 @@ def test_a_stalled_loader_is_an_error(folder, monkeypatch):
 
 def test_a_killed_worker_is_an_error(folder, monkeypatch):
     monkeypatch.setattr(RowStore, "__getitem__", lambda store, row: os._exit(1))
-    with pytest.raises(UserError, match="rank 0 got no batch from its loader"):
+    with pytest.raises(WorkerKilled, match=r"a worker of the data loader was killed .*exited unexpectedly") as raised:
         load(PackedData.open(str(folder)), num_workers=1, timeout=30)
+    assert raised.value.code == STALLED
 
 
 def test_a_cache_is_filled_from_elsewhere(folder, tmp_path):

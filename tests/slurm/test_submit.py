@@ -17,6 +17,7 @@ from slurm.submit import ROOT, main
 from slurm.times import seconds_of
 from ssscale.data.shards import Place
 from ssscale.errors import UserError
+from tests.promises import promises
 
 
 @pytest.fixture(autouse=True)
@@ -324,3 +325,41 @@ def test_pack_without_an_array_makes_the_folder() -> None:
     ]
     result = script("data_prep.sbatch", "stats", "x")
     assert result.stdout == "-m data_prep stats x\n"
+
+
+@promises(
+    "Slurm",
+    "the job has started again `SSSCALE_MAX_RESTARTS` times without a new checkpoint",
+    seen="`… not started again after 100 times without a new checkpoint`",
+    code="that of the last start",
+    do="read why the starts have ended, above in the log",
+)
+def test_only_restarts_without_a_new_checkpoint_count(tmp_path: Path) -> None:
+    """Each start loses a rank. Some have saved before."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in (("srun", 'echo 76 >>"$SSSCALE_EXIT_CODES"; exit 76'), ("scontrol", "echo scontrol $*")):
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    job, run = f"test-{os.getpid()}", tmp_path / "my run"
+    environment = {
+        "SLURM_JOB_ID": job,
+        "SSSCALE_MAX_RESTARTS": "3",
+        "MASTER_ADDR": "",
+        "SLURM_JOB_NODELIST": "localhost",
+    }
+    environment |= {"PATH": f"{commands}:{os.environ['PATH']}", "SSSCALE_SCRATCH": str(tmp_path / "scratch")}
+    ends = []
+    try:
+        for start, saved in enumerate([None, 4, 4, 4, 8, 8, 8, 8]):
+            if saved is not None:
+                (run / f"checkpoints/step-{saved:08d}").mkdir(parents=True, exist_ok=True)
+            given = environment | {"SLURM_RESTART_COUNT": str(start)}
+            result = script("pretrain.sbatch", "config=tiny_sb", f"run_dir={run}", **given)
+            ends.append(f"scontrol requeue {job}" in result.stdout)
+    finally:
+        left = (ROOT / f".slurm-{job}.progress").exists()
+        (ROOT / f".slurm-{job}.progress").unlink(missing_ok=True)
+    assert ends == [True] * 7 + [False], result.stdout + result.stderr
+    assert "a rank was lost or hung; not started again after 3 times without a new checkpoint" in result.stdout
+    assert not left

@@ -33,6 +33,9 @@ def plant(fault: str, steps: tuple[int, ...], rank: int = 1) -> None:
                 self.norm.weight.data[:1].view(torch.int32).bitwise_xor_(len(calls) % MICROBATCHES)
             if fault == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            if fault == "gpu":
+                text = "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be reported later"
+                raise torch.AcceleratorError(text)
             if fault == "bug":
                 raise RuntimeError("NCCL and gloo do not like this tensor: Timed out")
             if fault == "backend":
@@ -47,5 +50,10 @@ def plant(fault: str, steps: tuple[int, ...], rank: int = 1) -> None:
 
 
 def events(run: Path) -> list[dict[str, Any]]:
+    """Without those of starts."""
+    return [event for event in all_events(run) if event["event"] != "start"]
+
+
+def all_events(run: Path) -> list[dict[str, Any]]:
     file = run / "events.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []

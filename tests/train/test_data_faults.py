@@ -1,14 +1,19 @@
 """Data that cannot be read, and data or weights that the run would take for its own."""
 
+import errno
 import functools
 import os
+import re
 import shutil
+import signal
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from ssscale.data.shards import RowStore
+from ssscale.data.stream import _Microbatches
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import list_checkpoints
 from tests.promises import promises
@@ -53,6 +58,69 @@ def test_the_steps_before_unreadable_data_are_saved(rank: int, arguments: list[s
     Ranks(arguments, tmp_path / "run").finish()
     Ranks(arguments, tmp_path / "plain").finish()
     compare(tmp_path / "plain", tmp_path / "run")
+
+
+def fail_to_map(times: int) -> None:
+    """In rank 1, shards cannot be mapped at the first `times` attempts."""
+    whole, failed = np.memmap, []
+
+    def failing(*given: object) -> object:
+        if os.environ["RANK"] == "1" and len(failed) < times:
+            failed.append(1)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return whole(*given)
+
+    patch.object(np, "memmap", failing).start()
+    os.environ["SSSCALE_READ_RETRY_S"] = "30" if times == 1 else "0"
+
+
+@promises(
+    "Files and disks",
+    "a shard cannot be read for a moment (EIO, ESTALE)",
+    seen="the rank tries again for 30 s (`SSSCALE_READ_RETRY_S`); then all ranks save the last step and end",
+    code="0; 2 after 30 s",
+    identical="yes",
+    do="after code 2, repair the disk, and run the same command again",
+)
+def test_a_shard_is_read_at_another_attempt(arguments: list[str], tmp_path: Path) -> None:
+    ranks = Ranks(arguments, tmp_path / "run", plant=functools.partial(fail_to_map, 99))
+    assert ranks.wait() == [2, 2]
+    assert re.search(r"shard \S+\.mds\S* cannot be read: Stale file handle", ranks.output())
+    Ranks(arguments, tmp_path / "run", plant=functools.partial(fail_to_map, 1)).finish()
+    Ranks(arguments, tmp_path / "plain").finish()
+    compare(tmp_path / "plain", tmp_path / "run")
+
+
+def kill_a_worker(number: int) -> None:
+    """In rank 1, the worker that reads the microbatch `number` of a part is killed, as by the kernel when memory is full."""
+    whole = _Microbatches.__getitem__
+
+    def killed(self: _Microbatches, index: int) -> object:
+        if os.environ["RANK"] == "1" and index == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(self, index)
+
+    patch.object(_Microbatches, "__getitem__", killed).start()
+
+
+@promises(
+    "Ranks",
+    "a worker of the data loader of one rank is killed, as when the memory of its host is full",
+    seen="all ranks end: `rank 1 on HOST, step 3, data: a worker of the data loader was killed (…): look for Out of memory`",
+    code="76",
+    identical="from the last save",
+    do="run the same command again; if it happens again, lower `data.num_workers` or `data.prefetch`",
+)
+def test_a_killed_worker_of_the_loader_is_named(arguments: list[str], tmp_path: Path) -> None:
+    """torch raises the error wherever the rank is at that moment."""
+    ranks = Ranks([*arguments, "data.num_workers=1"], tmp_path / "run", plant=functools.partial(kill_a_worker, 8))
+    assert ranks.wait() == [76, 76], ranks.output()
+    assert re.search(
+        r"stopped: rank 1 on \S+, step \d, \w+: a worker of the data loader was killed \(DataLoader worker \(pid.*"
+        r"Killed\): look for `Out of memory` in `dmesg` of this host, .*; the same command continues",
+        ranks.output(),
+    )
+    assert "Traceback" not in ranks.output()
 
 
 def test_before_the_first_step_nothing_is_saved(arguments: list[str], tmp_path: Path) -> None:

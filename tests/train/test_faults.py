@@ -226,6 +226,26 @@ def test_a_hanging_rank_is_named_and_all_stacks_are_written(arguments: list[str]
         assert "tests/train/faults.py" not in (tmp_path / "run/stacks/rank-00000.txt").read_text()
 
 
+def test_a_run_that_hangs_at_the_same_step_four_times_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where srun returns another code, which the job script overrides with those of the file."""
+    ended: list[int] = []
+    monkeypatch.setattr("ssscale.train.watchdog.GATHER_S", 0.0)
+    monkeypatch.setattr("ssscale.train.watchdog.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setenv("SSSCALE_EXIT_CODES", str(tmp_path / "codes"))
+    for step in (3, 7, 7, 7, 7):
+        watchdog = Watchdog(tmp_path, 0, 1, timeout=1)
+        watchdog.begin(step)
+        watchdog._end()
+    assert ended == [76, 76, 76, 76, 70]
+    assert (tmp_path / "codes").read_text().split() == ["76", "76", "76", "76", "70"]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "no progress for 1 s at step 7: all ranks are in start; stacks are in" in last
+    assert "the same has happened 4 times at this step" in last
+
+
 def test_a_silent_rank_is_named(tmp_path: Path) -> None:
     place = {"rank": 0, "host": "a", "phase": "agreement", "step": 7, "marks": 1}
     watchdog = Watchdog(tmp_path, 0, 3, timeout=0)
@@ -236,7 +256,7 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
 @promises(
     "Ranks",
     "one rank ends without a message",
-    seen="the other ranks end: `rank 0, step 3, backward: another rank is gone`",
+    seen="the other ranks end: `rank 0, step 3, backward: another rank is gone, without a report of rank 1 on HOST`",
     code="76",
     identical="from the last save",
     do="run the same command again",
@@ -262,6 +282,14 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
 )
 @promises(
     "Ranks",
+    "the GPU of one rank fails, as with an ECC error (simulated)",
+    seen="all ranks end: `rank 1 on HOST, step 3, forward: the GPU failed: CUDA error: …: look for Xid in dmesg`",
+    code="76",
+    identical="from the last save",
+    do="run the same command again; if a host does it again, exclude it",
+)
+@promises(
+    "Ranks",
     "one rank is out of GPU memory (simulated)",
     seen=(
         "the message gives the rank, the step, the phase, the memory that stays between steps, the memory that the step "
@@ -274,7 +302,7 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "codes", "sentence"),
     [
-        ("die", [76, 1], r"rank 0, step 3, \w+: another rank is gone"),
+        ("die", [76, 1], r"rank 0, step 3, \w+: another rank is gone, without a report of rank 1 on \S+ \("),
         # What a rank says of itself is what the others end with.
         (
             "bug",
@@ -283,6 +311,12 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
         ),
         ("crash", [70, -11], r"rank 0, step 3, \w+: rank 1 has crashed: its stacks are in .*crash-rank-00001.txt"),
         ("memory", [78, 78], "rank 1, step 3, forward: out of GPU memory: 0.0 GiB stay between steps"),
+        (
+            "gpu",
+            [76, 76],
+            r"stopped: rank 1 on \S+, step 3, forward: the GPU failed: CUDA error: uncorrectable ECC error encountered: "
+            "look for Xid in `dmesg` of this host, .*; the same command continues",
+        ),
     ],
 )
 def test_a_rank_that_dies(fault: str, codes: list[int], sentence: str, arguments: list[str], tmp_path: Path) -> None:
@@ -302,7 +336,8 @@ def on_every_rank(fault: str) -> None:
 
 @promises(
     "Ranks",
-    "at the same step, a rank is lost four times in a row, or all ranks get the same connection error twice in a row",
+    "at the same step, a rank is lost or hangs, its GPU fails or a worker of its data loader is killed four times in a row, "
+    "or all ranks get the same connection error twice in a row",
     seen="the run ends with another code, and Slurm does not restart it: `the same has happened 4 times at this step`",
     code="70",
     identical="from the last save",
@@ -315,6 +350,8 @@ def on_every_rank(fault: str) -> None:
         (functools.partial(on_every_rank, "backend"), [[76, 76], [70, 70]]),
         # One leaves without a word, as when its node crashes. The fourth time at the same step ends the job.
         (functools.partial(plant, "die", (3,)), [[76, 1], [76, 1], [76, 1], [70, 1]]),
+        # As after a device-side assert.
+        (functools.partial(plant, "gpu", (3,)), [[76, 76], [76, 76], [76, 76], [70, 70]]),
     ],
 )
 def test_what_happens_again_at_the_same_step_ends_the_job(

@@ -273,7 +273,7 @@ def test_nan_goes_back_and_passes_over_the_examples(pretrained, tmp_path, groups
     train(run)
     assert run.state.skipped == ((2, 4),)
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["skipped", "rollback"]
+    assert [event["event"] for event in events] == ["start", "skipped", "rollback"]
     assert [record["step"] for record in records(tmp_path / "run") if "loss" in record] == [1, 2, 3, 4, 5, 6]
     order = [index for epoch in (0, 1) for index in epoch_order(13, config.train.seed, epoch)]
     assert run.source.rows(range(8, 16))["examples"] == order[8:16]

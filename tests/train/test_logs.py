@@ -118,6 +118,14 @@ def tensorboard_losses(run: Path) -> dict[int, float]:
     return {event.step: event.value for event in found.Scalars("loss")}
 
 
+def fill_its_page(events: Path) -> None:
+    """Adds a line that leaves no room in the last page of the file, into which the next event would go on a full disk."""
+    line = b'{"event": "start", "more": "%s"}\n'
+    room = -(events.stat().st_size + len(line) - 2) % os.sysconf("SC_PAGESIZE")
+    with open(events, "ab") as file:
+        file.write(line % (b"x" * room))
+
+
 @promises(
     "Files and disks",
     "the disk is full between saves",
@@ -137,6 +145,7 @@ def test_training_goes_on_over_a_full_disk_and_nothing_is_lost(corpus: Path, tmp
         nan = functools.partial(plant, "nan", (100,), rank=0)
         with running(arguments, disk / "run", size=1, plant=nan, log=tmp_path / "log") as ranks:
             ranks.wait_for_step(5)
+            fill_its_page(disk / "run/events.jsonl")
             filler = disks.fill(disk)
             ranks.wait_for(lambda: disks.shown_step(ranks) >= 250)
             on_disk = ranks.records()[-1]["step"]

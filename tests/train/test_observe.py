@@ -26,8 +26,10 @@ from ssscale.train.hooks.observation import observe
 from ssscale.train.hooks.profile import Profile
 from ssscale.train.hooks.validation import Validation
 from ssscale.train.metrics import Metrics, wandb_id
+from ssscale.train.records import read_metrics
 from ssscale.train.step import Agreed
 from tests.models import make_model
+from tests.promises import promises
 from tests.train.ranks import Ranks
 
 
@@ -164,6 +166,39 @@ def test_wandb_without_a_key_is_a_sentence(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=Error, init=init))
     with pytest.raises(UserError, match=r"train\.wandb=true: No API key configured"):
         Metrics(tmp_path, 1, is_main=True, use_wandb=True).open(0).__enter__()
+
+
+@promises(
+    "Files and disks",
+    "Weights & Biases cannot be reached in mid-run, or when a run continues",
+    seen="one warning, `train.wandb: …; nothing more is sent until the next start`; training continues",
+    code="0",
+    do="nothing; `metrics.jsonl` has all metrics",
+)
+@pytest.mark.parametrize("fails", ["init", "log", "finish"])
+def test_an_outage_of_wandb_never_ends_training(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`log` and `finish` also raise errors that are not of wandb, such as those of a socket."""
+    calls: list[str] = []
+
+    def call(name: str, result: Any, **options: Any) -> Any:
+        calls.append(name)
+        if name == fails:
+            raise ConnectionError("no answer\nfrom the server")
+        return result
+
+    run = SimpleNamespace(log=lambda record, step: call("log", None), finish=lambda: call("finish", None))
+    wandb = SimpleNamespace(Error=RuntimeError, init=lambda **options: call("init", run))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    metrics = Metrics(tmp_path, 9, is_main=True, use_wandb=True)
+    with caplog.at_level("WARNING", "ssscale"), metrics.open(first_step=3):
+        metrics.write({"step": 4, "loss": 1.0})
+        metrics.write({"step": 5, "loss": 1.0})
+    assert calls == {"init": ["init"], "log": ["init", "log"], "finish": ["init", "log", "log", "finish"]}[fails]
+    (warning,) = [record.message for record in caplog.records if "wandb" in record.message]
+    assert warning.startswith("train.wandb: no answer; nothing more is sent until the next start")
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [4, 5]
 
 
 def test_starts_of_a_run_share_an_id_of_wandb_and_runs_do_not(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_nccl_runs_out_of_memory(last: str) -> None:
 
 def test_one_rank_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of NCCL in a run of one process cannot mean that another rank is gone."""
-    monkeypatch.setattr("ssscale.train.peers.from_main", lambda text, groups: text)
+    monkeypatch.setattr("ssscale.train.peers.gather_json", lambda value: [value])
     peers = Peers(tmp_path, SimpleNamespace(rank=0, world_size=1))  # type: ignore[arg-type]
     with pytest.raises(dist.DistBackendError), peers.telling(where):
         raise dist.DistBackendError("NCCL error, unhandled cuda error")

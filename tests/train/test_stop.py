@@ -16,9 +16,11 @@ import pytest
 from launch.process import rank_environment
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import list_checkpoints
+from ssscale.train.faults import open_events, write_start
 from ssscale.train.lock import RunLock
 from tests.promises import promises
 from tests.train import disks
+from tests.train.faults import all_events
 from tests.train.ranks import SMALL, Ranks, free_port, running, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +54,20 @@ def test_a_signal_to_one_rank_saves_and_says_why(number: signal.Signals, argumen
     again = Ranks([*arguments, f"train.max_steps={last + 2}"], tmp_path / "run")
     again.finish()
     assert f"resumed from {checkpoint} (step {last})" in again.output()
+    first, second = all_events(tmp_path / "run")
+    assert first | {"time": ""} == {"time": "", "event": "start", "step": 0, "ranks": 2, "host": socket.gethostname()}
+    assert (second["event"], second["step"], second["checkpoint"]) == ("start", last, checkpoint.name)
+    Ranks([*arguments, f"train.max_steps={last + 2}"], tmp_path / "run").finish()
+    assert len(all_events(tmp_path / "run")) == 2  # a finished run trains nothing
+
+
+def test_the_record_of_a_start_names_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    log = open_events(tmp_path)
+    write_start(log, 4, 8, tmp_path / "checkpoints/step-00000004", "4711")
+    log.close()
+    (event,) = all_events(tmp_path)
+    assert (event["job"], event["restarts"], event["checkpoint"]) == ("4711", "2", "step-00000004")
 
 
 @promises(

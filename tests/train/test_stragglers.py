@@ -42,27 +42,45 @@ class Clock:
         return timed
 
 
-def plant(slow: dict[int, float]) -> None:
-    """Makes every forward pass sleep for SLEEP times the rank's factor."""
+def computing() -> tuple[type, str]:
     from ssscale.model.decoder import Decoder
+
+    return Decoder, "forward"
+
+
+def reading() -> tuple[type, str]:
+    from ssscale.data.stream import _Microbatches
+
+    return _Microbatches, "__getitem__"
+
+
+def plant(slow: dict[int, float], sleeps: Callable[[], tuple[type, str]]) -> None:
+    """Makes every forward pass, or every read of a microbatch, sleep for SLEEP times the rank's factor."""
     from ssscale.train import clock
 
     shown = Clock()
     clock.time = shown  # type: ignore[attr-defined]
     dist.all_reduce = shown.counted(dist.all_reduce)
-    sleep, forward = shown.counted(time.sleep), Decoder.forward
+    place, name = sleeps()
+    sleep, whole = shown.counted(time.sleep), getattr(place, name)
     seconds = SLEEP * slow.get(int(os.environ["RANK"]), 1.0)
 
     def slept(*arguments: Any, **more: Any) -> Any:
         sleep(seconds)
-        return forward(*arguments, **more)
+        return whole(*arguments, **more)
 
-    Decoder.forward = slept  # type: ignore[method-assign]
+    setattr(place, name, slept)
 
 
-def trained(corpus: Path, folder: Path, slow: dict[int, float], *keys: str) -> Ranks:
+def trained(
+    corpus: Path,
+    folder: Path,
+    slow: dict[int, float],
+    *keys: str,
+    sleeps: Callable[[], tuple[type, str]] = computing,
+) -> Ranks:
     arguments = [f"data.path={corpus}", "data.num_workers=0", "train.max_steps=12", "train.straggler_every=6"]
-    with running([*arguments, *keys], folder / "run", size=4, plant=partial(plant, slow)) as ranks:
+    with running([*arguments, *keys], folder / "run", size=4, plant=partial(plant, slow, sleeps)) as ranks:
         ranks.finish()
     return ranks
 
@@ -82,6 +100,15 @@ def test_one_of_four_ranks_sleeps_and_is_named_within_the_interval(corpus: Path,
         assert record["seconds/compute"] > SLEEP
     assert f"step 6: rank 2 on {host} takes " in ranks.output()
     assert ranks.output().count(" times as long to compute a step as the others") == 2
+
+
+def test_a_rank_that_waits_for_its_data_is_named(corpus: Path, tmp_path: Path) -> None:
+    ranks = trained(corpus, tmp_path, {2: 2.0}, "train.max_steps=6", sleeps=reading)
+    (record,), host = comparisons(ranks), socket.gethostname()
+    assert record["stragglers"] == f"rank 2 on {host} ({record['straggler/ratio']:.2f})"
+    assert record["straggler/ratio"] == pytest.approx(2.0, abs=0.5)
+    assert f"step 6: rank 2 on {host} takes " in ranks.output()
+    assert " s of it waiting for data: look at the disks and CPUs of its host" in ranks.output()
 
 
 def test_nobody_is_named_if_all_sleep_alike(corpus: Path, tmp_path: Path) -> None:
@@ -146,7 +173,7 @@ def test_noise_names_nobody_and_hides_nobody() -> None:
         return [factor * numbers.gauss(1, 0.3) * (10 if numbers.random() < 0.02 else 1) for _ in repeat(None, 100)]
 
     for slow in (None, 77):
-        found = [(rank, *halves(steps(1.3 if rank == slow else 1)), f"host{rank // 8}") for rank in range(256)]
+        found = [(rank, *halves(steps(1.3 if rank == slow else 1)), f"host{rank // 8}", 0.0) for rank in range(256)]
         record = verdict(found, 100)
         assert record.get("stragglers", "").partition(" (")[0] == ("" if slow is None else "rank 77 on host9")
         if slow is not None:

@@ -23,11 +23,11 @@ logger = logging.getLogger("ssscale")
 LIMIT = 1.15  # times the median of the others
 # The phases of a step in which a rank waits for no other replica, by ZeRO stage. Stage 2 reduces gradients during the
 # backward pass, and stage 3 also gathers weights during both passes, so that a slow rank slows the others' phases too.
-OWN_PHASES = {0: ("forward", "backward"), 1: ("forward", "backward"), 2: ("forward",)}
+OWN_PHASES = {0: ("data", "forward", "backward"), 1: ("data", "forward", "backward"), 2: ("data", "forward")}
 
 
 class Stragglers(Hook):
-    """Compares the seconds that the ranks compute per step, without their waiting for each other.
+    """Compares the seconds that the ranks compute and wait for data per step, without their waiting for each other.
 
     The times are those of the marks that `Phases` sets in every step anyway. On a GPU they are events. They are read once
     per interval, so that no other step waits for the GPU. A rank is named if its median step was above LIMIT times the
@@ -58,7 +58,8 @@ class Stragglers(Hook):
                 logger.info("train.straggler_every: ranks of this layout wait for each other too often to be compared")
             return
         mine = halves([own_seconds(marks, phases, run.phases.cuda) for marks in steps])
-        found = gather_json([run.groups.data_rank, *mine, socket.gethostname()])
+        data = statistics.median(own_seconds(marks, ("data",), run.phases.cuda) for marks in steps)
+        found = gather_json([run.groups.data_rank, *mine, socket.gethostname(), data])
         if run.groups.is_main:
             record = {"step": run.state.step, "tokens": run.state.tokens}
             run.metrics.write(record | verdict(found, run.state.step))
@@ -108,10 +109,11 @@ def _median_without(value: float, ordered: Sequence[float]) -> float:
     return (low + high) / 2
 
 
-def verdict(found: Sequence[tuple[int, float, float, str]], step: int) -> dict[str, Any]:
+def verdict(found: Sequence[tuple[int, float, float, str, float]], step: int) -> dict[str, Any]:
     """Returns the metrics of a comparison, and logs the ranks that are above LIMIT.
 
-    found: by rank, its data-parallel rank, its two medians in seconds and its host.
+    found: by rank, its data-parallel rank, its two medians in seconds, its host, and the median of its waits for data in
+    seconds.
     """
     members: dict[int, list[int]] = {}  # by data-parallel rank
     for rank, (group, *_) in enumerate(found):
@@ -137,11 +139,12 @@ def verdict(found: Sequence[tuple[int, float, float, str]], step: int) -> dict[s
             hosts = listed(list(dict.fromkeys(found[rank][3] for rank in ranks)))
             who = f"rank {listed(ranks)} on {hosts}" if len(ranks) == 1 else f"one of rank {listed(ranks)} on {hosts}"
             named.append(f"{who} ({ratio:.2f})")
-            logger.warning(
-                "step %d: %s takes %.2f times as long to compute a step as the others: look at the clock and temperature of "
-                "its GPU, and for other processes on its host",
-                step,
-                who,
-                ratio,
-            )
+            data = max(found[rank][4] for rank in ranks)
+            said = f"step {step}: {who} takes {ratio:.2f} times as long to compute a step as the others"
+            if 2 * data > min(seconds[group]):
+                logger.warning("%s, %.2g s of it waiting for data: look at the disks and CPUs of its host", said, data)
+            else:
+                logger.warning(
+                    "%s: look at the clock and temperature of its GPU, and for other processes on its host", said
+                )
     return record | ({"stragglers": "; ".join(named)} if named else {})
