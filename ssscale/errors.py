@@ -4,7 +4,7 @@
 # 70, 77 and 78, change something first. After 79, check the machine.
 FAILED = 70  # an unexpected error
 SAVED = 75  # a signal asked the run to stop, and the last step is saved
-STALLED = 76  # no progress for train.watchdog seconds, another rank is gone, a GPU failed, or a worker of the data loader was killed
+STALLED = 76  # no progress for train.watchdog seconds; another rank, the GPU or a worker of the data loader is gone
 DIVERGED = 77  # losses or gradients stay NaN or Inf
 OUT_OF_MEMORY = 78
 UNEQUAL = 79  # copies of a weight differ between ranks

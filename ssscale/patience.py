@@ -4,7 +4,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,9 +30,10 @@ def retry_seconds() -> float:
     return seconds
 
 
-def patiently(call: Callable[[], T], what: Path | str) -> T:
+def patiently(call: Callable[[], T], what: Path | str, passing: Container[int | None] | None = None) -> T:
     """Returns call(), which is retried while it raises OSError. what: the path for messages, or a name with it.
 
+    passing: error numbers that may pass; others are raised at once. None: all may.
     Raises UserError if it still fails after `retry_seconds`.
     """
     end = time.monotonic() + retry_seconds()
@@ -40,6 +41,8 @@ def patiently(call: Callable[[], T], what: Path | str) -> T:
         try:
             return call()
         except OSError as error:
+            if passing is not None and error.errno not in passing:
+                raise
             if time.monotonic() > end:
                 raise UserError(f"{what} cannot be read: {error.strerror}; nothing there was changed") from error
             logger.warning("%s cannot be read: %s; trying again", what, error.strerror)

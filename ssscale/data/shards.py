@@ -193,12 +193,15 @@ class RowStore:
         return None
 
     def __getitem__(self, row: int) -> Row:
-        """Returns a row. Raises UserError, naming the shard, if the shard is missing or corrupt, or still cannot be read
-        after `retry_seconds`."""
+        """Returns a row.
+
+        Raises UserError, naming the shard, if the shard is missing or corrupt. Errors in TEMPORARY are raised as UserError
+        after `retry_seconds`, and other OSErrors at once.
+        """
         shard = int(np.searchsorted(self._ends, row, side="right"))
         if shard not in self._open:
             name = f"shard {self.folder / self._zip(shard)}"
-            self._open[shard] = patiently(lambda: self._mapped(shard), name)
+            self._open[shard] = patiently(lambda: self._mapped(shard), name, TEMPORARY)
             if len(self._open) > OPEN_SHARDS:
                 self._open.popitem(last=False)
         self._open.move_to_end(shard)
@@ -231,7 +234,7 @@ class RowStore:
     def _mapped(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the decompressed shard as uint8, and the [samples + 1] uint32 offsets at which its samples begin and end.
 
-        Raises OSError for what may pass, and UserError for everything else.
+        Raises UserError if the shard is missing or corrupt, and OSError for errors in TEMPORARY and of the cache.
         """
         reader = self._readers[shard]
         raw = self.folder / reader.raw_data.basename

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from ssscale.train.peers import Where
 
 GIB = 2**30
-NCCL_MEMORY = re.compile(
-    "out of memory|Failed to CUDA [cm]alloc"
-)  # what NCCL writes where torch raises OutOfMemoryError
-GPU_ERROR = re.compile(
-    r"CUDA error|Triton Error \[CUDA\]"
-)  # of cuBLAS, cuDNN and Triton, which have no type of their own
+# What NCCL, cuBLAS and others write where torch raises OutOfMemoryError.
+MEMORY = re.compile("out of memory|Failed to CUDA [cm]alloc|ALLOC_FAILED")
+GPU_ERROR = re.compile(r"CUDA error|Triton Error \[CUDA\]")  # of libraries whose errors have no type of their own
+# Of these, what the kernel's log reports as Xid. The others are more often mistakes in kernels or their arguments.
+BROKEN = re.compile(
+    "ECC|unspecified launch failure|hardware stack|GPU is lost|fallen off|unknown error|NVLink", re.IGNORECASE
+)
 
 
 class Rollback(Exception):  # noqa: N818 - an order, not a mistake
@@ -58,22 +59,29 @@ def mishap(error: Exception) -> str | None:
     killed = killed_worker(error)
     if killed is not None:
         return killed
-    of_a_library = (
-        isinstance(error, RuntimeError) and not isinstance(error, dist.DistError) and GPU_ERROR.search(str(error))
-    )
-    if not isinstance(error, torch.AcceleratorError) and not of_a_library:
+    if not is_of_gpu(error):
         return None
     first = (str(error).splitlines() or [""])[0][:200]
-    return f"the GPU failed: {first}: look for Xid in `dmesg` of this host, and exclude the host if the GPU is broken"
+    if BROKEN.search(first):
+        return (
+            f"the GPU failed: {first}: look for Xid in `dmesg` of this host, and exclude the host if the GPU is broken"
+        )
+    return f"an error of the GPU: {first}"
+
+
+def is_of_gpu(error: Exception) -> bool:
+    """Whether an error was raised by CUDA, but not by an exchange between GPUs."""
+    of_a_library = isinstance(error, RuntimeError) and not isinstance(error, dist.DistError)
+    return isinstance(error, torch.AcceleratorError) or bool(of_a_library and GPU_ERROR.search(str(error)))
 
 
 def out_of_memory(error: Exception, at: str, where: "Where") -> Stop | None:
-    """Returns the Stop for a CUDA out-of-memory error of torch or NCCL, or None for any other error.
+    """Returns the Stop for a CUDA out-of-memory error of torch or a library, or None for any other error.
 
     at: the rank, step and phase, for the message.
     """
-    of_nccl = isinstance(error, dist.DistError) and NCCL_MEMORY.search(str(error))
-    if not isinstance(error, torch.OutOfMemoryError) and not of_nccl:
+    of_a_library = (isinstance(error, dist.DistError) or is_of_gpu(error)) and MEMORY.search(str(error))
+    if not isinstance(error, torch.OutOfMemoryError) and not of_a_library:
         return None
     now = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     train, parallel, held = where.config.train, where.config.parallel, where.held

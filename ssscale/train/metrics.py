@@ -149,6 +149,7 @@ class _Wandb:
             raise UserError("train.wandb=true needs the package wandb: pip install wandb, or leave it out") from error
         project, own = os.environ.get("WANDB_PROJECT") or "ssscale", wandb_id(folder)
         self.run: Any = None
+        self.given_up = False
         try:
             self.run = wandb.init(project=project, id=own, name=folder.name, dir=str(folder), resume="allow")
         except Exception as error:  # no API key, no connection: wandb passes on errors of other libraries too
@@ -160,10 +161,13 @@ class _Wandb:
         self._try(lambda run: run.log(record, step=step))
 
     def finish(self) -> None:
+        if self.given_up and self.run is not None:
+            with suppress(Exception):  # it has failed before; unfinished, wandb would wait for its server at exit
+                self.run.finish(exit_code=1)
         self._try(lambda run: run.finish())
 
     def _try(self, call: Callable[[Any], object]) -> None:
-        if self.run is None:
+        if self.given_up:
             return
         try:
             call(self.run)
@@ -171,7 +175,7 @@ class _Wandb:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self.run = None
+        self.given_up = True
         logger.warning(
             "train.wandb: %s; nothing more is sent until the next start, metrics.jsonl has all", _first_line(error)
         )

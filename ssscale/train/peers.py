@@ -107,6 +107,10 @@ class Peers:
         Unexpected errors are returned unchanged as long as the folder is not the run's own.
         """
         at = f"rank {self.groups.rank}, step {where.step}, {where.phase}"
+        memory = out_of_memory(error, at, where)
+        if memory is not None:
+            self._report(str(memory), memory.code)
+            return memory
         cause = mishap(error)
         if cause is not None and self.is_open:
             return self._mishap(error, cause, where)
@@ -115,10 +119,6 @@ class Peers:
             if code not in TOGETHER:
                 self._report(str(error), code)
             return error
-        memory = out_of_memory(error, at, where)
-        if memory is not None:
-            self._report(str(memory), memory.code)
-            return memory
         first = (str(error).splitlines() or [""])[0][:200]
         if is_lost_connection(error) and self.groups.world_size > 1:
             self._report(first, STALLED, lost=True)
@@ -133,7 +133,8 @@ class Peers:
 
     def _mishap(self, error: Exception, cause: str, where: Where) -> Stop:
         text = f"rank {self._named([self.groups.rank])}, step {where.step}, {where.phase}: {cause}"
-        self._write_traceback(error)
+        file = self._write_traceback(error)
+        text += f"; the whole traceback is in {file}" if file else ""
         stop = self._repeated([where.step, "mishap"], SAME_LOSS, text)
         stop = stop or Stop(f"{text}; the same command continues", STALLED)
         self._report(str(stop), stop.code)

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -334,14 +335,17 @@ def test_pack_without_an_array_makes_the_folder() -> None:
     code="that of the last start",
     do="read why the starts have ended, above in the log",
 )
-def test_only_restarts_without_a_new_checkpoint_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given_as", ["run_dir", "name"])
+def test_only_restarts_without_a_new_checkpoint_count(given_as: str, tmp_path: Path) -> None:
     """Each start loses a rank. Some have saved before."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in (("srun", 'echo 76 >>"$SSSCALE_EXIT_CODES"; exit 76'), ("scontrol", "echo scontrol $*")):
         (commands / name).write_text(f"#!/bin/sh\n{text}\n")
         (commands / name).chmod(0o755)
-    job, run = f"test-{os.getpid()}", tmp_path / "my run"
+    job = f"test-{os.getpid()}"
+    run = ROOT / "runs" / job if given_as == "name" else tmp_path / "my run"
+    name = job if given_as == "name" else str(run)
     environment = {
         "SLURM_JOB_ID": job,
         "SSSCALE_MAX_RESTARTS": "3",
@@ -355,11 +359,12 @@ def test_only_restarts_without_a_new_checkpoint_count(tmp_path: Path) -> None:
             if saved is not None:
                 (run / f"checkpoints/step-{saved:08d}").mkdir(parents=True, exist_ok=True)
             given = environment | {"SLURM_RESTART_COUNT": str(start)}
-            result = script("pretrain.sbatch", "config=tiny_sb", f"run_dir={run}", **given)
+            result = script("pretrain.sbatch", "config=tiny_sb", f"{given_as}={name}", **given)
             ends.append(f"scontrol requeue {job}" in result.stdout)
     finally:
         left = (ROOT / f".slurm-{job}.progress").exists()
         (ROOT / f".slurm-{job}.progress").unlink(missing_ok=True)
+        shutil.rmtree(run)
     assert ends == [True] * 7 + [False], result.stdout + result.stderr
     assert "a rank was lost or hung; not started again after 3 times without a new checkpoint" in result.stdout
     assert not left

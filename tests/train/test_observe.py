@@ -188,14 +188,16 @@ def test_an_outage_of_wandb_never_ends_training(
             raise ConnectionError("no answer\nfrom the server")
         return result
 
-    run = SimpleNamespace(log=lambda record, step: call("log", None), finish=lambda: call("finish", None))
+    run = SimpleNamespace(log=lambda record, step: call("log", None), finish=lambda **_: call("finish", None))
     wandb = SimpleNamespace(Error=RuntimeError, init=lambda **options: call("init", run))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     metrics = Metrics(tmp_path, 9, is_main=True, use_wandb=True)
     with caplog.at_level("WARNING", "ssscale"), metrics.open(first_step=3):
         metrics.write({"step": 4, "loss": 1.0})
         metrics.write({"step": 5, "loss": 1.0})
-    assert calls == {"init": ["init"], "log": ["init", "log"], "finish": ["init", "log", "log", "finish"]}[fails]
+    assert (
+        calls == {"init": ["init"], "log": ["init", "log", "finish"], "finish": ["init", "log", "log", "finish"]}[fails]
+    )
     (warning,) = [record.message for record in caplog.records if "wandb" in record.message]
     assert warning.startswith("train.wandb: no answer; nothing more is sent until the next start")
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [4, 5]

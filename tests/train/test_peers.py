@@ -1,14 +1,16 @@
 """Which errors of a rank's connections mean that another rank is gone, and which do not."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ssscale.config import load_config
 from ssscale.errors import OUT_OF_MEMORY
-from ssscale.train.faults import out_of_memory
+from ssscale.train.faults import mishap, out_of_memory
 from ssscale.train.peers import Peers, Where
 
 
@@ -26,6 +28,29 @@ def test_nccl_runs_out_of_memory(last: str) -> None:
     assert stop.code == OUT_OF_MEMORY
     assert "use train.microbatch below" in str(stop)
     assert out_of_memory(dist.DistBackendError("NCCL error, Connection reset"), "rank 0", where()) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (torch.AcceleratorError("CUDA error: out of memory"), "out of GPU memory"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "out of GPU memory",
+        ),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "out of GPU memory"),
+        (RuntimeError("Triton Error [CUDA]: unspecified launch failure"), "the GPU failed: .* look for Xid"),
+        (
+            torch.AcceleratorError("CUDA error: device-side assert triggered"),
+            "an error of the GPU: CUDA error: device-",
+        ),
+        (RuntimeError("the size of a must match"), None),
+    ],
+)
+def test_errors_of_a_gpu(error: Exception, sentence: str | None) -> None:
+    memory = out_of_memory(error, "rank 0", where())
+    found = str(memory) if memory else mishap(error)
+    assert found is None if sentence is None else re.search(sentence, str(found))
 
 
 def test_one_rank_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,15 @@ def test_noise_names_nobody_and_hides_nobody() -> None:
             assert (record["straggler/rank"], record["straggler/ratio"] > LIMIT) == (77, True)
 
 
+@pytest.mark.parametrize(("waits", "said"), [(0.6, "look at the clock"), (0.8, "0.8 s of it waiting for data")])
+def test_what_all_ranks_wait_for_is_not_the_reason(waits: float, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = [(rank, 0.9, 0.9, "here", 0.6) for rank in range(3)] + [(3, 1.15, 1.15, "there", waits)]
+    with caplog.at_level("WARNING", "ssscale"):
+        verdict(found, 6)
+    (record,) = caplog.records
+    assert said in record.message
+
+
 @pytest.mark.gpu
 def test_a_rank_that_shares_its_gpu_is_named(corpus: Path, tmp_path: Path) -> None:
     """Needs two GPUs: `python -m pytest -m gpu tests/train/test_stragglers.py`.

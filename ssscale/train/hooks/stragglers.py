@@ -140,8 +140,10 @@ def verdict(found: Sequence[tuple[int, float, float, str, float]], step: int) ->
             who = f"rank {listed(ranks)} on {hosts}" if len(ranks) == 1 else f"one of rank {listed(ranks)} on {hosts}"
             named.append(f"{who} ({ratio:.2f})")
             data = max(found[rank][4] for rank in ranks)
+            usual = statistics.median(other[4] for other in found if other[0] != group)
+            more = min(seconds[group]) * (1 - 1 / ratio)  # seconds by which it is slower
             said = f"step {step}: {who} takes {ratio:.2f} times as long to compute a step as the others"
-            if 2 * data > min(seconds[group]):
+            if 2 * (data - usual) > more:
                 logger.warning("%s, %.2g s of it waiting for data: look at the disks and CPUs of its host", said, data)
             else:
                 logger.warning(
