@@ -50,6 +50,7 @@ def test_they_train_on_one_rank_and_two(name: str, command: Command, corpus: Pat
         sizes = [records(tmp_path / run, "term/query_size") for run in ("one", "two")]
         assert sizes[0][0] > 0
         assert sizes[1] == pytest.approx(sizes[0], rel=1e-4)
-        rates, tokens = (records(tmp_path / "two", key)[:4] for key in ("lr", "tokens"))
+        rates = records(tmp_path / "two", "lr")[:4]
+        tokens = sorted(set(records(tmp_path / "two", "tokens")))[:4]  # the hook's records have them too
         peak = rates[tokens.index(2048)]
         assert rates[3] == pytest.approx(peak * (2048 / tokens[3]) ** 0.5)
