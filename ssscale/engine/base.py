@@ -45,12 +45,12 @@ class StepResult:
 
     grad_norm: global L2 norm of the gradients before clipping. None under ZeRO stage 0, where DeepSpeed gives none.
     skipped: whether the weights were left unchanged because a gradient was NaN or Inf.
-    told: what `step` got, on the CPU.
+    readback: what `step` got, on the CPU.
     """
 
     grad_norm: float | None
     skipped: bool
-    told: Tensor
+    readback: Tensor
 
 
 class Engine(Protocol):
@@ -82,10 +82,10 @@ class Engine(Protocol):
         rows: int64 indices of the tokens with a target, if they are few. The losses are then computed for these only.
         """
 
-    def step(self, lr: float, told: Tensor | None = None) -> StepResult:
+    def step(self, lr: float, readback: Tensor | None = None) -> StepResult:
         """Reduces and clips the accumulated gradients, and updates the weights with the learning rate `lr`.
 
-        told: [n], what the host reads together with the gradient norm. A read of its own would wait for the update.
+        readback: [n], what the host reads together with the gradient norm. A read of its own would wait for the update.
         """
 
     def fragments(self) -> Iterator[Fragment]:

@@ -216,8 +216,8 @@ class DeepSpeedEngine:
             self.engine.step()  # only counts the microbatch
         return Microbatch(losses.detach(), {name: term.detach() for name, term in terms.items()})
 
-    def step(self, lr: float, told: Tensor | None = None) -> StepResult:
-        told = torch.empty(0, device=self.groups.device) if told is None else told
+    def step(self, lr: float, readback: Tensor | None = None) -> StepResult:
+        readback = torch.empty(0, device=self.groups.device) if readback is None else readback
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.mark("optimizer")
@@ -226,16 +226,16 @@ class DeepSpeedEngine:
             self.casts.drop()
         if self.stage == 0 and not self._finite():
             self.engine.zero_grad()
-            return StepResult(None, True, told.cpu())
+            return StepResult(None, True, readback.cpu())
         if self.update is not None:
-            self.update.told = told
+            self.update.readback = readback
             self.engine.step()
-            norm, told = self.update.read()
-            return StepResult(norm, math.isinf(norm), told)
+            norm, readback = self.update.read()
+            return StepResult(norm, math.isinf(norm), readback)
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
         skipped = not self.engine.was_step_applied()
-        return StepResult(None if norm is None else float(norm), skipped, told.cpu())
+        return StepResult(None if norm is None else float(norm), skipped, readback.cpu())
 
     def _finite(self) -> bool:
         """Whether all gradients are finite. Used for stage 0, where DeepSpeed would apply NaN and Inf as well."""

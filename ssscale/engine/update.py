@@ -67,8 +67,9 @@ class OnePassUpdate:
         self._taken: dict[tuple[int, int], Tensor] = {}  # the gradients of this step, if direct without an exchange
         self._adamw: FlatAdamW | None = None  # created at the first step, as torch's states are
         self._steps: list[int] = []  # updates so far, by group
-        self.told = torch.empty(0)  # what the host reads together with the norm: [n] on the device of the model
-        self._copies = (HostCopy(torch.zeros(())), HostCopy(self.told))  # norm of the last step's gradients, `told`
+        self.readback = torch.empty(0)  # what the host reads together with the norm: [n] on the device of the model
+        # Of the norm of the last step's gradients, and of `readback`.
+        self._copies = HostCopy(torch.zeros(())), HostCopy(self.readback)
 
     def set_accumulation(self, microbatches: int) -> None:
         """Sets the number of microbatches per step. Called between steps."""
@@ -148,22 +149,22 @@ class OnePassUpdate:
         total = adamw.sum_of_squares(gradients, parts)
         add_up(total, self.groups)
         norm, factor = clip_factor(total, self.clip)
-        self._copies = HostCopy(norm), HostCopy(self.told)
+        self._copies = HostCopy(norm), HostCopy(self.readback)
         self._update_and_gather(adamw, gradients, factor, parts)
         counters = [optimizer.state[flat]["step"] for flat in optimizer.fp32_groups_flat_partition]
         # A list of terms: a single one would be read by the host, as the number that this function also takes.
         torch._foreach_add_(counters, [norm.isfinite().to(counters[0].dtype)] * len(counters))
 
     def read(self) -> tuple[float, Tensor]:
-        """Waits until the norm of the last step is known. Returns it and `told`, on the CPU.
+        """Waits until the norm of the last step is known. Returns it and `readback`, on the CPU.
 
         The norm is infinite if the step changed nothing.
         """
-        norm, told = (copy.read() for copy in self._copies)
+        norm, readback = (copy.read() for copy in self._copies)
         if not math.isfinite(norm):
-            return math.inf, told
+            return math.inf, readback
         self._steps = [steps + 1 for steps in self._steps]
-        return float(norm), told
+        return float(norm), readback
 
     def clear(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step."""

@@ -17,8 +17,6 @@ PREFILL_TOKENS = 16_384  # in one pass, over all prompts
 # done rarely.
 GROWING = 0.75
 
-Stop = Callable[[list[list[int]]], list[bool]]
-
 
 @torch.no_grad()
 def generate(
@@ -32,7 +30,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     max_length: int | None = None,
     vocab_size: int | None = None,
-    stop: Stop | None = None,
+    stop: Callable[[list[list[int]]], list[bool]] | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[list[int]]:
     """Returns the new tokens of each prompt, without the end-of-document token.

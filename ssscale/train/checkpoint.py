@@ -28,7 +28,7 @@ from ssscale.errors import UserError
 from ssscale.model.flops import is_of_mixer
 from ssscale.parallel.groups import Groups
 from ssscale.parallel.splits import global_shape, local_part, local_ranges, split_dim
-from ssscale.train.stages import Skipped, read_skipped
+from ssscale.train.stages import Returns, read_returns
 
 logger = logging.getLogger("ssscale")
 
@@ -45,7 +45,7 @@ class TrainState:
     samples: int = 0  # rows of the current data folder consumed by all ranks, including those left out
     data_fingerprint: str = ""
     valid_loss: float | None = None  # nats per token; None if this step was not evaluated
-    skipped: Skipped = ()  # rows that are left out after NaN
+    skipped: Returns = ()  # returns to checkpoints after NaN, and the rows that are left out since
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class CheckpointReader:
         """Returns the progress of the run and the number of ranks that wrote the checkpoint."""
         saved = json.loads((self.path / "state.json").read_bytes())
         state = TrainState(**{key: saved[key] for key in TrainState.__dataclass_fields__})
-        state = replace(state, skipped=read_skipped(state.skipped))
+        state = replace(state, skipped=read_returns(state.skipped))
         numbers = (state.step, state.applied_steps, state.tokens, state.samples, saved["ranks"])
         if any(type(number) is not int or number < 0 for number in numbers) or saved["ranks"] < 1:
             raise ValueError(f"state.json: {saved}")

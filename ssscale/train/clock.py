@@ -66,7 +66,7 @@ class Phases:
     def __init__(self, cuda: bool, step: int) -> None:
         self.cuda, self.step = cuda, step
         self.marks: list[tuple[str, Any]] = []
-        self.told: Callable[[str], None] | None = None  # called at each mark, with the phase
+        self.on_mark: Callable[[str], None] | None = None  # called at each mark, with the phase
 
     def mark(self, phase: str) -> None:
         moment: Any = time.perf_counter()
@@ -74,8 +74,8 @@ class Phases:
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
         self.marks.append((phase, moment))
-        if self.told is not None:
-            self.told(phase)
+        if self.on_mark is not None:
+            self.on_mark(phase)
 
     def lap(self, step: int) -> dict[str, float]:
         """Returns the seconds per step as `seconds/PHASE`, for the steps since the last lap but the newest one.

@@ -16,7 +16,7 @@ from ssscale.config.schema import Config
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import SMALL, Condition, inspect, list_checkpoints, saved_config, step_of
 from ssscale.train.files import move_folder_aside, write_file
-from ssscale.train.stages import Plan, read_skipped
+from ssscale.train.stages import Plan, read_returns
 
 if TYPE_CHECKING:
     from ssscale.train.checkpoint import TrainState
@@ -139,7 +139,7 @@ def read_rollback(folder: Path, state: "TrainState") -> "TrainState":
         return state
     try:
         saved = json.loads(file.read_bytes())
-        skipped = read_skipped(saved["skipped"])
+        skipped = read_returns(saved["skipped"])
         before, returns = skipped[: len(state.skipped)], skipped[len(state.skipped) :]
         here = saved["step"] == state.step and before == state.skipped
         return (

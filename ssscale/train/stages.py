@@ -20,7 +20,7 @@ from ssscale.model.flops import declared_weights
 CHANGEABLE = {"mixers", "mixer", "position"}
 
 
-class Rollback(tuple[int, ...]):
+class Return(tuple[int, ...]):
     """That a run went back to a checkpoint after NaN: (step, rows, step, rows, ...), as `state.json` has it.
 
     The run went back to the first step, and leaves out what it had read since, `rows` rows after each `step`. There is one
@@ -38,12 +38,12 @@ class Rollback(tuple[int, ...]):
         return list(zip(self[::2], self[1::2], strict=True))
 
 
-Skipped = tuple[Rollback, ...]  # in the order in which they happened
+Returns = tuple[Return, ...]  # in the order in which they happened
 
 
-def read_skipped(saved: Any) -> Skipped:
-    """Returns the `Skipped` of parsed JSON. Raises ValueError or TypeError if it has another form."""
-    skipped = tuple(Rollback(int(number) for number in entry) for entry in saved)
+def read_returns(saved: Any) -> Returns:
+    """Returns the `Returns` of parsed JSON. Raises ValueError or TypeError if it has another form."""
+    skipped = tuple(Return(int(number) for number in entry) for entry in saved)
     for entry in skipped:
         if not entry or len(entry) % 2 or min(entry) < 0 or 0 in entry[1::2]:
             raise ValueError(f"skipped: {entry} is not pairs of a step and a number of rows")
@@ -206,7 +206,7 @@ class Plan:
         """Returns the tokens that the run has trained after `step` steps."""
         return sum(max(0, min(step - part.first_step, part.num_steps)) * part.tokens_per_step for part in self.parts)
 
-    def mixes(self, path: str, skipped: Skipped = ()) -> list[tuple[int, dict[str, float] | None]]:
+    def mixes(self, path: str, skipped: Returns = ()) -> list[tuple[int, dict[str, float] | None]]:
         """Returns (first sample, mix) of each change of the stage that reads the data folder `path`, for `Order`.
 
         Rows that are left out are samples of the stage that had read them. So each source goes on after all its rows that
@@ -222,17 +222,17 @@ class Plan:
                 samples, last = samples + rows, stage
         return found
 
-    def next_sample(self, step: int, skipped: Skipped = ()) -> int:
+    def next_sample(self, step: int, skipped: Returns = ()) -> int:
         """Returns the sample of its data folder with which the step after `step` steps begins."""
         folder = self.folder(step)
         before = tuple(rollback for rollback in skipped if rollback.to <= step)
         return sum(rows for at, rows in self._read(before, 0, step) if self.folder(at) == folder)
 
-    def samples(self, step: int, skipped: Skipped = ()) -> int:
+    def samples(self, step: int, skipped: Returns = ()) -> int:
         """Returns the samples that a run has read after `step` steps, of the data folder of the last of them."""
         return self.next_sample(step - 1, skipped) + self.at(step - 1).batch_size if step else 0
 
-    def leave_out(self, skipped: Skipped, step: int, to: int) -> Skipped:
+    def leave_out(self, skipped: Returns, step: int, to: int) -> Returns:
         """Returns `skipped` after the run goes back from `step` to the checkpoint of step `to`.
 
         All rows read since this checkpoint are left out. If the run had gone back to later checkpoints, which are lost,
@@ -245,13 +245,13 @@ class Plan:
                 read[-1] += rows
             else:
                 read += [at, rows]
-        return (*kept, Rollback(read))
+        return (*kept, Return(read))
 
     def folder(self, step: int) -> str:
         """Returns the data folder of the step after `step` steps, as `folder_of` spells it."""
         return self.folders[self.at(step).stage]
 
-    def _read(self, skipped: Skipped, first: int, last: int) -> Iterator[tuple[int, int]]:
+    def _read(self, skipped: Returns, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yields (step, rows read after it) in the order of reading, from `first` to `last` steps. Each pair is of one part.
 
         skipped: the times that the run went back in between.

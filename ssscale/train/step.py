@@ -96,13 +96,13 @@ def train_step(run: "Run", batches: Sequence[Batch], num_targets: int, prepare: 
         passed = run.engine.forward_backward(batch.tokens, batch.layout, batch.labels, divisor, batch.rows)
         sums += sums_by_source(passed.losses, batch, len(run.source.names))
         terms = {name: total + passed.terms[name] for name, total in terms.items()}
-    told = torch.cat([sums.flatten(), *(term.view(1) for term in terms.values())])
+    readback = torch.cat([sums.flatten(), *(term.view(1) for term in terms.values())])
     lr = learning_rate(train.stages, run.given.train.batch_size, run.state.tokens + run.part.tokens_per_step)
     run.mark("data")
     prepare()  # before the update, for whose norm the host waits
-    result = run.engine.step(lr, told)
+    result = run.engine.step(lr, readback)
     run.mark("hooks")
-    sums, last = result.told[: sums.numel()].view(sums.shape), result.told[sums.numel() :]
+    sums, last = result.readback[: sums.numel()].view(sums.shape), result.readback[sums.numel() :]
     terms = dict(zip(terms, last, strict=True))
     loss = float(sums[0].sum())
     return Done(batches, run.source, num_targets, lr, sums, terms, loss, result.grad_norm, result.skipped)

@@ -13,7 +13,7 @@ from ssscale.config.schema import BatchWarmup, Config, DataConfig, ModelChanges,
 from ssscale.data.order import Order
 from ssscale.errors import UserError
 from ssscale.train.finetune import finetuning_config
-from ssscale.train.stages import Plan, Skipped, read_skipped, restarted_weights, stage_config
+from ssscale.train.stages import Plan, Returns, read_returns, restarted_weights, stage_config
 from ssscale.validate import validate, validate_checkpoint
 
 STICKS = ModelChanges({"mixers": ["stickbreaking"]})
@@ -51,7 +51,7 @@ def test_batches_grow_and_data_folders_go_on_where_they_were_left() -> None:
     assert plan.total_steps == 15
     assert plan.mixes("a") == [(0, None), (20, None)]
     assert [plan.next_sample(step) for step in (0, 2, 3, 7, 8, 10, 14, 15)] == [0, 2, 4, 16, 0, 20, 28, 30]
-    skipped = read_skipped([[6, 5], [9, 3]])  # five rows of a, three of b
+    skipped = read_returns([[6, 5], [9, 3]])  # five rows of a, three of b
     assert [plan.next_sample(step, skipped) for step in (7, 9, 10)] == [21, 5, 25]
     assert plan.mixes("a", skipped) == [(0, None), (25, None)]
     assert plan.mixes("b", skipped) == [(0, None)]
@@ -77,7 +77,7 @@ VARIED = [  # its steps read 1 1 3 3 | 3 3 3 | 2 2 2 | 3 3 3 rows of a a a b, an
 ]
 
 
-def read(plan: Plan, first: int, last: int, skipped: Skipped) -> Iterator[tuple[str, int, int]]:
+def read(plan: Plan, first: int, last: int, skipped: Returns) -> Iterator[tuple[str, int, int]]:
     """(data folder, source, row) of all rows of some steps."""
     for step in range(first, last):
         part = plan.at(step)
@@ -110,11 +110,11 @@ def test_no_row_is_read_twice_or_left_unread_when_a_run_goes_back(returns: list[
     assert [plan.at(step).batch_size for step in range(13)] == [1, 1, 3, 3, 3, 3, 3, 2, 2, 2, 3, 3, 3]
     rows: list[tuple[str, int, int]] = []
     step = 0
-    skipped: Skipped = ()
+    skipped: Returns = ()
     for before, to in returns:
         rows += read(plan, step, before, skipped)
         skipped, step = plan.leave_out(skipped, before, to), to
-        assert read_skipped(json.loads(json.dumps(skipped))) == skipped
+        assert read_returns(json.loads(json.dumps(skipped))) == skipped
         assert skipped[-1][0] == to
     rows += read(plan, step, plan.total_steps, skipped)
     for path in ("a", "b"):
@@ -129,11 +129,11 @@ def test_what_was_left_out_in_one_stage_is_a_pair_as_before() -> None:
     """States of older versions hold a pair each time: rows of the stage that trains after the checkpoint."""
     plan = Plan(run(*VARIED, batch=3))
     assert plan.leave_out((), 3, 1) == ((1, 4),)  # one step of one row, and one of three
-    assert plan.leave_out(read_skipped([[1, 4]]), 9, 5) == ((1, 4), (5, 6, 7, 4))
-    assert plan.leave_out(read_skipped([[5, 3]]), 9, 5) == ((5, 3), (5, 6, 7, 4))
-    assert plan.leave_out(read_skipped([[1, 4], [6, 3]]), 8, 2) == ((1, 4), (2, 6, 4, 12, 7, 2))
-    assert plan.mixes("a", read_skipped([[5, 100]])) == [(0, VARIED[0].mix), (8, VARIED[1].mix), (117, VARIED[3].mix)]
-    assert plan.mixes("a", read_skipped([[3, 100]])) == [(0, VARIED[0].mix), (108, VARIED[1].mix), (117, VARIED[3].mix)]
+    assert plan.leave_out(read_returns([[1, 4]]), 9, 5) == ((1, 4), (5, 6, 7, 4))
+    assert plan.leave_out(read_returns([[5, 3]]), 9, 5) == ((5, 3), (5, 6, 7, 4))
+    assert plan.leave_out(read_returns([[1, 4], [6, 3]]), 8, 2) == ((1, 4), (2, 6, 4, 12, 7, 2))
+    assert plan.mixes("a", read_returns([[5, 100]])) == [(0, VARIED[0].mix), (8, VARIED[1].mix), (117, VARIED[3].mix)]
+    assert plan.mixes("a", read_returns([[3, 100]])) == [(0, VARIED[0].mix), (108, VARIED[1].mix), (117, VARIED[3].mix)]
 
 
 def ssmax(variant: str) -> ModelChanges:
@@ -143,7 +143,7 @@ def ssmax(variant: str) -> ModelChanges:
 @pytest.mark.parametrize("saved", [3, [3], [[]], [[1]], [[1, 2, 3]], [[1, -2]], [[1, 0]], ["ab"], [[1, None]]])
 def test_rows_left_out_that_no_run_has_written(saved: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        read_skipped(saved)
+        read_returns(saved)
 
 
 @pytest.mark.parametrize(

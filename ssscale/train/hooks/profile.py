@@ -44,7 +44,7 @@ class Profile(Hook):
                 torch.cuda.memory._record_memory_history()
         self.profile, self.stopped = torch.profiler.profile(activities=activities, profile_memory=True), False
         self.profile.start()
-        run.phases.told = self._enter
+        run.phases.on_mark = self._enter
         self._enter("start")
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -55,9 +55,9 @@ class Profile(Hook):
             return
         if run.state.step == self.at and run.state.step < run.plan.total_steps:
             self._enter("next")
-            run.phases.told = self._end_with_forward
+            run.phases.on_mark = self._end_with_forward
             return
-        run.phases.told = None
+        run.phases.on_mark = None
         self._stop(self.profile)
         with run.watch.paused():
             self._write(run, self.profile)

@@ -41,7 +41,7 @@ class Stragglers(Hook):
         self.interval = interval
         self.first = 0  # index of the first mark of the step
         self.steps: list[list[tuple[str, Any]]] = []  # marks of each step since the last comparison
-        self.told = False  # whether the log says that this layout cannot be compared
+        self.said = False  # whether the log says that this layout cannot be compared
 
     def agreed(self, run: "Run", agreed: "Agreed") -> None:
         self.first = len(run.phases.marks)
@@ -53,8 +53,8 @@ class Stragglers(Hook):
         steps, self.steps = self.steps, []
         phases = OWN_PHASES.get(run.config.parallel.zero_stage)
         if phases is None or run.groups.data_size == 1:
-            if not self.told:
-                self.told = True
+            if not self.said:
+                self.said = True
                 logger.info("train.straggler_every: ranks of this layout wait for each other too often to be compared")
             return
         mine = halves([own_seconds(marks, phases, run.phases.cuda) for marks in steps])
