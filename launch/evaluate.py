@@ -34,18 +34,15 @@ if TYPE_CHECKING:
 SUITES = ("stickbreaking_paper", "ruler")
 DATA_HINT = "name the folder that the run was trained on with data=FOLDER, or score any task but cloze with valid=false"
 CHANGEABLE = ("model.mixers", "model.mixer.", "model.position.")
+CHECKPOINT = Option(
+    "checkpoint", str, "a run folder (its newest checkpoint) or a checkpoint folder", metavar="RUN", required=True
+)
 COMMAND = Command(
     about=__doc__,
     usage="python launch/evaluate.py checkpoint=RUN [tasks=NAME,...] [suite=NAME] [gpus=N] [key=value ...]",
     example="python launch/evaluate.py checkpoint=runs/3b_sb tasks=cloze,hellaswag eval_data=data/eval",
     options=(
-        Option(
-            "checkpoint",
-            str,
-            "a run folder (its newest checkpoint) or a checkpoint folder",
-            metavar="RUN",
-            required=True,
-        ),
+        CHECKPOINT,
         Option(
             "tasks",
             str,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch.boot import Command, Option, log, run
-from launch.evaluate import CHANGEABLE
+from launch.evaluate import CHANGEABLE, CHECKPOINT
 from ssscale.errors import UserError
 from ssscale.train.checkpoint_folder import find_checkpoint, saved_config
 
@@ -21,13 +21,7 @@ COMMAND = Command(
     usage="python launch/generate.py checkpoint=RUN [prompt=TEXT] [samples=N] [key=value ...]",
     example="python launch/generate.py checkpoint=runs/3b_sb prompt='The attention weights of a token' temperature=0",
     options=(
-        Option(
-            "checkpoint",
-            str,
-            "a run folder (its newest checkpoint) or a checkpoint folder",
-            metavar="RUN",
-            required=True,
-        ),
+        CHECKPOINT,
         Option("prompt", str, f"the beginning of the text; {STDIN} reads it from stdin (none)"),
         Option("max_new_tokens", int, "tokens to add at most; a text also ends at EOS", default=200, at_least=1),
         Option(

@@ -23,9 +23,8 @@ from ssscale.names import leads_out
 
 T = TypeVar("T")
 
-KILLED = re.compile(
-    r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"
-)  # of torch's RuntimeErrors
+# What torch's RuntimeErrors say of such a worker.
+KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
 
 
 class WorkerKilled(Stop):

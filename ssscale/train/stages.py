@@ -139,15 +139,15 @@ class Plan:
         self.folders = [folder_of(own.data.path) for own in self.configs]
         self.parts: list[Part] = []
         step = tokens = end = 0
-        before = 0  # tokens by which the stages so far are longer than their steps
+        left = 0  # tokens after the last whole step of the stages so far
         for index, stage in enumerate(config.train.stages):
             own = self.configs[index]
             end += stage.tokens
             for size, count, rest in self._sizes(own, stage, index, end - tokens):
                 part = Part(index, size, own.data.length, step, count)
                 if self.parts and self.parts[-1].tokens_per_step != part.tokens_per_step:
-                    self._check_whole(before, stage, index)
-                before = rest
+                    self._check_whole(left, stage, index)
+                left = rest
                 self.parts += [part] if count else []
                 step, tokens = step + count, tokens + count * part.tokens_per_step
         self.total_steps = step if config.train.max_steps is None else min(step, config.train.max_steps)
@@ -155,7 +155,7 @@ class Plan:
     def _sizes(self, own: Config, stage: StageConfig, index: int, tokens: int) -> list[tuple[int, int, int]]:
         """Returns (batch size, steps, rest) for each batch size of a stage that has `tokens` left to train.
 
-        rest: tokens of the last step, which the stage ends within; 0 if its steps add up to its tokens.
+        rest: tokens after the last whole step, which belong to a step that ends in the next stage.
         """
         sizes = []
         for warmup in stage.batch_warmup:
